@@ -1,0 +1,96 @@
+"""The sections of the engine's configuration. Each setting's docstring is its documentation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """Which model, and how it is held."""
+
+    model: str
+    """`tiny` (shipped with raypp), a directory in Hugging Face layout, or a Hugging Face model id."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` makes random weights from config.json alone."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """The most tokens of a request, prompt and output together. None: what the model was made for."""
+    seed: int = Field(default=0, ge=0)
+    """Of dummy weights and of the seeds drawn for requests that bring none."""
+    skip_tokenizer_init: bool = False
+    """Load no tokenizer: prompts are token ids, texts are empty."""
+
+
+class CacheSection(Section):
+    """The paged KV cache."""
+
+    block_size: int = Field(default=16, ge=1, le=256)
+    """Tokens per KV block."""
+    num_kv_blocks: int | None = Field(default=None, ge=2)
+    """KV blocks per stage. None: what the memory allows."""
+    kv_cache_bytes: int = Field(default=1 << 28, ge=1)
+    """Bytes of KV cache per stage on a CPU, where no device says how much memory is there to be used."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """The share of a GPU's memory that a stage may use, times the share of the GPU it asked Ray for."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of prompt prefixes that were computed before."""
+
+
+class ParallelSection(Section):
+    """How the model is cut into stages, and where they run."""
+
+    num_stages: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages; each is one Ray actor."""
+    layer_partition: list[int] | None = None
+    """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
+    transport: Literal["auto", "local", "gloo", "ray_collective"] = "auto"
+    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs."""
+    stage_num_cpus: float = Field(default=0.01, ge=0)
+    """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
+    stage_num_threads: int | None = Field(default=None, ge=1)
+    """Compute threads of a stage on a CPU. None: the machine's cores divided by the stages, at least one."""
+
+
+class SchedulerSection(Section):
+    """What a step may hold."""
+
+    max_num_seqs: int = Field(default=256, ge=1)
+    """Running requests over all cohorts; a step holds at most ceil(max_num_seqs / num_stages) rows."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens that one step may compute."""
+    min_prefill_chunk_tokens: int = Field(default=512, ge=1)
+    """A prompt is not cut into smaller chunks than this, unless the step is full."""
+
+
+class GraphsSection(Section):
+    """CUDA graphs."""
+
+    enforce_eager: bool = False
+    """Run without CUDA graphs. On a CPU there are none."""
+
+
+class ObservabilitySection(Section):
+    """What the engine tells about itself."""
+
+    trace: str | None = None
+    """Write a Chrome trace to this file at close: one lane per stage and one for the driver."""
+
+
+class FaultsSection(Section):
+    """How long things may take. Every wait of the engine ends in a named error."""
+
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """From placement to all stages ready."""
+    step_timeout_s: float = Field(default=60.0, gt=0)
+    """Steps in flight without any progress: the pipeline counts as frozen."""
+    close_timeout_s: float = Field(default=10.0, gt=0)
+    """Orderly shutdown; what is left after that is killed."""

@@ -1,0 +1,114 @@
+"""The errors raypp raises.
+
+    RayppError
+    +-- ConfigError          a setting, or a combination of settings, that cannot work
+    +-- RequestError         one request is at fault; the others do not notice (.request_id)
+    +-- ModelLoadError       a checkpoint that cannot be read as the model it claims to be
+    +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
+    +-- EngineDeadError      the engine is gone; make a new one
+    |   +-- StageDiedError   ... because one of its stages died or froze (.stage_index)
+    +-- DeadlineError        something was waited for in vain
+
+Every error says what it got, what it expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class RayppError(Exception):
+    """Base of all errors of raypp.
+
+    Args:
+        message: What went wrong, in one sentence.
+        got: What was found, e.g. the offending value.
+        expected: What would have been right.
+        hint: What the reader can do about it.
+    """
+
+    def __init__(self, message: str, *, got: object = None, expected: object = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.got = got
+        self.expected = expected
+        self.hint = hint
+
+    def __str__(self) -> str:
+        parts = [self.message]
+        if self.got is not None:
+            parts.append(f"got: {self.got}")
+        if self.expected is not None:
+            parts.append(f"expected: {self.expected}")
+        if self.hint is not None:
+            parts.append(f"hint: {self.hint}")
+        return "; ".join(parts)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exception's own pickling calls the class with `args` alone and would lose the keywords.
+        return (_rebuild, (type(self), dict(self.__dict__)))
+
+
+class ConfigError(RayppError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class RequestError(RayppError):
+    """One request is at fault.
+
+    Args:
+        request_id: The request's public id, or None when it has none yet.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str | None = None,
+        got: object = None,
+        expected: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, got=got, expected=expected, hint=hint)
+        self.request_id = request_id
+
+
+class ModelLoadError(RayppError):
+    """A checkpoint that cannot be read as the model it claims to be."""
+
+
+class ResourceError(RayppError):
+    """The machine or the cluster lacks something that the engine needs."""
+
+
+class EngineDeadError(RayppError):
+    """The engine is gone and will answer no more requests."""
+
+
+class StageDiedError(EngineDeadError):
+    """A pipeline stage died or froze, and the engine with it.
+
+    Args:
+        stage_index: The stage's position in the pipeline, 0-based.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        stage_index: int,
+        got: object = None,
+        expected: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, got=got, expected=expected, hint=hint)
+        self.stage_index = stage_index
+
+
+class DeadlineError(RayppError):
+    """Something was waited for in vain."""
+
+
+def _rebuild(cls: type[RayppError], state: dict[str, object]) -> RayppError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, state["message"])
+    error.__dict__.update(state)
+    return error

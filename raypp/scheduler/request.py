@@ -1,0 +1,39 @@
+"""A request as the scheduler sees it, and what a step changed about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raypp.types import FinishReason, SamplingParams
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request, from admission to its end.
+
+    The first block is fixed by whoever submits it; the rest belongs to the scheduler.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # params.seed, or the one drawn for it
+    eos_token_ids: frozenset[int] = frozenset()
+    client: bytes = b""  # whom to answer; opaque to the scheduler
+    handle: int = 0  # the client's own number of it; opaque to the scheduler
+
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
+    stop_token_id: int = -1  # the entry of params.stop_token_ids that ended it
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a collected step brought to one request."""
+
+    request: Request
+    new_token_ids: list[int]

@@ -1,0 +1,53 @@
+"""The contract of a stage link: one directed edge between two stages, and the bytes that a step sends over it.
+
+An edge has a ring of slots; a step uses slot `step_id % num_slots` on both ends. Sizes come from the step plan, which
+both ends hold, never from metadata on the wire. Every step sends exactly one message on every edge, in step order.
+
+    sender:   buffer = acquire(step_id);  write into it;  send(step_id, num_bytes)
+    receiver: post_recv(step_id, num_bytes);  buffer = wait(step_id);  read from it;  release(step_id)
+
+`send` never waits for the receiver. `acquire` waits, with a deadline, until the slot's previous message is out.
+`post_recv` says that the message will be wanted: it may be called long before the sender sends, or after.
+Raises DeadlineError when a wait runs out, StageDiedError when the peer is gone.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class LinkSender(Protocol):
+    """The sending end of an edge."""
+
+    def acquire(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], free to be overwritten."""
+
+    def send(self, step_id: int, num_bytes: int) -> None:
+        """Send the first `num_bytes` of the step's slot. Does not wait for the receiver."""
+
+    def abort(self) -> None:
+        """Give up at once, from any thread: waits in progress end with an error. The edge cannot be used again."""
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out."""
+
+
+class LinkReceiver(Protocol):
+    """The receiving end of an edge."""
+
+    def post_recv(self, step_id: int, num_bytes: int) -> None:
+        """Say that the step's message, of `num_bytes`, will be wanted."""
+
+    def wait(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once its message is there."""
+
+    def release(self, step_id: int) -> None:
+        """Give the slot back: what was wanted from it has been read."""
+
+    def abort(self) -> None:
+        """Give up at once, from any thread: waits in progress end with an error. The edge cannot be used again."""
+
+    def close(self) -> None:
+        """Release everything."""

@@ -1,0 +1,104 @@
+"""The schema of `IntermediateTensors`: which tensors an edge carries, and where each lies in a step's message.
+
+Neighbours exchange their schemas once, at start, and refuse to run when they differ. Keys, types and trailing shapes
+are never sent per step: with the number of rows and tokens, which the plan says, they fix the message's layout.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from raypp.errors import ConfigError
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One named tensor: a row of `trailing_shape` per row of the step, or per token."""
+
+    name: str
+    dtype: torch.dtype
+    trailing_shape: tuple[int, ...]
+    per: Literal["row", "token"]
+
+    def num_bytes(self, count: int) -> int:
+        """Return the bytes of `count` rows of it, padded."""
+        raw = count * math.prod(self.trailing_shape) * self.dtype.itemsize
+        return -(-raw // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The tensors of an edge, in the order in which they are packed."""
+
+    specs: tuple[TensorSpec, ...]
+
+    def num_bytes(self, num_rows: int, num_tokens: int) -> int:
+        """Return the size of a message for that many rows and tokens."""
+        return sum(s.num_bytes(num_rows if s.per == "row" else num_tokens) for s in self.specs)
+
+    def views(self, buffer: torch.Tensor, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Return the tensors of a message that lies at the start of `buffer` (uint8), as views into it.
+
+        Shapes: [num_rows or num_tokens, *trailing_shape].
+        """
+        views, offset = {}, 0
+        for spec in self.specs:
+            count = num_rows if spec.per == "row" else num_tokens
+            used = count * math.prod(spec.trailing_shape) * spec.dtype.itemsize
+            view = buffer[offset : offset + used].view(spec.dtype).view(count, *spec.trailing_shape)
+            views[spec.name] = view
+            offset += spec.num_bytes(count)
+        return views
+
+    def describe(self) -> list[str]:
+        """Return one line per tensor: what neighbours exchange at start, and what the error shows."""
+        return [f"{s.name}: {s.dtype} [{s.per}s, {', '.join(map(str, s.trailing_shape))}]" for s in self.specs]
+
+
+def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[str]) -> None:
+    """Refuse to run when the two ends of an edge do not describe the same message.
+
+    Args:
+        sender, receiver: Names of the two ends, for the error.
+        sends, expects: `Schema.describe()` of either end.
+
+    Raises:
+        ConfigError: they differ; both sides are named.
+    """
+    if sends != expects:
+        raise ConfigError(
+            f"{sender} and {receiver} disagree about the tensors that travel between them",
+            got=f"{sender} sends {sends}",
+            expected=f"{receiver} expects {expects}",
+            hint="all stages must run the same version of raypp on the same model",
+        )
+
+
+def hidden_states_schema(hidden_size: int, dtype: torch.dtype) -> Schema:
+    """Return what a stage sends to the next: the residual stream, and each row's computed tokens."""
+    return Schema(
+        (
+            TensorSpec("num_computed_tokens", torch.int32, (), "row"),
+            TensorSpec("hidden_states", dtype, (hidden_size,), "token"),
+        )
+    )
+
+
+def feedback_schema(max_drafts: int) -> Schema:
+    """Return what the last stage sends to the first: per row its length, sampled tokens and next drafts.
+
+    `length` is -1 for a row that yielded nothing.
+    """
+    return Schema(
+        (
+            TensorSpec("length", torch.int32, (), "row"),
+            TensorSpec("token_ids", torch.int32, (max_drafts + 1,), "row"),
+            TensorSpec("draft_ids", torch.int32, (max_drafts,), "row"),
+        )
+    )
