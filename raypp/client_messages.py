@@ -1,0 +1,202 @@
+"""The messages between a client and the driver, and how they become zmq frames.
+
+A client is whoever hands in requests: a notebook, a replica of the HTTP app, a batch job. Its socket is a DEALER, the
+driver's a ROUTER; the frame that names the client is the driver's affair and not part of a message. Every message is
+`[kind, header, payload?]`: one byte, JSON, and binary data where there are many numbers.
+
+    client -> driver                             driver -> client
+    AddRequests    header: one per request;      OutputBatch   payload: what one step brought (raypp.messages)
+                   payload: all prompt tokens    Rejected      a request that cannot be run, and why
+    AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
+    StatsCall      header: the call's id         EngineDead    why nothing more will come
+    CloseClient    the client leaves; its requests are aborted
+
+Errors travel as dicts and come out as the same class of RayppError that went in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from raypp import errors
+from raypp.errors import RayppError
+from raypp.messages import OutputBatch, pack, unpack
+from raypp.types import SamplingParams
+
+_ADD, _ABORT, _STATS, _CLOSE = b"A", b"X", b"S", b"C"
+_OUTPUT, _REJECTED, _REPLY, _DEAD = b"O", b"R", b"Y", b"D"
+
+_PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
+_ERROR_CLASSES: dict[str, type[RayppError]] = {
+    cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayppError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequest:
+    """One request, validated and ready to be scheduled."""
+
+    request_id: str  # public, unique among the requests of all clients
+    handle: int  # the client's own number of it, int64; what outputs name it by
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int  # params.seed, or the one drawn for the request
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddRequests:
+    """Run these requests."""
+
+    requests: list[AddRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRequests:
+    """End these requests; unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class StatsCall:
+    """Answer with a StatsReply."""
+
+    call_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseClient:
+    """The client leaves: abort what it still has, send it nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The request of this handle will not run."""
+
+    handle: int
+    error: RayppError
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReply:
+    """The answer to a StatsCall."""
+
+    call_id: int
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDead:
+    """The engine answers nothing any more."""
+
+    error: RayppError
+
+
+ClientMessage = AddRequests | AbortRequests | StatsCall | CloseClient
+DriverMessage = OutputBatch | Rejected | StatsReply | EngineDead
+
+
+def error_to_dict(error: RayppError) -> dict[str, Any]:
+    """Return the error as plain values; `got` and `expected` become text."""
+    values = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    for name in ("got", "expected"):
+        if values[name] is not None:
+            values[name] = str(values[name])
+    return {"class": type(error).__name__, **values}
+
+
+def error_from_dict(values: dict[str, Any]) -> RayppError:
+    """Return the error that `error_to_dict` described, of the same class."""
+    keywords = dict(values)
+    cls = _ERROR_CLASSES.get(keywords.pop("class"), RayppError)
+    return cls(keywords.pop("message"), **keywords)
+
+
+def encode_client_message(message: ClientMessage) -> list[bytes]:
+    """Return the frames of a message to the driver."""
+    match message:
+        case AddRequests(requests):
+            token_ids = np.fromiter((t for r in requests for t in r.prompt_token_ids), dtype="<i4")
+            return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes()]
+        case AbortRequests(request_ids):
+            return [_ABORT, _dump(request_ids)]
+        case StatsCall(call_id):
+            return [_STATS, _dump(call_id)]
+        case CloseClient():
+            return [_CLOSE, b""]
+
+
+def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
+    """Return the message that a client sent."""
+    kind, header = frames[0], frames[1]
+    if kind == _ADD:
+        token_ids = np.frombuffer(frames[2], "<i4").tolist()
+        requests, offset = [], 0
+        for values in json.loads(header):
+            end = offset + values["num_prompt_tokens"]
+            requests.append(
+                AddRequest(
+                    request_id=values["request_id"],
+                    handle=values["handle"],
+                    prompt_token_ids=token_ids[offset:end],
+                    params=SamplingParams(**dict(zip(_PARAM_NAMES, values["params"], strict=True))),
+                    seed=values["seed"],
+                    eos_token_ids=tuple(values["eos_token_ids"]),
+                )
+            )
+            offset = end
+        return AddRequests(requests)
+    if kind == _ABORT:
+        return AbortRequests(json.loads(header))
+    if kind == _STATS:
+        return StatsCall(json.loads(header))
+    assert kind == _CLOSE, f"unknown kind of client message: {kind!r}"
+    return CloseClient()
+
+
+def encode_driver_message(message: DriverMessage) -> list[bytes]:
+    """Return the frames of a message to a client."""
+    match message:
+        case OutputBatch():
+            return [_OUTPUT, b"", pack(message)]
+        case Rejected(handle, error):
+            return [_REJECTED, _dump({"handle": handle, "error": error_to_dict(error)})]
+        case StatsReply(call_id, stats):
+            return [_REPLY, _dump({"call_id": call_id, "stats": stats})]
+        case EngineDead(error):
+            return [_DEAD, _dump(error_to_dict(error))]
+
+
+def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
+    """Return the message that the driver sent. An OutputBatch's arrays are views into its frame."""
+    kind, header = frames[0], frames[1]
+    if kind == _OUTPUT:
+        return unpack(OutputBatch, frames[2])
+    values = json.loads(header)
+    if kind == _REJECTED:
+        return Rejected(values["handle"], error_from_dict(values["error"]))
+    if kind == _REPLY:
+        return StatsReply(values["call_id"], values["stats"])
+    assert kind == _DEAD, f"unknown kind of driver message: {kind!r}"
+    return EngineDead(error_from_dict(values))
+
+
+def _add_header(request: AddRequest) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "handle": request.handle,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "params": [getattr(request.params, name) for name in _PARAM_NAMES],
+        "seed": request.seed,
+        "eos_token_ids": request.eos_token_ids,
+    }
+
+
+def _dump(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
