@@ -1,0 +1,55 @@
+"""The real pipeline: stages in other processes, reached over the step channel."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+from raypp.errors import StageDiedError
+from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.transport.step_channel import DriverChannel, Heartbeat, StageError, StageResult
+
+
+class ChannelPipeline:
+    """Sends every plan to all stages at once, and takes in results and heartbeats."""
+
+    def __init__(self, channel: DriverChannel, num_stages: int) -> None:
+        self._channel = channel
+        self._last_heartbeat_s = [time.monotonic()] * num_stages
+        self._last_step_ids = [-1] * num_stages
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket on which results arrive, for a poller."""
+        return self._channel.socket
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every stage."""
+        self._channel.send_plan(pack(plan))
+
+    def collect(self) -> list[StepResult]:
+        """Return the results that have arrived; note the heartbeats."""
+        results = []
+        for message in self._channel.receive(0.0):
+            match message:
+                case StageResult(payload=payload):
+                    results.append(unpack(StepResult, payload))
+                case Heartbeat(stage_index=stage_index, step_id=step_id):
+                    self._last_heartbeat_s[stage_index] = time.monotonic()
+                    self._last_step_ids[stage_index] = step_id
+                case StageError(stage_index=stage_index, description=description):
+                    raise StageDiedError(
+                        f"stage {stage_index} failed", stage_index=stage_index, got=description.get("error")
+                    )
+        return results
+
+    def slowest_stage(self) -> tuple[int, float]:
+        """Return the stage heard of longest ago, and how long ago, in seconds."""
+        oldest = min(self._last_heartbeat_s)
+        return self._last_heartbeat_s.index(oldest), time.monotonic() - oldest
+
+    def close(self) -> None:
+        """Tell the stages to stop."""
+        self._channel.send_stop()
+        self._channel.close()

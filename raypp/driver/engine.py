@@ -1,0 +1,64 @@
+"""The engine loop: collect, update, schedule, dispatch. Never waits for a step before it dispatches the next."""
+
+from __future__ import annotations
+
+import time
+
+from raypp.driver.pipeline import Pipeline
+from raypp.scheduler.request import Request, RequestUpdate
+from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.stats import SchedulerStats
+from raypp.tracing import Tracer, now_ns
+
+
+class Engine:
+    """A scheduler and the pipeline that it plans for."""
+
+    def __init__(self, scheduler: Scheduler, pipeline: Pipeline, tracer: Tracer) -> None:
+        self._scheduler = scheduler
+        self._pipeline = pipeline
+        self._tracer = tracer
+        self._last_progress_s = time.monotonic()
+
+    def add(self, request: Request) -> None:
+        """Take in a request.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; return whether there was one."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[RequestUpdate]:
+        """Take in the results that are there, dispatch every step that may go, and return what changed."""
+        started = now_ns()
+        updates: list[RequestUpdate] = []
+        results = self._pipeline.collect()
+        for result in results:
+            updates.extend(self._scheduler.update(result))
+        if results or not self._scheduler.num_in_flight:
+            self._last_progress_s = time.monotonic()
+        step_id = results[-1].step_id if results else -1
+        while (plan := self._scheduler.schedule()) is not None:
+            self._pipeline.submit(plan)
+            step_id = plan.step_id
+        if step_id >= 0:
+            self._tracer.record("step", step_id, started, now_ns())
+        return updates
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def stalled_s(self) -> float:
+        """How long steps have been in flight without any result, in seconds; 0 when none are."""
+        return time.monotonic() - self._last_progress_s if self._scheduler.num_in_flight else 0.0
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's counters."""
+        return self._scheduler.stats()

@@ -1,0 +1,28 @@
+"""How the driver sees the stages: plans go in, results come out, both in step order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from raypp.messages import StepPlan, StepResult
+
+
+class Pipeline(Protocol):
+    """A pipeline of stages, wherever they run."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every stage. Does not wait for it to be executed.
+
+        Raises:
+            DeadlineError: a stage does not take its plans.
+        """
+
+    def collect(self) -> list[StepResult]:
+        """Return the results that have arrived since the last call, in step order; does not wait.
+
+        Raises:
+            StageDiedError: a stage reported an error.
+        """
+
+    def close(self) -> None:
+        """Tell the stages to stop."""

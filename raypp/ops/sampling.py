@@ -1,0 +1,99 @@
+"""Choosing a token per row from logits, so that a request's text depends on its own seed alone.
+
+A draw is the argmax of `logits / temperature + Gumbel noise`, which has exactly the softmax distribution (the
+Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not of the row, not
+of whether the token was drafted. Its bits are SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each (seed, position) is a
+stream, the token id its index.
+
+R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+_GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+_MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+_MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+_LOW_32 = 0xFFFFFFFF
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the logical shift of signed 64-bit integers, whose own `>>` copies the sign."""
+    return (bits >> count) & ((1 << (64 - count)) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
+    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
+    return bits ^ _shift_right(bits, 31)
+
+
+@cache
+def _stream_offsets(vocab_size: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(1, vocab_size + 1, dtype=torch.int64, device=device) * _GOLDEN).unsqueeze(0)
+
+
+def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return standard Gumbel noise, float32 [R, vocab_size].
+
+    Shapes: seeds [R] int64; positions [R] int64, the absolute position of the token that is being chosen.
+    """
+    keys = _mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN).unsqueeze(1)
+    bits = _mix(keys + _stream_offsets(vocab_size, seeds.device)) & _LOW_32
+    # The winner's uniform lies near 0, where float32 is finest: -log1p(-u) keeps its 32 bits.
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def mask_truncated(
+    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+) -> torch.Tensor:
+    """Return the logits with every token outside top-k, then top-p, then min-p at -inf.
+
+    Shapes: logits [R, V] float32, already divided by the temperature; top_k [R] int32, 0 for all; top_p [R] float32;
+    min_p [R] float32. Top-p counts probabilities renormalized over the top-k; a token is kept when the tokens more
+    likely than it sum to less than top_p. Min-p is relative to the most likely token, so its place in the order does
+    not matter. The most likely token always stays.
+    """
+    vocab_size = logits.shape[1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocab_size, device=logits.device)
+    kept_ranks = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
+    ordered = ordered.masked_fill(ranks >= kept_ranks, -torch.inf)
+    probabilities = ordered.softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    dropped = (mass_before >= top_p.unsqueeze(1)) & (top_p.unsqueeze(1) < 1.0)
+    dropped |= probabilities < min_p.unsqueeze(1) * probabilities[:, :1]
+    dropped[:, 0] = False
+    ordered = ordered.masked_fill(dropped, -torch.inf)
+    return torch.empty_like(logits).scatter_(1, order, ordered)
+
+
+def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's most likely token, int64 [R]. Shapes: logits [R, V]."""
+    return logits.argmax(dim=-1)
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
+
+    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation (top_k [R] int32,
+    top_p [R] float32, min_p [R] float32), or None when no row truncates.
+    Returns: int64 [R]. Never synchronizes with the host.
+    """
+    greedy = temperature == 0
+    logits = logits.to(torch.float32) / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    if truncation is not None:
+        logits = mask_truncated(logits, *truncation)
+    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_(greedy.unsqueeze(1), 0.0)
+    return (logits + noise).argmax(dim=-1)

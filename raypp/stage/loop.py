@@ -1,0 +1,49 @@
+"""The endless loop of a stage: take plans from the step channel, run them in order, answer."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.transport.step_channel import StageChannel, Stop
+
+
+class SteppedStage(Protocol):
+    """What the loop needs of a stage."""
+
+    def announce(self, plan: StepPlan) -> None:
+        """Say that `plan` will be stepped soon."""
+
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """Execute a plan; return its result on the last stage."""
+
+
+def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float) -> None:
+    """Run the plans that arrive until the driver says stop. Waits only on the channel, and releases the GIL there.
+
+    Raises:
+        whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
+    """
+    announced: deque[StepPlan] = deque()
+    last_step_id = -1
+    next_heartbeat = time.monotonic()
+    while True:
+        message = channel.receive(0.0 if announced else heartbeat_s)
+        if isinstance(message, Stop):
+            return
+        if message is not None:
+            plan = unpack(StepPlan, message)
+            stage.announce(plan)
+            announced.append(plan)
+            continue
+        if announced:
+            plan = announced.popleft()
+            result = stage.step(plan)
+            last_step_id = plan.step_id
+            if result is not None:
+                channel.send_result(pack(result))
+        if time.monotonic() >= next_heartbeat:
+            channel.send_heartbeat(last_step_id)
+            next_heartbeat = time.monotonic() + heartbeat_s

@@ -1,0 +1,47 @@
+"""Everything a stage must be told to be built: plain data, sent to its actor once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSpec:
+    """One stage of the pipeline: its layers, and the sizes that all stages agree on."""
+
+    stage_index: int
+    num_stages: int
+    start_layer: int
+    end_layer: int  # exclusive
+    model_path: str
+    load_format: Literal["auto", "dummy"]
+    dtype: str  # a torch dtype's name
+    device: str  # a torch device
+    seed: int
+    num_threads: int
+    max_num_seqs: int  # rows of the tables
+    max_step_rows: int  # rows of one step
+    max_step_tokens: int  # tokens of one step
+    max_model_len: int
+    block_size: int
+    num_blocks: int  # the null block included
+    max_drafts: int
+    transport: str
+    link_timeout_s: float
+    trace: bool
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage embeds tokens."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage samples."""
+        return self.stage_index == self.num_stages - 1
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Entries of a row's block table."""
+        return -(-self.max_model_len // self.block_size)

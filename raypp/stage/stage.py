@@ -1,0 +1,191 @@
+"""One pipeline stage: a step on one screen.
+
+    first stage    feedback -> tokens -> embed --+
+    other stages   receive ----------------------+--> layers --> send            (all but the last)
+                                                             +-> sample -> feedback, result   (last)
+
+A stage executes the driver's plans in their order and decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from raypp.messages import StepPlan, StepResult
+from raypp.ops.attention import AttentionBatch
+from raypp.stage.feedback import FeedbackInbox
+from raypp.stage.request_rows import BlockTables, NextInputs
+from raypp.stage.sampler import Sampler
+from raypp.stage.spec import StageSpec
+from raypp.stage.step_inputs import StepInputs, step_inputs
+from raypp.tracing import FORWARD, Tracer, now_ns
+from raypp.transport.open import StageLinks
+from raypp.transport.schema import Schema, feedback_schema, hidden_states_schema
+
+
+class StageModel(Protocol):
+    """The layers of one stage. T tokens, H hidden size, V vocabulary."""
+
+    hidden_size: int
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
+
+
+class StageSchemas:
+    """What a stage's edges carry."""
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, max_drafts: int) -> None:
+        self.hidden_states: Schema = hidden_states_schema(hidden_size, dtype)
+        self.feedback: Schema = feedback_schema(max_drafts)
+
+
+class Stage:
+    """Runs step plans over its layers; owns their KV cache and the request rows."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: StageModel,
+        kv_caches: Sequence[torch.Tensor],
+        links: StageLinks,
+        tracer: Tracer,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._kv_caches = kv_caches
+        self._links = links
+        self._tracer = tracer
+        self._device = torch.device(spec.device)
+        self._schemas = StageSchemas(model.hidden_size, getattr(torch, spec.dtype), spec.max_drafts)
+        self._block_tables = BlockTables(spec, self._device)
+        if spec.is_first:
+            assert links.feedback_in is not None
+            self._next_inputs = NextInputs(spec, self._device)
+            self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages, self._device)
+        if spec.is_last:
+            self._sampler = Sampler(spec, self._device)
+
+    def announce(self, plan: StepPlan) -> None:
+        """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already."""
+        if self._links.previous is not None:
+            num_tokens = int(plan.num_scheduled_tokens.sum())
+            num_bytes = self._schemas.hidden_states.num_bytes(len(plan.rows), num_tokens)
+            self._links.previous.post_recv(plan.step_id, num_bytes)
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult | None:
+        """Execute a plan that was announced; return its result on the last stage.
+
+        Raises:
+            DeadlineError, StageDiedError: a neighbour does not answer.
+        """
+        inputs = step_inputs(plan, self._device)
+        self._block_tables.apply(plan)
+        if self._spec.is_last:
+            self._sampler.apply(plan)
+
+        waiting = now_ns()
+        if self._spec.is_first:
+            self._inbox.apply_before(plan, self._next_inputs)
+            started = now_ns()
+            self._inbox.expect(plan)
+            self._next_inputs.apply(plan)
+            num_computed_tokens = self._next_inputs.num_computed_tokens(inputs, plan)
+            hidden = self._model.embed(self._next_inputs.input_ids(inputs, plan))
+        else:
+            num_computed_tokens, hidden = self._receive(plan, inputs)
+            started = now_ns()
+
+        positions = num_computed_tokens.to(torch.int64).index_select(0, inputs.token_rows) + inputs.token_offsets
+        attention = self._attention_batch(inputs, num_computed_tokens, positions)
+        hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
+        if self._spec.is_last:
+            hidden = hidden.index_select(0, inputs.logits_indices)
+            logits = self._model.compute_logits(hidden)
+        ended = now_ns()
+
+        self._tracer.record("wait", plan.step_id, waiting, started)
+        self._tracer.record(FORWARD, plan.step_id, started, ended)
+        if not self._spec.is_last:
+            self._send(plan, inputs, num_computed_tokens, hidden)
+            return None
+        result = self._finish(plan, inputs, logits, positions.index_select(0, inputs.logits_indices) + 1)
+        self._tracer.record("sample", plan.step_id, ended, now_ns())
+        return result
+
+    def _attention_batch(
+        self, inputs: StepInputs, num_computed_tokens: torch.Tensor, positions: torch.Tensor
+    ) -> AttentionBatch:
+        max_seq_len = min(
+            max([inputs.max_decode_seq_len, *inputs.prefill_seq_lens]), self._spec.max_model_len
+        )
+        return AttentionBatch(
+            num_decode_rows=inputs.num_decode_rows,
+            decode_query_len=inputs.decode_query_len,
+            query_start_loc=inputs.query_start_loc,
+            seq_lens=num_computed_tokens + inputs.num_scheduled_tokens,
+            block_tables=self._block_tables.of(inputs, max_seq_len),
+            slot_mapping=self._block_tables.slot_mapping(inputs, positions),
+            max_decode_seq_len=min(inputs.max_decode_seq_len, self._spec.max_model_len),
+            prefill_query_lens=inputs.prefill_query_lens,
+            prefill_seq_lens=inputs.prefill_seq_lens,
+        )
+
+    def _receive(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        link = self._links.previous
+        assert link is not None
+        views = self._schemas.hidden_states.views(link.wait(plan.step_id), inputs.num_rows, inputs.num_tokens)
+        num_computed_tokens, hidden = views["num_computed_tokens"].clone(), views["hidden_states"].clone()
+        link.release(plan.step_id)
+        return num_computed_tokens, hidden
+
+    def _send(
+        self, plan: StepPlan, inputs: StepInputs, num_computed_tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> None:
+        link, schema = self._links.next, self._schemas.hidden_states
+        assert link is not None
+        views = schema.views(link.acquire(plan.step_id), inputs.num_rows, inputs.num_tokens)
+        views["num_computed_tokens"].copy_(num_computed_tokens)
+        views["hidden_states"].copy_(hidden)
+        link.send(plan.step_id, schema.num_bytes(inputs.num_rows, inputs.num_tokens))
+
+    def _finish(
+        self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, positions: torch.Tensor
+    ) -> StepResult:
+        """Sample, feed back to the first stage, and return the result.
+
+        Shapes: logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield a token.
+        """
+        sampled_rows = np.flatnonzero(inputs.samples_np)
+        token_ids = self._sampler(logits, plan.rows[sampled_rows], positions).to(torch.int32)
+        link, schema = self._links.feedback_out, self._schemas.feedback
+        assert link is not None
+        views = schema.views(link.acquire(plan.step_id), inputs.num_rows, inputs.num_rows)
+        indices = torch.from_numpy(sampled_rows).to(self._device)
+        views["length"].fill_(-1).index_copy_(0, indices, (positions + 1).to(torch.int32))
+        views["token_ids"].fill_(-1).index_copy_(0, indices, token_ids.unsqueeze(1))
+        result_token_ids = views["token_ids"].numpy().copy()
+        link.send(plan.step_id, schema.num_bytes(inputs.num_rows, inputs.num_rows))
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=result_token_ids,
+            num_valid=inputs.samples_np.astype(np.int32),
+            num_accepted=np.zeros(inputs.num_rows, np.int32),
+        )

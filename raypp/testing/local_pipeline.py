@@ -1,0 +1,39 @@
+"""The stages of a pipeline in one process, run one after the other: the same `Stage`, without actors.
+
+For tests of what the stages compute. It is exact and simple, not fast: nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.stage.loop import SteppedStage
+
+
+class LocalPipeline:
+    """A `Pipeline` of stages joined by local links. Every plan goes through its packed form, as it would on the wire."""
+
+    def __init__(self, stages: Sequence[SteppedStage]) -> None:
+        self._stages = stages
+        self._submitted: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan; `collect` executes it."""
+        self._submitted.append(unpack(StepPlan, pack(plan)))
+
+    def collect(self) -> list[StepResult]:
+        """Execute the oldest plan and return its result: the others stay in flight, as they would in real life."""
+        if not self._submitted:
+            return []
+        plan = self._submitted.pop(0)
+        result = None
+        for stage in self._stages:
+            stage.announce(plan)
+            result = stage.step(plan)
+        assert result is not None
+        return [unpack(StepResult, pack(result))]
+
+    def close(self) -> None:
+        """Forget the plans that were not executed."""
+        self._submitted.clear()
