@@ -1,0 +1,1 @@
+"""What can be set about an engine, and where it comes from."""

@@ -1,0 +1,163 @@
+"""The engine's configuration: one frozen object, composed of sections.
+
+    LLM(model, num_stages=2, ...)  --from_flat-->  EngineConfig  <--from_toml--  [parallel] num_stages = 2
+
+A setting has one name in all sections together, so that it can be given flat. Everything goes through JSON: strict
+validation of Python values would refuse what TOML and tuples mean as lists.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from raypp.config.names import SECTIONS, check_sections, section_of
+from raypp.config.sections import (
+    CacheSection,
+    FaultsSection,
+    GraphsSection,
+    ModelSection,
+    ObservabilitySection,
+    ParallelSection,
+    SchedulerSection,
+    Section,
+)
+from raypp.config.toml import to_toml
+from raypp.errors import ConfigError
+
+
+class EngineConfig(Section):
+    """Everything that can be set about an engine."""
+
+    model: ModelSection
+    cache: CacheSection = Field(default_factory=CacheSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    graphs: GraphsSection = Field(default_factory=GraphsSection)
+    observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
+    faults: FaultsSection = Field(default_factory=FaultsSection)
+
+    @classmethod
+    def from_flat(cls, model: str | os.PathLike[str], **settings: object) -> EngineConfig:
+        """Return the configuration for a model and settings given by their names alone.
+
+        Raises:
+            ConfigError: an unknown name (the nearest valid one is said), or a value that cannot be.
+        """
+        return cls._from_sections(_by_section({"model": model, **settings}))
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], **settings: object) -> EngineConfig:
+        """Return the configuration in a TOML file whose tables are the sections; flat settings win over the file.
+
+        Raises:
+            ConfigError: not a readable TOML file, an unknown name, or a value that cannot be.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                sections = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError("the configuration file cannot be read", got=error) from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{os.fspath(path)} is not valid TOML", got=error) from error
+        check_sections(sections)
+        for section, values in _by_section(settings).items():
+            sections.setdefault(section, {}).update(values)
+        return cls._from_sections(sections)
+
+    def with_settings(self, **settings: object) -> EngineConfig:
+        """Return a copy with some settings, given flat, replaced.
+
+        Raises:
+            ConfigError: as `from_flat`.
+        """
+        sections = self.model_dump()
+        for section, values in _by_section(settings).items():
+            sections[section].update(values)
+        return self._from_sections(sections)
+
+    def to_toml(self) -> str:
+        """Return the configuration as TOML that `from_toml` reads back; settings that are None are left out."""
+        return to_toml(self.model_dump(exclude_none=True))
+
+    def to_json(self) -> str:
+        """Return the configuration as one JSON object of sections."""
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def _from_sections(cls, sections: Mapping[str, Mapping[str, object]]) -> EngineConfig:
+        if "model" not in sections.get("model", {}):
+            raise ConfigError("no model is named", expected="model.model", hint='e.g. "tiny", which ships with raypp')
+        try:
+            return cls.model_validate_json(json.dumps(sections, default=_plain))
+        except ValidationError as error:
+            _raise_config_error(error)
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        parallel, scheduler = self.parallel, self.scheduler
+        partition = parallel.layer_partition
+        if partition is not None and (len(partition) != parallel.num_stages or min(partition) < 1):
+            raise ConfigError(
+                "parallel.layer_partition does not fit parallel.num_stages",
+                got=f"{partition} for {parallel.num_stages} stages",
+                expected="one number of layers, at least 1, per stage",
+            )
+        if parallel.transport == "local" and parallel.num_stages > 1:
+            raise ConfigError(
+                "parallel.transport local has nowhere to go to",
+                got=f"{parallel.num_stages} stages",
+                expected="num_stages = 1",
+                hint="leave transport at auto",
+            )
+        max_rows = -(-scheduler.max_num_seqs // parallel.num_stages)
+        if scheduler.max_num_batched_tokens < max_rows:
+            raise ConfigError(
+                "scheduler.max_num_batched_tokens leaves no token for some rows of a full step",
+                got=scheduler.max_num_batched_tokens,
+                expected=f"at least {max_rows}, for max_num_seqs = {scheduler.max_num_seqs} "
+                f"over {parallel.num_stages} stages",
+                hint="lower max_num_seqs or raise max_num_batched_tokens",
+            )
+        return self
+
+
+def _by_section(settings: Mapping[str, object]) -> dict[str, dict[str, object]]:
+    """Return flat settings by section."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in settings.items():
+        sections.setdefault(section_of(name), {})[name] = value
+    return sections
+
+
+def _plain(value: object) -> object:
+    """Return what JSON can hold of a value that it does not know."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise ConfigError(
+        "a setting has a value of a type that no setting has",
+        got=f"{value!r} ({type(value).__name__})",
+        expected="numbers, text, true or false, lists of these, or None",
+    )
+
+
+def _raise_config_error(error: ValidationError) -> NoReturn:
+    """Raise the first complaint of pydantic as ours, naming the other settings at fault."""
+    complaints = error.errors(include_url=False)
+    first = complaints[0]
+    where = ".".join(str(part) for part in first["loc"])
+    others = sorted({".".join(str(part) for part in c["loc"]) for c in complaints[1:]} - {where})
+    section, name = str(first["loc"][0]), str(first["loc"][1]) if len(first["loc"]) > 1 else ""
+    field: Any = SECTIONS[section].model_fields.get(name)
+    raise ConfigError(
+        f"{where} has a value that it cannot have" + (f" (so have {', '.join(others)})" if others else ""),
+        got=repr(first["input"]),
+        expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
+        hint=f"{name}: {field.description}" if field is not None and field.description else None,
+    ) from error

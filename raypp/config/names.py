@@ -1,0 +1,88 @@
+"""The names of sections and settings, and what to say about one that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from raypp.config.sections import (
+    CacheSection,
+    FaultsSection,
+    GraphsSection,
+    ModelSection,
+    ObservabilitySection,
+    ParallelSection,
+    SchedulerSection,
+    Section,
+)
+from raypp.errors import ConfigError
+
+SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {
+        "model": ModelSection,
+        "cache": CacheSection,
+        "parallel": ParallelSection,
+        "scheduler": SchedulerSection,
+        "graphs": GraphsSection,
+        "observability": ObservabilitySection,
+        "faults": FaultsSection,
+    }
+)
+
+SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
+    {name: section for section, cls in SECTIONS.items() for name in cls.model_fields}
+)
+
+
+_PLACES = {name: f" (section {section})" for name, section in SECTION_OF_SETTING.items()}
+
+
+def section_of(name: str) -> str:
+    """Return the section of a setting given by its name alone.
+
+    Raises:
+        ConfigError: there is no such setting; the nearest one is named.
+    """
+    try:
+        return SECTION_OF_SETTING[name]
+    except KeyError:
+        raise unknown_name("setting", name, _PLACES) from None
+
+
+def check_sections(sections: Mapping[str, object]) -> None:
+    """Refuse tables and settings that do not exist.
+
+    Raises:
+        ConfigError: the first of them, with the nearest valid name.
+    """
+    for section, values in sections.items():
+        if section in SECTION_OF_SETTING and not isinstance(values, Mapping):
+            raise ConfigError(
+                f"the setting {section} is outside of its table",
+                got=f"{section} at the top level",
+                expected=f"{section} under [{SECTION_OF_SETTING[section]}]",
+            )
+        if section not in SECTIONS:
+            raise unknown_name("section", section, dict.fromkeys(SECTIONS, ""))
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{section} is a section", got=repr(values), expected=f"a table [{section}]")
+        for name in values:
+            if name not in SECTIONS[section].model_fields:
+                raise unknown_name(f"setting in [{section}]", name, _PLACES)
+
+
+def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
+    """Return the error for a name that does not exist.
+
+    Args:
+        kind: What it should have been the name of.
+        name: What was given.
+        valid: The names there are, and what to say after each about where it belongs.
+    """
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    if not nearest:
+        return ConfigError(f"there is no {kind} of this name", got=name, expected="one of " + ", ".join(sorted(valid)))
+    best = nearest[0]
+    hint = f"did you mean {best}?" if best != name else "it exists, but elsewhere"
+    return ConfigError(f"there is no {kind} of this name", got=name, expected=f"{best}{valid[best]}", hint=hint)
