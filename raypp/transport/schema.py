@@ -65,8 +65,10 @@ def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[st
     """Refuse to run when the two ends of an edge do not describe the same message.
 
     Args:
-        sender, receiver: Names of the two ends, for the error.
-        sends, expects: `Schema.describe()` of either end.
+        sender: Name of the sending end, for the error.
+        sends: Its `Schema.describe()`.
+        receiver: Name of the receiving end, for the error.
+        expects: Its `Schema.describe()`.
 
     Raises:
         ConfigError: they differ; both sides are named.

@@ -1,0 +1,136 @@
+"""An edge inside one process: sender and receiver share the slots, and nothing is copied.
+
+One stage's feedback edge is local, and so are all edges of a pipeline whose stages live in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from raypp.errors import DeadlineError, EngineDeadError
+from raypp.messages import NO_STEP
+
+
+class _Ring:
+    """The slots of one edge, and which step's message each holds."""
+
+    def __init__(self, num_slots: int, slot_bytes: int, deadline_s: float) -> None:
+        assert num_slots >= 2, "one slot cannot be written while it is read"
+        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8).unbind()
+        self.steps = [NO_STEP] * num_slots
+        self.sizes = [0] * num_slots
+        self.changed = threading.Condition()
+        self._deadline_s = deadline_s
+        self._aborted = False
+        self._closed = False
+
+    def await_until(self, there: Callable[[], bool], what: str) -> None:
+        """Wait until `there()`; the caller holds `changed`."""
+        self.changed.wait_for(lambda: self._aborted or self._closed or there(), self._deadline_s)
+        if self._aborted:
+            raise EngineDeadError(f"the local link was aborted while it waited for {what}")
+        if there():
+            return
+        if self._closed:
+            raise EngineDeadError(f"the local link was closed while it waited for {what}")
+        raise DeadlineError(
+            f"waited in vain for {what}",
+            got=f"nothing within {self._deadline_s} s",
+            hint=None if self._deadline_s else "one thread holds both ends: what is not there yet can never come",
+        )
+
+    def abort(self) -> None:
+        with self.changed:
+            self._aborted = True
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+
+
+class LocalSender:
+    """The sending end; see `LinkSender`."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self._ring = ring
+
+    def acquire(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once the receiver has released its previous message."""
+        ring, slot = self._ring, step_id % len(self._ring.slots)
+        with ring.changed:
+            ring.await_until(lambda: ring.steps[slot] == NO_STEP, f"the release of step {step_id - len(ring.slots)}")
+        return ring.slots[slot]
+
+    def send(self, step_id: int, num_bytes: int) -> None:
+        """Make the step's slot readable. Copies nothing."""
+        ring, slot = self._ring, step_id % len(self._ring.slots)
+        with ring.changed:
+            assert ring.steps[slot] == NO_STEP, f"step {step_id} was sent without having been acquired"
+            ring.steps[slot], ring.sizes[slot] = step_id, num_bytes
+            ring.changed.notify_all()
+
+    def abort(self) -> None:
+        """End waits in progress on both ends with an error."""
+        self._ring.abort()
+
+    def close(self) -> None:
+        """Send no more. What was sent can still be received."""
+        self._ring.close()
+
+
+class LocalReceiver:
+    """The receiving end; see `LinkReceiver`."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self._ring = ring
+        self._wanted: dict[int, int] = {}  # step_id -> num_bytes
+
+    def post_recv(self, step_id: int, num_bytes: int) -> None:
+        """Note what the plan says about the message's size."""
+        assert step_id not in self._wanted, f"step {step_id} was posted twice"
+        self._wanted[step_id] = num_bytes
+
+    def wait(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once its message is there."""
+        ring, slot = self._ring, step_id % len(self._ring.slots)
+        wanted = self._wanted.get(step_id)
+        assert wanted is not None, f"step {step_id} was never posted"
+        with ring.changed:
+            ring.await_until(lambda: ring.steps[slot] == step_id, f"the message of step {step_id}")
+            assert ring.sizes[slot] == wanted, f"step {step_id}: sent {ring.sizes[slot]} bytes, wanted {wanted}"
+        return ring.slots[slot]
+
+    def release(self, step_id: int) -> None:
+        """Give the step's slot back to the sender."""
+        ring, slot = self._ring, step_id % len(self._ring.slots)
+        with ring.changed:
+            assert ring.steps[slot] == step_id, f"step {step_id} was released but never received"
+            ring.steps[slot] = NO_STEP
+            del self._wanted[step_id]
+            ring.changed.notify_all()
+
+    def abort(self) -> None:
+        """End waits in progress on both ends with an error."""
+        self._ring.abort()
+
+    def close(self) -> None:
+        """Receive no more."""
+        self._ring.close()
+
+
+def open_local_edge(num_slots: int, slot_bytes: int, deadline_s: float = 0.0) -> tuple[LocalSender, LocalReceiver]:
+    """Return the two ends of an edge inside this process.
+
+    Args:
+        num_slots: Steps that may be on the edge at once, at least 2.
+        slot_bytes: The largest message, bytes.
+        deadline_s: How long either end waits for the other. 0 is for one thread that holds both ends: whatever is not
+            there when it asks can never come, so it is told at once.
+    """
+    ring = _Ring(num_slots, slot_bytes, deadline_s)
+    return LocalSender(ring), LocalReceiver(ring)

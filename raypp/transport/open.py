@@ -1,0 +1,212 @@
+"""Opening the links of a stage: who is joined to whom, and that both ends mean the same.
+
+    stage 0 --forward--> stage 1 --forward--> ... --forward--> stage n-1
+       ^                                                          |
+       +-------------------------- feedback ----------------------+
+
+Before any edge opens, every stage publishes what it sends and expects, and checks all edges: a mismatch anywhere stops
+every stage with the same error, instead of leaving some to wait for neighbours that gave up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
+
+from raypp.errors import ConfigError
+from raypp.transport.gloo import GlooConnection, GlooDevice, GlooReceiver, GlooSender
+from raypp.transport.link import LinkReceiver, LinkSender
+from raypp.transport.local import open_local_edge
+from raypp.transport.rendezvous import Meeting, Rendezvous
+from raypp.transport.schema import Schema, check_schemas
+
+LinkKind = Literal["local", "gloo"]
+
+NUM_FORWARD_SLOTS = 3
+"""A step is read while the next arrives, and one more evens out what stages of unequal speed do."""
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """What the messages of an edge hold, and how large they get."""
+
+    schema: Schema
+    max_rows: int
+    max_tokens: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest message, bytes."""
+        return self.schema.num_bytes(self.max_rows, self.max_tokens)
+
+    def describe(self) -> list[str]:
+        """Return what both ends of an edge must agree on, one line each."""
+        return [*self.schema.describe(), f"at most {self.max_rows} rows and {self.max_tokens} tokens a step"]
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """The ends of the edges that a stage holds; None where the pipeline's shape has none."""
+
+    previous: LinkReceiver | None
+    next: LinkSender | None
+    feedback_in: LinkReceiver | None  # first stage
+    feedback_out: LinkSender | None  # last stage
+
+    def _ends(self) -> Iterator[LinkSender | LinkReceiver]:
+        # Senders first: closing one waits for its messages to be out.
+        for end in (self.next, self.feedback_out, self.previous, self.feedback_in):
+            if end is not None:
+                yield end
+
+    def abort(self) -> None:
+        """End all waits in progress with an error, from any thread. The links cannot be used again."""
+        for end in self._ends():
+            end.abort()
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out."""
+        for end in self._ends():
+            end.close()
+
+
+def open_stage_links(
+    kind: LinkKind,
+    stage_index: int,
+    num_stages: int,
+    *,
+    forward: MessageSpec,
+    feedback: MessageSpec,
+    rendezvous: Rendezvous | None = None,
+    own_host: str = "127.0.0.1",
+    open_timeout_s: float = 600.0,
+    deadline_s: float = 60.0,
+) -> StageLinks:
+    """Open the links of one stage; returns when its neighbours have opened theirs.
+
+    On the first stage it returns only when all stages are done, so that the rendezvous may be closed then.
+
+    Args:
+        kind: `local` takes one stage; `gloo` any number.
+        stage_index: Of the calling stage, 0-based.
+        num_stages: Of the pipeline. A single stage needs no rendezvous: its feedback is local.
+        forward: What stages send to the next.
+        feedback: What the last stage sends to the first.
+        rendezvous: The address that `RendezvousServer` has on the first stage.
+        own_host: An address of this node that the neighbours can reach.
+        open_timeout_s: How long the stages may take to meet.
+        deadline_s: How long a wait on a link may take.
+
+    Raises:
+        ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
+        DeadlineError: a stage did not come.
+    """
+    if num_stages == 1:
+        sender, receiver = open_local_edge(_num_feedback_slots(1), feedback.slot_bytes)
+        return StageLinks(None, None, receiver, sender)
+    if kind != "gloo" or rendezvous is None:
+        raise ConfigError(
+            "these links cannot join the stages",
+            got=f"{kind} links, {num_stages} stages, rendezvous {rendezvous}",
+            expected="gloo links and a rendezvous for more than one stage",
+        )
+
+    meeting = Meeting(rendezvous, open_timeout_s)
+    specs = {name: feedback if name == "feedback" else forward for name, _, _ in _edges(num_stages)}
+    _agree(meeting, stage_index, num_stages, specs)
+    with ExitStack() as opened:
+        links = _open_gloo(meeting, stage_index, num_stages, specs, own_host, deadline_s, opened)
+        meeting.tell(f"opened/{stage_index}", "")
+        if stage_index == 0:
+            meeting.await_all((f"opened/{index}", index) for index in range(num_stages))
+        opened.pop_all()
+    return links
+
+
+def open_local_links(num_stages: int, *, forward: MessageSpec, feedback: MessageSpec) -> list[StageLinks]:
+    """Return the links of all stages of a pipeline that one thread runs, step by step."""
+    forwards = [open_local_edge(NUM_FORWARD_SLOTS, forward.slot_bytes) for _ in range(num_stages - 1)]
+    feedback_out, feedback_in = open_local_edge(_num_feedback_slots(num_stages), feedback.slot_bytes)
+    return [
+        StageLinks(
+            previous=forwards[index - 1][1] if index > 0 else None,
+            next=forwards[index][0] if index < num_stages - 1 else None,
+            feedback_in=feedback_in if index == 0 else None,
+            feedback_out=feedback_out if index == num_stages - 1 else None,
+        )
+        for index in range(num_stages)
+    ]
+
+
+def _num_feedback_slots(num_stages: int) -> int:
+    # As many as there are steps in flight: so the last stage never has to ask whether it may send.
+    return 2 * num_stages
+
+
+def _edges(num_stages: int) -> list[tuple[str, int, int]]:
+    """Return all edges as (name, sending stage, receiving stage), in the order in which every stage opens its own."""
+    forward = [(f"forward {index}", index, index + 1) for index in range(num_stages - 1)]
+    return [*forward, ("feedback", num_stages - 1, 0)]
+
+
+def _agree(meeting: Meeting, stage_index: int, num_stages: int, specs: dict[str, MessageSpec]) -> None:
+    """Publish what this stage sends and expects, and check every edge of the pipeline."""
+    edges = _edges(num_stages)
+    for name, sender, receiver in edges:
+        for end, index in (("sends", sender), ("expects", receiver)):
+            if index == stage_index:
+                meeting.tell(f"{name} {end}", json.dumps(specs[name].describe()))
+    for name, sender, receiver in edges:
+        check_schemas(
+            f"stage {sender}",
+            json.loads(meeting.ask(f"{name} sends", sender)),
+            f"stage {receiver}",
+            json.loads(meeting.ask(f"{name} expects", receiver)),
+        )
+
+
+_End = TypeVar("_End", GlooSender, GlooReceiver)
+
+
+def _open_gloo(
+    meeting: Meeting,
+    stage_index: int,
+    num_stages: int,
+    specs: dict[str, MessageSpec],
+    own_host: str,
+    deadline_s: float,
+    opened: ExitStack,
+) -> StageLinks:
+    device = GlooDevice(own_host)
+
+    def end_of(name: str, end: Callable[[GlooConnection, int, int], _End], rank: int, peer_index: int) -> _End:
+        connection = GlooConnection(
+            device,
+            PrefixStore(name, meeting.store),
+            rank,
+            peer_index=peer_index,
+            open_timeout_s=meeting.remaining_s,
+            deadline_s=deadline_s,
+        )
+        num_slots = _num_feedback_slots(num_stages) if name == "feedback" else NUM_FORWARD_SLOTS
+        opened.callback(connection.close)
+        return end(connection, num_slots, specs[name].slot_bytes)
+
+    senders: dict[str, GlooSender] = {}
+    receivers: dict[str, GlooReceiver] = {}
+    for name, sender, receiver in _edges(num_stages):
+        if sender == stage_index:
+            senders[name] = end_of(name, GlooSender, 0, receiver)
+        if receiver == stage_index:
+            receivers[name] = end_of(name, GlooReceiver, 1, sender)
+    return StageLinks(
+        previous=receivers.get(f"forward {stage_index - 1}"),
+        next=senders.get(f"forward {stage_index}"),
+        feedback_in=receivers.get("feedback"),
+        feedback_out=senders.get("feedback"),
+    )

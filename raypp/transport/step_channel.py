@@ -1,0 +1,332 @@
+"""The step channel: how plans reach the stages, and how results, heartbeats and errors come back.
+
+    driver  PUSH (one per stage) ---plan, stop, alive---> PULL  stage
+            PULL (one for all)   <--result, heartbeat, error-- PUSH
+
+The driver binds, the stages connect. Every message is one zmq frame: a header of 8 bytes (kind, stage index), then the
+payload, which stays 8-byte aligned so that `messages.unpack` can view it in place. Addresses are zmq's: `ipc://` on one
+node, `tcp://` between nodes. A channel belongs to one thread. All its waits block in zmq, without the GIL.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from raypp.errors import DeadlineError, ResourceError
+
+_HEADER = struct.Struct("<ii")
+_HEARTBEAT = struct.Struct("<qd")
+_LINGER_MS = 1000
+_ALL_STAGES = -1
+
+logger = logging.getLogger(__name__)
+
+
+class _Kind(IntEnum):
+    PLAN = 0
+    STOP = 1
+    ALIVE = 2
+    RESULT = 3
+    HEARTBEAT = 4
+    ERROR = 5
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The driver tells a stage to end its loop."""
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The last stage's answer to a step."""
+
+    stage_index: int
+    payload: memoryview  # a packed StepResult
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A stage lives, and this is how far it came."""
+
+    stage_index: int
+    step_id: int  # the last finished step, or NO_STEP
+    time_s: float  # since the epoch, by the stage's clock
+
+
+@dataclass(frozen=True)
+class StageError:
+    """A stage gave up."""
+
+    stage_index: int
+    description: dict[str, Any]  # whatever the stage had to say about it, JSON
+
+
+StageMessage = StageResult | Heartbeat | StageError
+
+
+class DriverChannel:
+    """The driver's end.
+
+    Args:
+        stage_addresses: One per stage, to bind; `tcp://host:*` takes a free port.
+        result_address: To bind, likewise.
+        send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
+            one means a stage that is gone or frozen.
+        context: A zmq context to share; by default the channel has its own.
+
+    Raises:
+        ResourceError: an address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        stage_addresses: Sequence[str],
+        result_address: str,
+        *,
+        send_timeout_s: float = 2.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self._own_context = zmq.Context() if context is None else None
+        self._send_timeout_s = send_timeout_s
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._plan_sockets: list[zmq.Socket[bytes]] = []
+        self._closed = False
+        zmq_context = context or self._own_context
+        assert zmq_context is not None
+        queue_length = _queue_length(len(stage_addresses))
+        try:
+            for address in stage_addresses:
+                self._plan_sockets.append(self._bind(zmq_context, zmq.PUSH, address, queue_length))
+            self._results = self._bind(zmq_context, zmq.PULL, result_address, queue_length)
+        except ResourceError:
+            self.close()
+            raise
+        self.stage_addresses = [_address_of(socket) for socket in self._plan_sockets]
+        """Where the stages connect: the bound addresses, with their ports."""
+        self.result_address = _address_of(self._results)
+        """Where the stages send to, likewise."""
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """The socket on which the stages' messages arrive, for a poller."""
+        return self._results
+
+    def send_plan(self, plan: bytes) -> None:
+        """Send a packed plan to every stage.
+
+        Raises:
+            DeadlineError: a stage does not take its messages; the others got theirs.
+        """
+        frame = _HEADER.pack(_Kind.PLAN, _ALL_STAGES) + plan
+        # First all that can take it at once, so that a slow stage does not hold up the others.
+        full = [index for index, socket in enumerate(self._plan_sockets) if not _offer(socket, frame)]
+        if not full:
+            return
+        ends = time.monotonic() + self._send_timeout_s
+        for index in full:
+            if not _offer_until(self._plan_sockets[index], frame, ends):
+                raise DeadlineError(
+                    f"stage {index} does not take its plans",
+                    got=f"a full queue for {self._send_timeout_s} s",
+                    hint="the stage is gone, frozen, or never connected",
+                )
+
+    def send_stop(self) -> None:
+        """Tell every stage to stop. Does not wait: a stage that cannot be told has to be killed anyway."""
+        for index, socket in enumerate(self._plan_sockets):
+            if not _offer(socket, _HEADER.pack(_Kind.STOP, _ALL_STAGES)):
+                logger.warning("stage %d could not be told to stop", index)
+
+    def send_heartbeat(self) -> None:
+        """Tell every stage that the driver lives, unless its queue is full."""
+        for socket in self._plan_sockets:
+            _offer(socket, _HEADER.pack(_Kind.ALIVE, _ALL_STAGES))
+
+    def receive(self, timeout_s: float) -> list[StageMessage]:
+        """Return all messages that are there; wait up to `timeout_s` for the first one."""
+        messages = []
+        frame = _take(self._results, timeout_s)
+        while frame is not None:
+            messages.append(_decode_stage_message(frame))
+            frame = _take(self._results, 0.0)
+        return messages
+
+    def close(self) -> None:
+        """Close the sockets; messages that were sent get a second to leave."""
+        if self._closed:
+            return
+        self._closed = True
+        for socket in self._sockets:
+            address = _address_of(socket)
+            socket.close(linger=_LINGER_MS)
+            if address.startswith("ipc:///"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)  # zmq leaves it behind
+        if self._own_context is not None:
+            self._own_context.term()
+
+    def _bind(
+        self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, queue_length: int
+    ) -> zmq.Socket[bytes]:
+        socket = context.socket(kind)
+        self._sockets.append(socket)
+        socket.set_hwm(queue_length)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ResourceError(
+                "an address of the step channel cannot be bound",
+                got=f"{address}: {error}",
+                hint=f"ipc paths have at most {zmq.IPC_PATH_MAX_LEN} characters, in a directory that exists",
+            ) from error
+        return socket
+
+
+class StageChannel:
+    """A stage's end.
+
+    Args:
+        stage_index: Which stage this is.
+        plan_address: Its entry of `DriverChannel.stage_addresses`.
+        result_address: `DriverChannel.result_address`.
+        num_stages: Sizes the queues.
+        send_timeout_s: How long the driver may leave a result untaken.
+        context: A zmq context to share; by default the channel has its own.
+    """
+
+    def __init__(
+        self,
+        stage_index: int,
+        plan_address: str,
+        result_address: str,
+        *,
+        num_stages: int = 64,
+        send_timeout_s: float = 60.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        self._stage_index = stage_index
+        self._send_timeout_s = send_timeout_s
+        self._own_context = zmq.Context() if context is None else None
+        zmq_context = context or self._own_context
+        assert zmq_context is not None
+        self._plans = zmq_context.socket(zmq.PULL)
+        self._results = zmq_context.socket(zmq.PUSH)
+        for socket, address in ((self._plans, plan_address), (self._results, result_address)):
+            socket.set_hwm(_queue_length(num_stages))
+            socket.connect(address)
+        self._last_heard_s = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the driver was last heard of, as of the last `receive`."""
+        return time.monotonic() - self._last_heard_s
+
+    def receive(self, timeout_s: float) -> memoryview | Stop | None:
+        """Return the next packed plan, or Stop; None when `timeout_s` pass without one."""
+        ends = time.monotonic() + timeout_s
+        frame = _take(self._plans, timeout_s)
+        while frame is not None:
+            self._last_heard_s = time.monotonic()
+            kind, _ = _HEADER.unpack_from(frame)
+            if kind == _Kind.PLAN:
+                return memoryview(frame)[_HEADER.size :]
+            if kind == _Kind.STOP:
+                return Stop()
+            assert kind == _Kind.ALIVE, f"a message of kind {kind} came to a stage"
+            frame = _take(self._plans, max(ends - time.monotonic(), 0.0))
+        return None
+
+    def send_result(self, result: bytes) -> None:
+        """Send a packed result to the driver.
+
+        Raises:
+            DeadlineError: the driver does not take it.
+        """
+        self._send(_Kind.RESULT, result)
+
+    def send_error(self, description: Mapping[str, Any]) -> None:
+        """Tell the driver why this stage gives up. `description` must be JSON.
+
+        Raises:
+            DeadlineError: the driver does not take it.
+        """
+        self._send(_Kind.ERROR, json.dumps(description).encode())
+
+    def send_heartbeat(self, step_id: int) -> None:
+        """Tell the driver the last finished step. Dropped when the queue is full: a later one says more."""
+        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index)
+        _offer(self._results, header + _HEARTBEAT.pack(step_id, time.time()))
+
+    def close(self) -> None:
+        """Close the sockets; messages that were sent get a second to leave."""
+        self._plans.close(linger=0)
+        self._results.close(linger=_LINGER_MS)
+        if self._own_context is not None:
+            self._own_context.term()
+
+    def _send(self, kind: _Kind, payload: bytes) -> None:
+        frame = _HEADER.pack(kind, self._stage_index) + payload
+        if not _offer_until(self._results, frame, time.monotonic() + self._send_timeout_s):
+            raise DeadlineError(
+                f"the driver does not take the messages of stage {self._stage_index}",
+                got=f"a full queue for {self._send_timeout_s} s",
+                hint="the driver is gone or frozen",
+            )
+
+
+def _queue_length(num_stages: int) -> int:
+    # At most 2 * num_stages steps are in flight; as much again and a margin for heartbeats.
+    return 4 * num_stages + 16
+
+
+def _address_of(socket: zmq.Socket[bytes]) -> str:
+    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+
+
+def _offer(socket: zmq.Socket[bytes], frame: bytes) -> bool:
+    """Send if there is room; return whether there was."""
+    with suppress(zmq.Again):
+        socket.send(frame, zmq.DONTWAIT)
+        return True
+    return False
+
+
+def _offer_until(socket: zmq.Socket[bytes], frame: bytes, ends: float) -> bool:
+    """Send as soon as there is room; return whether there was before `ends` on the monotonic clock."""
+    while not _offer(socket, frame):
+        remaining_ms = int((ends - time.monotonic()) * 1000)
+        if remaining_ms <= 0 or not socket.poll(remaining_ms, zmq.POLLOUT):
+            return False
+    return True
+
+
+def _take(socket: zmq.Socket[bytes], timeout_s: float) -> bytes | None:
+    """Return the next frame; None when `timeout_s` pass without one."""
+    with suppress(zmq.Again):
+        return socket.recv(zmq.DONTWAIT)
+    if timeout_s > 0 and socket.poll(max(int(timeout_s * 1000), 1)):
+        return socket.recv(zmq.DONTWAIT)
+    return None
+
+
+def _decode_stage_message(frame: bytes) -> StageMessage:
+    kind, stage_index = _HEADER.unpack_from(frame)
+    payload = memoryview(frame)[_HEADER.size :]
+    match kind:
+        case _Kind.RESULT:
+            return StageResult(stage_index, payload)
+        case _Kind.HEARTBEAT:
+            return Heartbeat(stage_index, *_HEARTBEAT.unpack(payload))
+        case _Kind.ERROR:
+            return StageError(stage_index, json.loads(bytes(payload)))
+    raise AssertionError(f"a message of kind {kind} came to the driver")
