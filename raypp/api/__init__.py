@@ -1,0 +1,1 @@
+"""The Python doors: `LLM` for scripts and notebooks, `AsyncLLM` for servers."""

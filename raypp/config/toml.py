@@ -1,4 +1,4 @@
-"""Writing TOML: tables of plain values, which is all that a configuration is. (Python reads TOML but does not write it.)"""
+"""Writing TOML, which Python only reads: tables of plain values, which is all that a configuration is."""
 
 from __future__ import annotations
 

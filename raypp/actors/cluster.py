@@ -1,0 +1,78 @@
+"""The Ray that the engine runs on: one that is there already, or a local one that it starts and stops."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from raypp.errors import ResourceError
+
+_LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
+
+
+@dataclass
+class Cluster:
+    """A connection to Ray.
+
+    Attributes:
+        owned: Whether this connection started Ray; only then does `disconnect` stop it.
+    """
+
+    owned: bool
+
+    @classmethod
+    def connect(cls) -> Cluster:
+        """Use the Ray of this process, else the cluster of RAY_ADDRESS, else start a local one."""
+        if ray.is_initialized():
+            return cls(owned=False)
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+            return cls(owned=False)
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+        )
+        return cls(owned=True)
+
+    def disconnect(self) -> None:
+        """Stop Ray, if it was started here."""
+        if self.owned and ray.is_initialized():
+            ray.shutdown()
+
+
+def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
+    """Return a placement group that holds the bundles.
+
+    Raises:
+        ResourceError: the cluster cannot hold them, or does not within the time.
+    """
+    wanted: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            wanted[name] = wanted.get(name, 0.0) + amount
+    total = ray.cluster_resources()
+    lacking = {name: amount for name, amount in wanted.items() if amount > total.get(name, 0.0)}
+    if lacking:
+        raise ResourceError(
+            "the Ray cluster lacks resources for the engine",
+            got={name: total.get(name, 0.0) for name in lacking},
+            expected=lacking,
+            hint="add nodes, or ask for less (num_stages, stage_num_cpus)",
+        )
+    group = placement_group(bundles, strategy=strategy)
+    if not group.wait(timeout_s):
+        remove_placement_group(group)
+        raise ResourceError(
+            f"the Ray cluster did not free the engine's resources within {timeout_s:g} s",
+            got=f"free: {ray.available_resources()}",
+            expected=wanted,
+            hint="wait for other work to end, or ask for less",
+        )
+    return group

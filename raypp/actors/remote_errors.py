@@ -1,0 +1,29 @@
+"""Ray's exceptions, turned back into what was raised, or into what it means for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from raypp.errors import DeadlineError, EngineDeadError, RayppError
+
+
+@contextmanager
+def raypp_errors() -> Iterator[None]:
+    """Raise a remote RayppError as itself, and every other failure of Ray as one."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RayppError):
+            raise error.cause from None
+        raise EngineDeadError(
+            "an actor of the engine failed", got=repr(error.cause), hint="this is a fault of raypp"
+        ) from error
+    except ray.exceptions.RayActorError as error:
+        raise EngineDeadError("an actor of the engine died", got=str(error).strip().splitlines()[0]) from error
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineError(
+            "the engine's actors did not answer in time", hint="raise start_timeout_s or close_timeout_s"
+        ) from error

@@ -1,0 +1,58 @@
+"""The Ray actor of one pipeline stage. Holds a `Stage`; has no logic of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from raypp.tracing import TraceEvent, Tracer
+
+if TYPE_CHECKING:
+    from raypp.models.config import ModelConfig
+    from raypp.stage.build import StageFactory
+    from raypp.stage.spec import StageSpec
+
+
+class StageActor:
+    """Hosts one stage. `run` is endless; the other methods answer beside it."""
+
+    def __init__(self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> None:
+        self._spec = spec
+        self._config = config
+        self._factory = factory
+        self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
+
+    def prepare(self) -> Any:
+        """Load the model; return what the other stages need to meet this one: first stage (host, port), else None."""
+        from raypp.stage import build
+        from raypp.transport.open import host_rendezvous
+
+        build.configure_torch(self._spec)
+        self._model = build.build_stage_model(self._spec, self._config, self._factory)
+        if self._spec.is_first and self._spec.num_stages > 1:
+            self._rendezvous = host_rendezvous()
+            return self._rendezvous.address
+        return None
+
+    def connect(self, rendezvous: Any, plan_address: str, result_address: str) -> int:
+        """Open the links to the neighbours and the step channel to the driver; return this process's id."""
+        from raypp.stage import build
+        from raypp.transport.step_channel import StageChannel
+
+        self._stage = build.build_stage(self._spec, self._config, self._model, rendezvous, self._tracer)
+        self._channel = StageChannel(self._spec.stage_index, plan_address, result_address)
+        return os.getpid()
+
+    def run(self, heartbeat_s: float) -> None:
+        """Execute plans until the driver says stop."""
+        from raypp.stage.loop import run_stage_loop
+
+        try:
+            run_stage_loop(self._stage, self._channel, heartbeat_s=heartbeat_s)
+        finally:
+            self._channel.close()
+            self._stage.close()
+
+    def trace(self) -> list[TraceEvent]:
+        """Return what this stage did when."""
+        return self._tracer.events()

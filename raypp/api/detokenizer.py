@@ -1,0 +1,76 @@
+"""Token ids to text while the tokens are still coming.
+
+    window:  [ context | pending ]        context: the last tokens whose text is out
+    text of pending = decode(window) without decode(context)
+
+A token alone has no text: its first character may have begun in the token before, and a leading space may depend on
+there being one. So a short window is decoded, twice. While its text ends in U+FFFD the last character is incomplete,
+and nothing of the pending tokens is given out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_INCOMPLETE = "\ufffd"
+_MAX_PENDING = 16
+"""A character has at most 4 tokens. More pending ones are bytes that are no text, and the window must not grow."""
+
+
+class Decoder(Protocol):
+    """What a detokenizer needs of a tokenizer."""
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that have no text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out."""
+
+
+class Detokenizer:
+    """The text of one request. What `add` and `finish` return, joined, is the decoding of all tokens at once."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decode = decoder.decode
+        self._special_token_ids = decoder.special_token_ids
+        self._window: list[int] = []
+        self._num_context = 0  # tokens of the window whose text is out
+        self._context_text_len = 0
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens and return the text that they complete; no character of it will change any more."""
+        pending = [t for t in token_ids if t not in self._special_token_ids]
+        if not pending:
+            return ""
+        window = self._window
+        window.extend(pending)
+        text = self._decode(window)
+        if text.endswith(_INCOMPLETE):
+            return self._settle_part(text) if len(window) - self._num_context > _MAX_PENDING else ""
+        new_text = text[self._context_text_len :]
+        self._set_context(window[self._num_context :], num_pending=0)
+        return new_text
+
+    def finish(self) -> str:
+        """Return the text of what is still pending, incomplete characters as U+FFFD."""
+        new_text = self._decode(self._window)[self._context_text_len :]
+        self._set_context([], num_pending=0)
+        return new_text
+
+    def _settle_part(self, text: str) -> str:
+        """Give out the pending tokens but the last few, cut where the text is the same cut or whole."""
+        window = self._window
+        for num_kept in range(1, _MAX_PENDING // 2):
+            head = self._decode(window[:-num_kept])
+            if head + self._decode(window[-num_kept:]) == text:
+                new_text = head[self._context_text_len :]
+                self._set_context(window[-num_kept:], num_pending=num_kept)
+                return new_text
+        return ""
+
+    def _set_context(self, window: list[int], num_pending: int) -> None:
+        self._window = window
+        self._num_context = len(window) - num_pending
+        self._context_text_len = len(self._decode(window[: self._num_context])) if self._num_context else 0

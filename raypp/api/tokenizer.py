@@ -1,0 +1,105 @@
+"""Text to token ids and back, by the tokenizer that lies beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from raypp.errors import ModelLoadError, RequestError
+
+ChatMessage = Mapping[str, Any]
+"""One message of a conversation: `role`, `content`, and whatever else the model's chat template reads."""
+
+
+class Tokenizer:
+    """The tokenizer of a model directory. Holds no state of requests; may be used from several threads."""
+
+    def __init__(self, model_path: str | Path) -> None:
+        """Load the tokenizer files in a directory.
+
+        Raises:
+            ModelLoadError: there are none, or they cannot be read.
+        """
+        from transformers import AutoTokenizer  # takes seconds, and not everybody who imports raypp needs it
+
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+        except Exception as error:  # whatever a broken file makes of it: transformers has no error class of its own
+            raise ModelLoadError(
+                "the model's tokenizer cannot be loaded",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
+                hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
+            ) from error
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return each text's token ids, with the special tokens that the model puts around a text.
+
+        Raises:
+            RequestError: a text that is not valid Unicode.
+        """
+        try:
+            encoded: list[list[int]] = self._hf(list(texts), add_special_tokens=True)["input_ids"]
+        except (TypeError, UnicodeError) as error:
+            broken = next((text for text in texts if not _is_unicode(text)), None)
+            if broken is None:
+                raise
+            raise RequestError(
+                "a prompt is not valid Unicode", got=ascii(broken)[:80], expected="text without lone surrogates"
+            ) from error
+        return encoded
+
+    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """Return the token ids of a conversation, up to where the assistant's next message begins.
+
+        Raises:
+            RequestError: the model has no chat template, or the template refuses the messages.
+        """
+        if not self._hf.chat_template:
+            raise RequestError(
+                "the model has no chat template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                hint="use generate with a prompt that is formatted already",
+            )
+        try:
+            token_ids: list[int] = self._hf.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise RequestError(
+                "the model's chat template refuses the messages",
+                got=f"{type(error).__name__}: {error}",
+                expected='messages like {"role": "user", "content": "..."}',
+            ) from error
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones left out, spaces as they are."""
+        text: str = self._hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out."""
+        added = self._hf.added_tokens_decoder
+        return frozenset(self._hf.all_special_ids) | {index for index, token in added.items() if token.special}
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The token that ends a text, as far as the tokenizer knows; the model may name more."""
+        return frozenset() if self._hf.eos_token_id is None else frozenset({self._hf.eos_token_id})
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may be larger: it is often padded."""
+        return len(self._hf)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

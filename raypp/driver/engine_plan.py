@@ -1,0 +1,246 @@
+"""From what the user asked for to what will run: no `auto` is left, every stage has its layers and its memory.
+
+Pure: reads the model's config.json and the machine's description, starts nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError, ResourceError
+from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.registry import resolve_model_path
+from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.stage.partition import partition_layers
+from raypp.stage.spec import StageSpec
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine that stages will run on."""
+
+    num_cpu_cores: int
+
+    @classmethod
+    def of_this_machine(cls) -> Hardware:
+        """Return what this process may use."""
+        return cls(num_cpu_cores=len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout:
+    """One stage's share of the model and of the memory."""
+
+    stage_index: int
+    start_layer: int
+    end_layer: int  # exclusive
+    weight_bytes: int
+    kv_cache_bytes: int
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the stage."""
+        return self.end_layer - self.start_layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """The configuration with everything decided."""
+
+    config: EngineConfig
+    model_path: str
+    model: ModelConfig
+    dtype: str
+    device: str
+    transport: str
+    max_model_len: int
+    num_blocks: int  # KV blocks of every stage, the null block included
+    num_threads: int  # compute threads of a stage
+    stages: tuple[StageLayout, ...]
+
+    @property
+    def max_step_rows(self) -> int:
+        """The most rows of one step."""
+        return -(-self.config.scheduler.max_num_seqs // len(self.stages))
+
+    def scheduler_limits(self) -> SchedulerLimits:
+        """Return what the scheduler must keep to."""
+        return SchedulerLimits(
+            num_stages=len(self.stages),
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.cache.block_size,
+            num_blocks=self.num_blocks,
+            enable_prefix_caching=self.config.cache.enable_prefix_caching,
+            min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
+        )
+
+    def stage_spec(self, stage_index: int) -> StageSpec:
+        """Return what a stage must be told."""
+        layout = self.stages[stage_index]
+        return StageSpec(
+            stage_index=stage_index,
+            num_stages=len(self.stages),
+            start_layer=layout.start_layer,
+            end_layer=layout.end_layer,
+            model_path=self.model_path,
+            load_format=self.config.model.load_format,
+            dtype=self.dtype,
+            device=self.device,
+            seed=self.config.model.seed,
+            num_threads=self.num_threads,
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_step_rows=self.max_step_rows,
+            max_step_tokens=self.config.scheduler.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            block_size=self.config.cache.block_size,
+            num_blocks=self.num_blocks,
+            max_drafts=0,
+            transport=self.transport,
+            link_timeout_s=self.config.faults.step_timeout_s,
+            trace=self.config.observability.trace is not None,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage, as plain data."""
+        return {
+            "model": self.config.model.model,
+            "architecture": self.model.architecture,
+            "dtype": self.dtype,
+            "device": self.device,
+            "transport": self.transport,
+            "max_model_len": self.max_model_len,
+            "num_threads_per_stage": self.num_threads,
+            "block_size": self.config.cache.block_size,
+            "num_kv_blocks": self.num_blocks,
+            "stages": [
+                {
+                    "stage_index": stage.stage_index,
+                    "layers": [stage.start_layer, stage.end_layer],
+                    "num_layers": stage.num_layers,
+                    "weight_bytes": stage.weight_bytes,
+                    "kv_cache_bytes": stage.kv_cache_bytes,
+                    "num_kv_blocks": self.num_blocks,
+                }
+                for stage in self.stages
+            ],
+        }
+
+
+def plan_engine(
+    config: EngineConfig,
+    hardware: Hardware,
+    *,
+    find_model: Callable[[str], Any] = resolve_model_path,
+) -> EnginePlan:
+    """Decide everything that the configuration leaves open.
+
+    Raises:
+        ConfigError: settings that cannot work together or with this model.
+        ModelLoadError: no such model, or one of an architecture that raypp does not have.
+        ResourceError: the KV cache is too small for one request.
+    """
+    model_path = find_model(config.model.model)
+    model = load_model_config(model_path)
+    num_stages = config.parallel.num_stages
+    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    layers = _layers_per_stage(config, model, _DTYPE_BYTES[dtype])
+    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
+    num_blocks = _num_blocks(config, max(layers) * block_bytes)
+    starts = [sum(layers[:index]) for index in range(num_stages)]
+    stages = tuple(
+        StageLayout(
+            stage_index=index,
+            start_layer=start,
+            end_layer=start + count,
+            weight_bytes=_weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]),
+            kv_cache_bytes=num_blocks * block_bytes * count,
+        )
+        for index, (start, count) in enumerate(zip(starts, layers, strict=True))
+    )
+    return EnginePlan(
+        config=config,
+        model_path=str(model_path),
+        model=model,
+        dtype=dtype,
+        device="cpu",
+        transport=_transport(config),
+        max_model_len=_max_model_len(config, model, num_blocks),
+        num_blocks=num_blocks,
+        num_threads=config.parallel.stage_num_threads or max(1, hardware.num_cpu_cores // num_stages),
+        stages=stages,
+    )
+
+
+def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> list[int]:
+    num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
+    if explicit is None:
+        # A decode step reads every weight once, so bytes stand for time; the embedding reads a few rows only.
+        costs = [float(layer_weight_bytes(model, dtype_bytes))] * model.num_layers
+        return partition_layers(costs, num_stages, last_stage_cost=float(lm_head_bytes(model, dtype_bytes)))
+    if sum(explicit) != model.num_layers:
+        raise ConfigError(
+            "layer_partition does not add up to the model's layers",
+            got=f"{explicit}, {sum(explicit)} layers",
+            expected=f"{model.num_layers} layers",
+        )
+    return list(explicit)
+
+
+def _weight_bytes(model: ModelConfig, stage_index: int, num_stages: int, num_layers: int, dtype_bytes: int) -> int:
+    total = num_layers * layer_weight_bytes(model, dtype_bytes)
+    first, last = stage_index == 0, stage_index == num_stages - 1
+    if first:
+        total += embedding_bytes(model, dtype_bytes)
+    if last and not (first and model.tie_word_embeddings):
+        total += lm_head_bytes(model, dtype_bytes)
+    return total
+
+
+def _num_blocks(config: EngineConfig, largest_block_bytes: int) -> int:
+    if config.cache.num_kv_blocks is not None:
+        return config.cache.num_kv_blocks
+    num_blocks = config.cache.kv_cache_bytes // largest_block_bytes
+    if num_blocks < 2:
+        raise ResourceError(
+            "the KV cache holds not even one block",
+            got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
+            expected=f"at least {2 * largest_block_bytes} (the null block and one more)",
+            hint="raise kv_cache_bytes or lower block_size",
+        )
+    return num_blocks
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    held = (num_blocks - 1) * config.cache.block_size
+    asked = config.model.max_model_len
+    if asked is None:
+        return min(model.max_position_embeddings, held)
+    if asked > model.max_position_embeddings:
+        raise ConfigError(
+            "max_model_len is more than the model was made for",
+            got=asked,
+            expected=f"at most {model.max_position_embeddings}",
+        )
+    if asked > held:
+        raise ResourceError(
+            "the KV cache is too small for one request of max_model_len tokens",
+            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            expected=f"{asked} tokens",
+            hint=f"set max_model_len={held} or less, or raise kv_cache_bytes (num_kv_blocks)",
+        )
+    return asked
+
+
+def _transport(config: EngineConfig) -> str:
+    if config.parallel.num_stages == 1:
+        return "local"
+    return "gloo" if config.parallel.transport == "auto" else config.parallel.transport

@@ -1,0 +1,77 @@
+"""Putting a stage together: threads, weights, KV cache, links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raypp.models.config import ModelConfig
+from raypp.models.registry import build_model
+from raypp.models.weights import CheckpointWeights, DummyWeights
+from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.stage.spec import StageSpec
+from raypp.stage.stage import Stage, StageModel, StageSchemas
+from raypp.tracing import Tracer
+from raypp.transport.open import open_stage_links
+
+StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
+"""Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`."""
+
+
+def configure_torch(spec: StageSpec) -> None:
+    """Set this process's compute threads."""
+    torch.set_num_threads(spec.num_threads)
+
+
+def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> StageModel:
+    """Return the stage's layers with their weights.
+
+    Raises:
+        ModelLoadError: the checkpoint cannot be read.
+    """
+    if factory is not None:
+        return factory(spec, config)
+    model = build_model(
+        config,
+        start_layer=spec.start_layer,
+        end_layer=spec.end_layer,
+        dtype=getattr(torch, spec.dtype),
+        device=torch.device(spec.device),
+    )
+    source = DummyWeights(spec.seed) if spec.load_format == "dummy" else CheckpointWeights(Path(spec.model_path))
+    model.load_weights(source)
+    return model
+
+
+def build_stage(
+    spec: StageSpec, config: ModelConfig, model: StageModel, rendezvous: Any, tracer: Tracer
+) -> Stage:
+    """Return the stage, linked to its neighbours; waits for them.
+
+    Raises:
+        ConfigError: a neighbour expects other tensors.
+        DeadlineError: a neighbour does not come.
+    """
+    dtype = getattr(torch, spec.dtype)
+    kv_caches = [
+        allocate_kv_cache(
+            spec.num_blocks, spec.block_size, config.num_kv_heads, config.head_dim, dtype, torch.device(spec.device)
+        )
+        for _ in range(spec.start_layer, spec.end_layer)
+    ]
+    schemas = StageSchemas(model.hidden_size, dtype, spec.max_drafts)
+    links = open_stage_links(
+        spec.transport,
+        spec.stage_index,
+        spec.num_stages,
+        forward_schema=schemas.hidden_states,
+        feedback_schema=schemas.feedback,
+        max_rows=spec.max_step_rows,
+        max_tokens=spec.max_step_tokens,
+        rendezvous=rendezvous,
+        timeout_s=spec.link_timeout_s,
+    )
+    return Stage(spec, model, kv_caches, links, tracer)

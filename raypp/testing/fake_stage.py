@@ -1,0 +1,58 @@
+"""A stage whose model only takes time: everything around the model is real, so what is measured is the pipeline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raypp.models.config import ModelConfig
+from raypp.ops.attention import AttentionBatch
+from raypp.stage.spec import StageSpec
+
+
+@dataclass(frozen=True)
+class FakeStage:
+    """A stage factory: `LLM(..., stage_factory=FakeStage(step_ms=5))` runs every stage on a `FakeModel`.
+
+    Args:
+        step_ms: How long each stage's forward takes, milliseconds.
+    """
+
+    step_ms: float = 5.0
+
+    def __call__(self, spec: StageSpec, config: ModelConfig) -> FakeModel:
+        """Return the model of one stage."""
+        return FakeModel(self.step_ms / 1e3, config.vocab_size)
+
+
+class FakeModel:
+    """Sleeps instead of computing. The token after any token t is (t + 1) modulo the vocabulary."""
+
+    hidden_size = 1
+
+    def __init__(self, step_s: float, vocab_size: int) -> None:
+        self._step_s = step_s
+        self._vocab_size = vocab_size
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the token ids themselves, [T, 1]."""
+        return input_ids.to(torch.float32).unsqueeze(1)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the residual stream unchanged, after the configured time."""
+        time.sleep(self._step_s)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits that are 1 at the next token and 0 elsewhere, [N, V]."""
+        successors = (hidden[:, 0].to(torch.int64) + 1) % self._vocab_size
+        return torch.nn.functional.one_hot(successors, self._vocab_size).to(torch.float32)
