@@ -21,7 +21,7 @@ class StopChecker:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        assert stops and all(stops)
+        assert all(stops)
         self._stops = tuple(sorted(stops, key=len, reverse=True))
         self._longest = len(self._stops[0])
 

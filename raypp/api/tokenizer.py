@@ -34,25 +34,28 @@ class Tokenizer:
                 hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
             ) from error
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return each text's token ids, with the special tokens that the model puts around a text.
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return each text's token ids.
+
+        Args:
+            texts: What to encode.
+            add_special_tokens: Put those around each text that the model expects there. Not for a rendered
+                conversation: its template wrote them already.
 
         Raises:
             RequestError: a text that is not valid Unicode.
         """
-        try:
-            encoded: list[list[int]] = self._hf(list(texts), add_special_tokens=True)["input_ids"]
-        except (TypeError, UnicodeError) as error:
-            broken = next((text for text in texts if not _is_unicode(text)), None)
-            if broken is None:
-                raise
-            raise RequestError(
-                "a prompt is not valid Unicode", got=ascii(broken)[:80], expected="text without lone surrogates"
-            ) from error
+        for text in texts:
+            _check_unicode(text)
+        encoded: list[list[int]] = self._hf(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
         return encoded
 
-    def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
-        """Return the token ids of a conversation, up to where the assistant's next message begins.
+    def render_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> str:
+        """Return a conversation as the text that the model continues, up to where the assistant's message begins.
+
+        Args:
+            messages: The conversation so far.
+            template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
@@ -64,8 +67,8 @@ class Tokenizer:
                 hint="use generate with a prompt that is formatted already",
             )
         try:
-            token_ids: list[int] = self._hf.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            text: str = self._hf.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False, **template_kwargs
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise RequestError(
@@ -73,7 +76,7 @@ class Tokenizer:
                 got=f"{type(error).__name__}: {error}",
                 expected='messages like {"role": "user", "content": "..."}',
             ) from error
-        return token_ids
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out, spaces as they are."""
@@ -97,9 +100,10 @@ class Tokenizer:
         return len(self._hf)
 
 
-def _is_unicode(text: str) -> bool:
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "a prompt is not valid Unicode", got=ascii(text)[:80], expected="text without lone surrogates"
+        ) from error

@@ -1,0 +1,154 @@
+"""`AsyncLLM`: the engine for servers. Outputs are streamed as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from raypp.api.frontend import Frontend
+from raypp.api.launch import Launch, Model, OpenEngine, StageFactory, launch_on_ray, open_engine
+from raypp.api.running_request import PreparedRequest
+from raypp.api.tokenizer import ChatMessage
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError, EngineDeadError
+from raypp.types import Prompt, RequestOutput, SamplingParams
+
+
+class AsyncLLM:
+    """A model, ready to generate, on the event loop in which it is first used.
+
+    async with await AsyncLLM.create("tiny", num_stages=2) as llm:
+        async for output in llm.generate("def main(", SamplingParams(max_tokens=64)):
+            print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: Model | OpenEngine,
+        *,
+        stage_factory: StageFactory | None = None,
+        launch: Launch = launch_on_ray,
+        **settings: object,
+    ) -> None:
+        """Start an engine. Blocks until it can be used: inside of an event loop, `create` is the better way.
+
+        Args and errors are those of `LLM`; an engine that is open already is taken over, and closed in the end.
+        """
+        engine = model if isinstance(model, OpenEngine) else open_engine(model, settings, stage_factory, launch)
+        self._engine = engine
+        self._frontend: Frontend | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = False
+        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
+        self._close_engine = weakref.finalize(self, engine.handle.close)
+        self._close_engine.atexit = False
+        atexit.register(self._close_engine)
+
+    @classmethod
+    async def create(
+        cls,
+        model: Model,
+        *,
+        stage_factory: StageFactory | None = None,
+        launch: Launch = launch_on_ray,
+        **settings: object,
+    ) -> Self:
+        """Start an engine without blocking the event loop."""
+        return cls(await asyncio.to_thread(open_engine, model, settings, stage_factory, launch))
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration as it was given."""
+        return self._engine.config
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
+
+        Args:
+            prompt: A str or `{"prompt_token_ids": [...]}`.
+            params: How to sample.
+            request_id: Its public id; made up by default.
+
+        Raises:
+            RequestError: it cannot be run.
+            EngineDeadError: the engine died.
+        """
+        request_ids = None if request_id is None else [request_id]
+        return self._stream(self._engine.preparer.prompts([prompt], params, request_ids))
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation; otherwise as `generate`.
+
+        Args:
+            messages: A list of `{"role": ..., "content": ...}`.
+            params: How to sample.
+            request_id: Its public id; made up by default.
+            chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
+        """
+        request_ids = None if request_id is None else [request_id]
+        return self._stream(self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with what it has. An id that is not running is ignored."""
+        self._frontend_here().abort([request_id])
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the engine's counters."""
+        return await self._frontend_here().stats(self.config.faults.step_timeout_s)
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._engine.handle.plan()
+
+    def processes(self) -> dict[str, Any]:
+        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
+        return self._engine.handle.processes()
+
+    async def close(self) -> None:
+        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            if self._frontend is not None:
+                self._frontend.close()
+        atexit.unregister(self._close_engine)
+        await asyncio.to_thread(self._close_engine)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _frontend_here(self) -> Frontend:
+        """Return the frontend, which lives on the loop of the first call."""
+        if self._is_closed:
+            raise EngineDeadError("the engine was closed", hint="make a new one")
+        loop = asyncio.get_running_loop()
+        if self._frontend is None:
+            self._frontend, self._loop = Frontend(self._engine), loop
+        if self._loop is not loop:
+            raise ConfigError(
+                "an AsyncLLM belongs to one event loop",
+                got="a call from another one",
+                expected="the loop of its first call",
+                hint="LLM can be used from everywhere",
+            )
+        return self._frontend
+
+    def _stream(self, prepared: list[PreparedRequest]) -> AsyncIterator[RequestOutput]:
+        return self._frontend_here().stream(prepared[0])

@@ -1,0 +1,61 @@
+"""The connection between a client and the driver: messages out, messages in, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from raypp.client_messages import ClientMessage, DriverMessage, decode_driver_message, encode_client_message
+
+_LINGER_MS = 200
+"""How long closing may take to get the last message out, when the driver does not take it."""
+
+
+class EngineClient:
+    """A DEALER socket that is read when the event loop says so.
+
+    zmq's own asyncio socket makes futures and tasks for every message; this one costs a callback per wake-up. The
+    socket's file descriptor is edge-triggered and any use of the socket may swallow the edge: so every read goes on
+    until nothing is left, and every send is followed by one.
+    """
+
+    def __init__(self, address: str, on_message: Callable[[DriverMessage], None]) -> None:
+        """Connect. Must be called in the event loop that it shall live on.
+
+        Args:
+            address: zmq address of the driver's ROUTER socket.
+            on_message: Called in the loop with everything that the driver sends.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._on_message = on_message
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)  # neither end may drop a message, and a send must not block the loop
+        self._socket.linger = _LINGER_MS
+        self._socket.connect(address)
+        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._is_open = True
+        self._loop.add_reader(self._fd, self._read)
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message; does not wait."""
+        self._socket.send_multipart(encode_client_message(message))
+        self._loop.call_soon(self._read)
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._is_open:
+            self._is_open = False
+            self._loop.remove_reader(self._fd)
+            self._socket.close()
+            self._context.term()
+
+    def _read(self) -> None:
+        while self._is_open:  # the message that was just handled may have closed it
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_message(decode_driver_message(frames))

@@ -1,0 +1,105 @@
+"""From a model and settings to a running engine and what its clients need to talk to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from raypp.api.prepare import RequestPreparer
+from raypp.api.tokenizer import Tokenizer
+from raypp.config.engine import EngineConfig
+from raypp.config.env import read_environment
+from raypp.errors import ConfigError, RayppError
+
+Model = str | os.PathLike[str] | EngineConfig
+"""What names a model, or a whole configuration."""
+
+StageFactory = Callable[..., Any]
+"""Makes a stage in place of the model's own; for tests."""
+
+
+class EngineHandle(Protocol):
+    """A running engine, held by whoever started it."""
+
+    @property
+    def client_address(self) -> str:
+        """The zmq address that clients connect to."""
+
+    @property
+    def model_info(self) -> Mapping[str, Any]:
+        """At least vocab_size, max_model_len, eos_token_ids and model_path."""
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+
+    def processes(self) -> dict[str, Any]:
+        """Return the process ids of the driver, the stages and the encoders."""
+
+    def watch(self, callback: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when the engine dies."""
+
+    def close(self) -> None:
+        """Stop the engine and wait until its processes are gone."""
+
+
+class Launch(Protocol):
+    """Starts an engine, and returns when it can be used."""
+
+    def __call__(self, config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:
+        """Start the engine. Blocks."""
+
+
+def launch_on_ray(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:
+    """Start an engine of Ray actors; the usual way."""
+    from raypp.actors.engine import launch_engine  # imports ray
+
+    return launch_engine(config, stage_factory=stage_factory)
+
+
+@dataclass(frozen=True)
+class OpenEngine:
+    """A running engine and what belongs to it on the client's side."""
+
+    config: EngineConfig
+    handle: EngineHandle
+    tokenizer: Tokenizer | None
+    preparer: RequestPreparer
+    eos_token_ids: tuple[int, ...]
+
+
+def open_engine(
+    model: Model, settings: Mapping[str, object], stage_factory: StageFactory | None, launch: Launch
+) -> OpenEngine:
+    """Start an engine and load the model's tokenizer. Blocks.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+        RayppError: the engine cannot start.
+    """
+    logging.getLogger("raypp").setLevel(read_environment().log_level)
+    config = _config_of(model, settings)
+    handle = launch(config, stage_factory=stage_factory)
+    try:
+        info = handle.model_info
+        tokenizer = None if config.model.skip_tokenizer_init else Tokenizer(info["model_path"])
+        preparer = RequestPreparer(
+            tokenizer, vocab_size=info["vocab_size"], max_model_len=info["max_model_len"], seed=config.model.seed
+        )
+        eos_token_ids = frozenset(info["eos_token_ids"])
+        if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
+            eos_token_ids = tokenizer.eos_token_ids
+    except BaseException:
+        handle.close()
+        raise
+    return OpenEngine(config, handle, tokenizer, preparer, tuple(sorted(eos_token_ids)))
+
+
+def _config_of(model: Model, settings: Mapping[str, object]) -> EngineConfig:
+    if isinstance(model, EngineConfig):
+        return model.with_settings(**settings) if settings else model
+    if isinstance(model, str | os.PathLike):
+        return EngineConfig.from_flat(model, **settings)
+    raise ConfigError("no model is named", got=repr(model), expected="a name, a directory or an EngineConfig")

@@ -1,0 +1,175 @@
+"""`LLM`: the engine for scripts and notebooks. Every call blocks until its result is there."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from raypp.api.event_loop_thread import EventLoopThread
+from raypp.api.frontend import Frontend
+from raypp.api.launch import EngineHandle, Launch, Model, StageFactory, launch_on_ray, open_engine
+from raypp.api.prepare import Params
+from raypp.api.running_request import PreparedRequest
+from raypp.api.tokenizer import ChatMessage
+from raypp.config.engine import EngineConfig
+from raypp.types import Prompt, RequestOutput
+
+
+class LLM:
+    """A model, ready to generate.
+
+        with LLM("tiny", num_stages=2) as llm:
+            outputs = llm.generate(["def main("], SamplingParams(max_tokens=64))
+
+    Works in a script and inside a running event loop; may be used from several threads. Close it, or leave its `with`
+    block, to stop the engine; a forgotten one is closed when it is collected, at the latest at exit.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        stage_factory: StageFactory | None = None,
+        launch: Launch = launch_on_ray,
+        **settings: object,
+    ) -> None:
+        """Start an engine. Blocks until it can be used.
+
+        Args:
+            model: `tiny`, a directory, a Hugging Face model id, or a whole EngineConfig.
+            stage_factory: Makes a stage in place of the model's own; for tests.
+            launch: Starts the engine.
+            **settings: Fields of EngineConfig by their names alone, e.g. `num_stages=2`.
+
+        Raises:
+            ConfigError: a setting that cannot be.
+            RayppError: the engine cannot start.
+        """
+        self._engine = open_engine(model, settings, stage_factory, launch)
+        thread = EventLoopThread("raypp-llm")
+        try:
+            self._frontend = thread.call(lambda: Frontend(self._engine))
+        except BaseException:
+            thread.close()
+            self._engine.handle.close()
+            raise
+        self._thread = thread
+        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
+        self._finalizer = weakref.finalize(self, _shut_down, self._frontend, thread, self._engine.handle)
+        self._finalizer.atexit = False
+        atexit.register(self._finalizer)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration as it was given."""
+        return self._engine.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue prompts and return the outputs, in order. Ctrl-C aborts them.
+
+        Args:
+            prompts: One or more, each a str or `{"prompt_token_ids": [...]}`.
+            sampling_params: One for all, or one per prompt.
+            request_ids: Their public ids, to abort them by; made up by default.
+            use_tqdm: Show a progress bar.
+
+        Raises:
+            RequestError: one cannot be run; then none was.
+            EngineDeadError: the engine died.
+        """
+        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        return self._complete(self._engine.preparer.prompts(listed, sampling_params, request_ids), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
+        sampling_params: Params = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer conversations and return the outputs, in order; a list also for a single one.
+
+        Args:
+            messages: One conversation, or several: lists of `{"role": ..., "content": ...}`.
+            sampling_params: One for all, or one per conversation.
+            request_ids: Their public ids, to abort them by; made up by default.
+            chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
+            use_tqdm: Show a progress bar.
+
+        Raises:
+            RequestError: one cannot be run; then none was.
+            EngineDeadError: the engine died.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prepared = self._engine.preparer.chats(conversations, sampling_params, request_ids, chat_template_kwargs)
+        return self._complete(prepared, use_tqdm)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has. An id that is not running is ignored."""
+        self._thread.call(lambda: self._frontend.abort([request_id]))
+
+    def stats(self) -> dict[str, Any]:
+        """Return the engine's counters."""
+        return self._thread.submit(self._frontend.stats(self.config.faults.step_timeout_s)).result()
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._engine.handle.plan()
+
+    def processes(self) -> dict[str, Any]:
+        """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
+        return self._engine.handle.processes()
+
+    def close(self) -> None:
+        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing."""
+        atexit.unregister(self._finalizer)
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with _progress(len(prepared), use_tqdm) as on_end:
+            pending = self._thread.submit(self._frontend.complete(prepared, on_end))
+            try:
+                return pending.result()
+            except BaseException:  # Ctrl-C, above all: cancelling aborts the requests
+                pending.cancel()
+                raise
+
+
+@contextlib.contextmanager
+def _progress(total: int, enabled: bool) -> Iterator[Callable[[], None] | None]:
+    if not enabled:
+        yield None
+        return
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(total=total, unit="request") as bar:
+        yield lambda: bar.update(1)
+
+
+def _shut_down(frontend: Frontend, thread: EventLoopThread, handle: EngineHandle) -> None:
+    try:
+        thread.call(frontend.close)
+        thread.close()
+    finally:
+        handle.close()

@@ -1,0 +1,228 @@
+"""From what users hand in to requests that can be sent: everything that can be wrong with one is found here."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raypp.api.running_request import PreparedRequest
+from raypp.api.tokenizer import ChatMessage, Tokenizer
+from raypp.errors import RequestError
+from raypp.types import Prompt, SamplingParams
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+_PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
+
+
+class RequestPreparer:
+    """Validates, renders and tokenizes. May be used from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, seed: int) -> None:
+        """Prepare requests for one model.
+
+        Args:
+            tokenizer: None takes prompts as token ids only.
+            vocab_size: Token ids are below it.
+            max_model_len: The most tokens of a request, prompt and output together.
+            seed: Of the seeds drawn for requests that bring none.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._seeds = random.Random(seed)
+
+    def prompts(
+        self, prompts: Sequence[Prompt], params: Params = None, request_ids: Sequence[str] | None = None
+    ) -> list[PreparedRequest]:
+        """Return requests that continue prompts; all are checked before any is returned.
+
+        Raises:
+            RequestError: the first that cannot be run.
+        """
+        ids = _request_ids(request_ids, len(prompts))
+        all_params = _params_per_request(params, len(prompts))
+        texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
+        encoded = iter(self._encode([text for text in texts if text is not None], add_special_tokens=True))
+        token_ids = [
+            next(encoded) if text is not None else self._checked_token_ids(prompt, request_id)
+            for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
+        ]
+        return self._finish(ids, texts, token_ids, all_params)
+
+    def chats(
+        self,
+        conversations: Sequence[Sequence[ChatMessage]],
+        params: Params = None,
+        request_ids: Sequence[str] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[PreparedRequest]:
+        """Return requests that answer conversations; all are checked before any is returned.
+
+        Raises:
+            RequestError: the first that cannot be run.
+        """
+        ids = _request_ids(request_ids, len(conversations))
+        all_params = _params_per_request(params, len(conversations))
+        for conversation in conversations:
+            _check_conversation(conversation)
+        tokenizer = self._needed_tokenizer("a conversation")
+        texts = [tokenizer.render_chat(conversation, template_kwargs or {}) for conversation in conversations]
+        return self._finish(ids, texts, self._encode(texts, add_special_tokens=False), all_params)
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._needed_tokenizer("a prompt that is text").encode(texts, add_special_tokens=add_special_tokens)
+
+    def _needed_tokenizer(self, what: str) -> Tokenizer:
+        if self._tokenizer is None:
+            raise RequestError(
+                f"{what} needs a tokenizer, and the engine was made with skip_tokenizer_init",
+                expected='{"prompt_token_ids": [...]}',
+            )
+        return self._tokenizer
+
+    def _checked_token_ids(self, prompt: Prompt, request_id: str) -> list[int]:
+        assert not isinstance(prompt, str)
+        given = prompt["prompt_token_ids"]
+        expected = f"a flat list of integers from 0 to {self._vocab_size - 1}"
+        try:
+            token_ids = np.asarray(given)
+        except (ValueError, TypeError):
+            token_ids = np.empty((0, 0), object)
+        if token_ids.size == 0 and token_ids.ndim == 1:
+            return []
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise RequestError(
+                "prompt_token_ids are not token ids", request_id=request_id, got=repr(given)[:80], expected=expected
+            )
+        bad = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
+        if bad.size:
+            raise RequestError(
+                "a prompt token is outside of the vocabulary",
+                request_id=request_id,
+                got=f"{token_ids[bad[0]]} at position {bad[0]}",
+                expected=expected,
+            )
+        checked: list[int] = token_ids.tolist()
+        return checked
+
+    def _finish(
+        self,
+        request_ids: list[str],
+        texts: Sequence[str | None],
+        token_ids: list[list[int]],
+        params: list[SamplingParams],
+    ) -> list[PreparedRequest]:
+        for request_id, ids, param in zip(request_ids, token_ids, params, strict=True):
+            self._check_prompt(request_id, ids)
+            self._check_params(request_id, param)
+        return [
+            PreparedRequest(
+                request_id, text, ids, param, param.seed if param.seed is not None else self._seeds.getrandbits(63)
+            )
+            for request_id, text, ids, param in zip(request_ids, texts, token_ids, params, strict=True)
+        ]
+
+    def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise RequestError("a prompt has no tokens", request_id=request_id, got=0, expected="at least one token")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                "a prompt leaves no room for a single output token",
+                request_id=request_id,
+                got=f"{len(token_ids)} tokens",
+                expected=f"at most max_model_len - 1 = {self._max_model_len - 1}",
+                hint="shorten the prompt or raise max_model_len",
+            )
+        if max(token_ids) >= self._vocab_size:
+            raise RequestError(
+                "the tokenizer makes a token that the model has no embedding for",
+                request_id=request_id,
+                got=max(token_ids),
+                expected=f"0 to {self._vocab_size - 1}",
+                hint="the tokenizer does not belong to this model",
+            )
+
+    def _check_params(self, request_id: str, params: SamplingParams) -> None:
+        if params.stop and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, and the engine was made with skip_tokenizer_init",
+                request_id=request_id,
+                hint="use stop_token_ids",
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    "an entry of stop_token_ids is outside of the vocabulary",
+                    request_id=request_id,
+                    got=token_id,
+                    expected=f"0 to {self._vocab_size - 1}",
+                )
+
+
+def _request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
+    if given is None:
+        return [f"req-{uuid.uuid4().hex}" for _ in range(num_requests)]
+    ids = list(given)
+    for request_id in ids:
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError("a request_id is not a name", got=repr(request_id), expected="a non-empty str")
+    if len(ids) != num_requests or len(set(ids)) != num_requests:
+        raise RequestError("request_ids do not fit the prompts", got=ids, expected=f"{num_requests} different ones")
+    return ids
+
+
+def _params_per_request(params: Params, num_requests: int) -> list[SamplingParams]:
+    listed: Iterable[SamplingParams]
+    if params is None or isinstance(params, SamplingParams):
+        listed = [params or SamplingParams()] * num_requests
+    elif isinstance(params, Sequence):
+        listed = params
+    else:
+        listed = [params]
+    result = list(listed)
+    for param in result:
+        if not isinstance(param, SamplingParams):
+            raise RequestError("sampling parameters of the wrong type", got=repr(param), expected="SamplingParams")
+    if len(result) != num_requests:
+        raise RequestError(
+            "sampling parameters do not fit the prompts",
+            got=f"{len(result)} for {num_requests} prompts",
+            expected="one SamplingParams for all, or one per prompt",
+        )
+    return result
+
+
+def _text_of(prompt: object, request_id: str) -> str | None:
+    """Return the prompt if it is text, None if it has token ids."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Mapping):
+        hint = '{"prompt_token_ids": [...]} is how token ids are given' if isinstance(prompt, int | list) else None
+        raise RequestError(
+            "a prompt of the wrong type",
+            request_id=request_id,
+            got=f"{repr(prompt)[:80]} ({type(prompt).__name__})",
+            expected=_PROMPT_FORMS,
+            hint=hint,
+        )
+    if set(prompt) != {"prompt_token_ids"}:
+        raise RequestError(
+            "a prompt with the wrong keys", request_id=request_id, got=sorted(map(str, prompt)), expected=_PROMPT_FORMS
+        )
+    return None
+
+
+def _check_conversation(conversation: object) -> None:
+    expected = 'a list of messages like {"role": "user", "content": "..."}'
+    if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
+        raise RequestError("not a conversation", got=repr(conversation)[:80], expected=expected)
+    for message in conversation:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise RequestError("a conversation with something else in it", got=repr(message)[:80], expected=expected)
