@@ -83,7 +83,7 @@ class GlooConnection:
         self._deadline_s = max(math.ceil(deadline_s * 1000), 1) / 1000
         self._aborted = threading.Event()
         try:
-            self._group: Any = device.connect(store, rank, max(open_timeout_s, deadline_s))
+            self._group: Any = device.connect(store, rank, open_timeout_s)
         except RuntimeError as error:
             raise DeadlineError(
                 f"no connection to stage {peer_index}",

@@ -290,7 +290,7 @@ def _queue_length(num_stages: int) -> int:
 
 
 def _address_of(socket: zmq.Socket[bytes]) -> str:
-    return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
 
 def _offer(socket: zmq.Socket[bytes], frame: bytes) -> bool:

@@ -1,0 +1,203 @@
+"""The step channel: plans out; results, heartbeats and errors back; and what happens when an end is not there."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raypp.errors import DeadlineError, ResourceError
+from raypp.messages import StepResult, pack, unpack
+from raypp.transport.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult, Stop
+
+DEADLINE_S = 5.0
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="raypp") as folder:  # pytest's own are too long for a socket's path
+        yield Path(folder)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def driver(request: pytest.FixtureRequest, folder: Path) -> Iterator[DriverChannel]:
+    names = ["stage0", "stage1", "results"]
+    *plans, results = (f"ipc://{folder}/{name}" if request.param == "ipc" else "tcp://127.0.0.1:*" for name in names)
+    driver = DriverChannel(plans, results, send_timeout_s=0.2)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def stages(driver: DriverChannel) -> Iterator[list[StageChannel]]:
+    stages = [
+        StageChannel(index, address, driver.result_address, num_stages=2, send_timeout_s=0.2)
+        for index, address in enumerate(driver.stage_addresses)
+    ]
+    yield stages
+    for stage in stages:
+        stage.close()
+
+
+def take(driver: DriverChannel, count: int) -> list[StageResult | Heartbeat | StageError]:
+    """Receive until `count` messages have come."""
+    messages = []
+    ends = time.monotonic() + DEADLINE_S
+    while len(messages) < count:
+        assert time.monotonic() < ends, f"only {len(messages)} messages came"
+        messages += driver.receive(0.2)
+    return messages
+
+
+def test_every_stage_gets_the_same_plans_in_order(driver: DriverChannel, stages: list[StageChannel]) -> None:
+    plans = [bytes([step_id]) * (1 + step_id * 1000) for step_id in range(10)]
+    for plan in plans:
+        driver.send_plan(plan)
+    driver.send_stop()
+    for stage in stages:
+        received = [stage.receive(DEADLINE_S) for _ in range(10)]
+        assert [bytes(plan) for plan in received if isinstance(plan, memoryview)] == plans
+        assert stage.receive(DEADLINE_S) == Stop()
+        assert stage.receive(0.0) is None
+
+
+def test_results_heartbeats_and_errors_come_back(driver: DriverChannel, stages: list[StageChannel]) -> None:
+    result = StepResult(7, np.array([[5], [6]], np.int32), np.array([1, 1], np.int32), np.zeros(2, np.int32))
+    stages[1].send_result(pack(result))
+    stages[1].send_heartbeat(7)
+    stages[1].send_error({"error": "it broke", "type": "ValueError"})
+    first, heartbeat, error = take(driver, 3)
+    assert isinstance(first, StageResult)
+    assert first.stage_index == 1
+    received = unpack(StepResult, first.payload)
+    assert received.step_id == 7
+    assert received.token_ids.tolist() == [[5], [6]]
+    assert received.token_ids.flags.aligned
+    assert isinstance(heartbeat, Heartbeat)
+    assert (heartbeat.stage_index, heartbeat.step_id) == (1, 7)
+    assert abs(heartbeat.time_s - time.time()) < DEADLINE_S
+    assert error == StageError(1, {"error": "it broke", "type": "ValueError"})
+
+
+def test_receive_drains_what_is_there_and_does_not_wait_for_more(
+    driver: DriverChannel, stages: list[StageChannel]
+) -> None:
+    for stage in stages:
+        for step_id in range(5):
+            stage.send_heartbeat(step_id)
+    steps: dict[int, list[int]] = {0: [], 1: []}
+    for message in take(driver, 10):
+        assert isinstance(message, Heartbeat)
+        steps[message.stage_index].append(message.step_id)
+    assert steps == {0: [0, 1, 2, 3, 4], 1: [0, 1, 2, 3, 4]}
+    assert driver.receive(0.0) == []
+
+
+def test_the_results_socket_wakes_a_poller(driver: DriverChannel, stages: list[StageChannel]) -> None:
+    assert not driver.socket.poll(0)
+    stages[0].send_heartbeat(1)
+    assert driver.socket.poll(int(DEADLINE_S * 1000))
+
+
+def test_a_stage_that_takes_nothing_is_named_and_the_others_get_their_plan(
+    driver: DriverChannel, stages: list[StageChannel]
+) -> None:
+    plan = bytes(1 << 20)  # large, so that few of them fill the socket's own buffers
+    sent = 0
+    with pytest.raises(DeadlineError, match="stage 1"):  # noqa: PT012 - how many it takes is zmq's affair
+        while sent < 1000:
+            driver.send_plan(plan)
+            sent += 1
+            assert isinstance(stages[0].receive(DEADLINE_S), memoryview)
+    assert isinstance(stages[0].receive(DEADLINE_S), memoryview)
+    started = time.monotonic()
+    driver.send_heartbeat()
+    driver.send_stop()
+    assert time.monotonic() - started < 0.1, "a full queue held up a message that does not wait"
+
+
+def test_a_stage_that_never_connected_is_named(driver: DriverChannel) -> None:
+    started = time.monotonic()
+    with pytest.raises(DeadlineError, match="stage 0"):
+        driver.send_plan(b"plan")
+    assert 0.19 < time.monotonic() - started < 1.0
+
+
+def test_a_driver_that_takes_nothing_is_named_and_heartbeats_are_dropped(
+    driver: DriverChannel, stages: list[StageChannel]
+) -> None:
+    result = bytes(1 << 20)
+    with pytest.raises(DeadlineError, match="driver"):  # noqa: PT012
+        for _ in range(1000):
+            stages[1].send_result(result)
+    started = time.monotonic()
+    for step_id in range(1000):
+        stages[1].send_heartbeat(step_id)
+    assert time.monotonic() - started < 1.0
+
+
+def test_silence_ends_with_any_message_of_the_driver(driver: DriverChannel, stages: list[StageChannel]) -> None:
+    assert stages[0].receive(0.05) is None
+    assert stages[0].silence_s > 0.05
+    driver.send_heartbeat()
+    silent = stages[0].silence_s
+    ends = time.monotonic() + DEADLINE_S
+    while stages[0].silence_s >= silent and time.monotonic() < ends:
+        assert stages[0].receive(0.01) is None, "a heartbeat is not a plan"
+    assert stages[0].silence_s < silent
+
+
+def test_waiting_for_a_plan_leaves_the_processor_and_the_gil_to_others(
+    driver: DriverChannel, stages: list[StageChannel]
+) -> None:
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not done.wait(0.005):
+            ticks += 1
+
+    done = threading.Event()
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    spent = time.process_time()
+    assert stages[0].receive(0.5) is None
+    spent = time.process_time() - spent
+    done.set()
+    ticker.join()
+    assert ticks > 20
+    assert spent < 0.25
+
+
+@pytest.mark.parametrize("driver", ["ipc"], indirect=True)
+def test_close_is_quick_with_messages_nobody_takes_and_leaves_no_file(driver: DriverChannel, folder: Path) -> None:
+    stage = StageChannel(0, driver.stage_addresses[0], driver.result_address, send_timeout_s=0.2)
+    stage.send_result(bytes(1 << 22))
+    for _ in range(20):
+        driver._plan_sockets[0].poll(1000, 2)
+        driver._plan_sockets[0].send(bytes(1 << 20))
+    started = time.monotonic()
+    driver.close()
+    stage.close()
+    assert time.monotonic() - started < 3.0
+    assert list(folder.iterdir()) == []
+
+
+def test_a_stage_whose_driver_is_gone_closes_quickly(folder: Path) -> None:
+    stage = StageChannel(0, f"ipc://{folder}/a", f"ipc://{folder}/b")
+    stage.send_result(b"result")
+    started = time.monotonic()
+    stage.close()
+    assert time.monotonic() - started < 2.0
+
+
+def test_an_address_that_cannot_be_bound_is_named(folder: Path) -> None:
+    too_long = f"ipc://{folder}/{'x' * 120}"
+    with pytest.raises(ResourceError, match="cannot be bound") as caught:
+        DriverChannel([f"ipc://{folder}/a", too_long], f"ipc://{folder}/b")
+    assert too_long in str(caught.value)
