@@ -23,7 +23,7 @@ from raypp.actors.stage_actor import StageActor
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
-from raypp.driver.server import DriverServer
+from raypp.driver.server import HEARTBEAT_S, DriverServer
 from raypp.errors import RayppError, StageDiedError
 from raypp.scheduler.scheduler import Scheduler
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
@@ -32,7 +32,6 @@ from raypp.transport.step_channel import DriverChannel
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
 
-_HEARTBEAT_S = 0.5
 _BLAME_S = 0.2  # neighbours of a dead stage fail too, a moment later or earlier: wait this long to name the right one
 
 
@@ -71,7 +70,7 @@ class DriverActor:
 
         plan_addresses = [f"ipc://{self._meeting_place}/stage-{index}" for index in range(num_stages)]
         result_address = f"ipc://{self._meeting_place}/results"
-        channel = DriverChannel(plan_addresses, result_address, in_flight=2 * num_stages)
+        channel = DriverChannel(plan_addresses, result_address, context=self._context)
 
         self._stages = [self._make_stage(index, group) for index in range(num_stages)]
         with raypp_errors():
@@ -86,9 +85,7 @@ class DriverActor:
         pipeline = ChannelPipeline(channel, num_stages)
         engine = Engine(Scheduler(self._plan.scheduler_limits()), pipeline, self._tracer)
         self._pipeline = pipeline
-        self._server = DriverServer(
-            engine, pipeline, clients, step_timeout_s=self._plan.config.faults.step_timeout_s
-        )
+        self._server = DriverServer(engine, pipeline, clients, step_timeout_s=self._plan.config.faults.step_timeout_s)
         self._clients = clients
         return {"client_address": client_address, "processes": {"driver": os.getpid(), "stages": pids}}
 
@@ -102,7 +99,7 @@ class DriverActor:
         Raises:
             EngineDeadError, StageDiedError: the pipeline failed.
         """
-        runs = [stage.run.remote(_HEARTBEAT_S) for stage in self._stages]
+        runs = [stage.run.remote(HEARTBEAT_S, self._plan.config.faults.step_timeout_s) for stage in self._stages]
         watcher = threading.Thread(target=self._watch, args=(runs,), name="stage-watcher", daemon=True)
         watcher.start()
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from raypp.tracing import TraceEvent, Tracer
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from raypp.models.config import ModelConfig
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
+    from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
 class StageActor:
@@ -20,35 +21,40 @@ class StageActor:
         self._spec = spec
         self._config = config
         self._factory = factory
+        self._rendezvous: RendezvousServer | None = None
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 
-    def prepare(self) -> Any:
-        """Load the model; return what the other stages need to meet this one: first stage (host, port), else None."""
+    def prepare(self) -> Rendezvous | None:
+        """Load the model; return, on the first of several stages, where they all meet."""
         from raypp.stage import build
-        from raypp.transport.open import host_rendezvous
+        from raypp.transport.rendezvous import RendezvousServer
 
         build.configure_torch(self._spec)
         self._model = build.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:
-            self._rendezvous = host_rendezvous()
+            self._rendezvous = RendezvousServer()
             return self._rendezvous.address
         return None
 
-    def connect(self, rendezvous: Any, plan_address: str, result_address: str) -> int:
+    def connect(self, rendezvous: Rendezvous | None, plan_address: str, result_address: str) -> int:
         """Open the links to the neighbours and the step channel to the driver; return this process's id."""
         from raypp.stage import build
         from raypp.transport.step_channel import StageChannel
 
         self._stage = build.build_stage(self._spec, self._config, self._model, rendezvous, self._tracer)
-        self._channel = StageChannel(self._spec.stage_index, plan_address, result_address)
+        if self._rendezvous is not None:
+            self._rendezvous.close()
+        self._channel = StageChannel(
+            self._spec.stage_index, plan_address, result_address, num_stages=self._spec.num_stages
+        )
         return os.getpid()
 
-    def run(self, heartbeat_s: float) -> None:
+    def run(self, heartbeat_s: float, silence_timeout_s: float) -> None:
         """Execute plans until the driver says stop."""
         from raypp.stage.loop import run_stage_loop
 
         try:
-            run_stage_loop(self._stage, self._channel, heartbeat_s=heartbeat_s)
+            run_stage_loop(self._stage, self._channel, heartbeat_s=heartbeat_s, silence_timeout_s=silence_timeout_s)
         finally:
             self._channel.close()
             self._stage.close()

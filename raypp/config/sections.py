@@ -52,7 +52,7 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
-    transport: Literal["auto", "local", "gloo", "ray_collective"] = "auto"
+    transport: Literal["auto", "local", "gloo"] = "auto"
     """How tensors move between stages. `auto`: local for one stage, gloo on CPUs."""
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""

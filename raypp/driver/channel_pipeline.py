@@ -44,6 +44,10 @@ class ChannelPipeline:
                     )
         return results
 
+    def send_heartbeat(self) -> None:
+        """Tell the stages that the driver lives."""
+        self._channel.send_heartbeat()
+
     def slowest_stage(self) -> tuple[int, float]:
         """Return the stage heard of longest ago, and how long ago, in seconds."""
         oldest = min(self._last_heartbeat_s)

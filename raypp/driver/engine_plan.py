@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, ResourceError
@@ -59,7 +59,7 @@ class EnginePlan:
     model: ModelConfig
     dtype: str
     device: str
-    transport: str
+    transport: Literal["local", "gloo"]
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
@@ -240,7 +240,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return asked
 
 
-def _transport(config: EngineConfig) -> str:
+def _transport(config: EngineConfig) -> Literal["local", "gloo"]:
     if config.parallel.num_stages == 1:
         return "local"
-    return "gloo" if config.parallel.transport == "auto" else config.parallel.transport
+    return "gloo"

@@ -6,6 +6,7 @@ One thread owns every socket. Other threads reach it only through `stop` and `fa
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -33,7 +34,8 @@ from raypp.messages import OutputBatch
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.types import FinishReason
 
-_POLL_S = 0.5  # how often an idle driver looks at the clock
+HEARTBEAT_S = 0.5
+"""How often driver and stages hear of each other when nothing else is said."""
 
 
 class DriverServer:
@@ -54,6 +56,7 @@ class DriverServer:
         self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
+        self._next_heartbeat_s = 0.0
         self._stopping = False
         self._failure: RayppError | None = None
 
@@ -79,7 +82,7 @@ class DriverServer:
         poller.register(self._wakeup_out, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(_POLL_S * 1e3)
+                poller.poll(HEARTBEAT_S * 1e3)
                 self._receive_from_clients()
                 self._send_outputs(self._engine.step())
                 self._check_health()
@@ -101,6 +104,9 @@ class DriverServer:
     def _check_health(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if time.monotonic() >= self._next_heartbeat_s:
+            self._pipeline.send_heartbeat()
+            self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
         if self._engine.stalled_s > self._step_timeout_s:
             stage_index, silent_s = self._pipeline.slowest_stage()
             raise StageDiedError(
@@ -192,4 +198,3 @@ def _output_batch(updates: Sequence[RequestUpdate]) -> OutputBatch:
 
 def _int32s(values: Sequence[int]) -> np.ndarray:
     return np.array(values, np.int32)
-

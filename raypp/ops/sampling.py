@@ -1,9 +1,9 @@
 """Choosing a token per row from logits, so that a request's text depends on its own seed alone.
 
 A draw is the argmax of `logits / temperature + Gumbel noise`, which has exactly the softmax distribution (the
-Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not of the row, not
-of whether the token was drafted. Its bits are SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each (seed, position) is a
-stream, the token id its index.
+Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not
+of the row, not of whether the token was drafted. Its bits are SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): each
+(seed, position) is a stream, the token id its index.
 
 R rows, V vocabulary.
 """
@@ -49,9 +49,7 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def mask_truncated(
-    logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def mask_truncated(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Return the logits with every token outside top-k, then top-p, then min-p at -inf.
 
     Shapes: logits [R, V] float32, already divided by the temperature; top_k [R] int32, 0 for all; top_p [R] float32;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,10 +11,12 @@ from raypp.models.config import ModelConfig
 from raypp.models.registry import build_model
 from raypp.models.weights import CheckpointWeights, DummyWeights
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.stage import Stage, StageModel, StageSchemas
+from raypp.stage.stage import Stage, StageModel
 from raypp.tracing import Tracer
 from raypp.transport.open import open_stage_links
+from raypp.transport.rendezvous import Rendezvous
 
 StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
 """Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`."""
@@ -47,7 +48,7 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
 
 
 def build_stage(
-    spec: StageSpec, config: ModelConfig, model: StageModel, rendezvous: Any, tracer: Tracer
+    spec: StageSpec, config: ModelConfig, model: StageModel, rendezvous: Rendezvous | None, tracer: Tracer
 ) -> Stage:
     """Return the stage, linked to its neighbours; waits for them.
 
@@ -55,23 +56,23 @@ def build_stage(
         ConfigError: a neighbour expects other tensors.
         DeadlineError: a neighbour does not come.
     """
-    dtype = getattr(torch, spec.dtype)
-    kv_caches = [
-        allocate_kv_cache(
-            spec.num_blocks, spec.block_size, config.num_kv_heads, config.head_dim, dtype, torch.device(spec.device)
-        )
-        for _ in range(spec.start_layer, spec.end_layer)
-    ]
-    schemas = StageSchemas(model.hidden_size, dtype, spec.max_drafts)
+    schemas = StageSchemas.of(spec, model.hidden_size)
     links = open_stage_links(
         spec.transport,
         spec.stage_index,
         spec.num_stages,
-        forward_schema=schemas.hidden_states,
-        feedback_schema=schemas.feedback,
-        max_rows=spec.max_step_rows,
-        max_tokens=spec.max_step_tokens,
+        forward=schemas.forward_messages(spec),
+        feedback=schemas.feedback_messages(spec),
         rendezvous=rendezvous,
-        timeout_s=spec.link_timeout_s,
+        deadline_s=spec.link_timeout_s,
     )
-    return Stage(spec, model, kv_caches, links, tracer)
+    return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
+
+
+def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[torch.Tensor]:
+    """Return the KV cache of each of the stage's layers, all zeros."""
+    dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    return [
+        allocate_kv_cache(spec.num_blocks, spec.block_size, config.num_kv_heads, config.head_dim, dtype, device)
+        for _ in range(spec.start_layer, spec.end_layer)
+    ]

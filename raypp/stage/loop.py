@@ -6,6 +6,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from raypp.errors import EngineDeadError
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.transport.step_channel import StageChannel, Stop
 
@@ -20,11 +21,18 @@ class SteppedStage(Protocol):
         """Execute a plan; return its result on the last stage."""
 
 
-def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float) -> None:
+def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float, silence_timeout_s: float) -> None:
     """Run the plans that arrive until the driver says stop. Waits only on the channel, and releases the GIL there.
 
+    Args:
+        stage: Whose plans these are.
+        channel: To the driver.
+        heartbeat_s: How often the driver hears from an idle stage.
+        silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
+
     Raises:
-        whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
+        EngineDeadError: the driver fell silent.
+        Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
     announced: deque[StepPlan] = deque()
     last_step_id = -1
@@ -45,5 +53,7 @@ def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: f
             if result is not None:
                 channel.send_result(pack(result))
         if time.monotonic() >= next_heartbeat:
+            if channel.silence_s > silence_timeout_s:
+                raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
             channel.send_heartbeat(last_step_id)
             next_heartbeat = time.monotonic() + heartbeat_s

@@ -27,7 +27,7 @@ class StageSpec:
     block_size: int
     num_blocks: int  # the null block included
     max_drafts: int
-    transport: str
+    transport: Literal["local", "gloo"]
     link_timeout_s: float
     trace: bool
 

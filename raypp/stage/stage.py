@@ -20,11 +20,11 @@ from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
+from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_inputs import StepInputs, step_inputs
 from raypp.tracing import FORWARD, Tracer, now_ns
 from raypp.transport.open import StageLinks
-from raypp.transport.schema import Schema, feedback_schema, hidden_states_schema
 
 
 class StageModel(Protocol):
@@ -48,14 +48,6 @@ class StageModel(Protocol):
         """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
 
 
-class StageSchemas:
-    """What a stage's edges carry."""
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype, max_drafts: int) -> None:
-        self.hidden_states: Schema = hidden_states_schema(hidden_size, dtype)
-        self.feedback: Schema = feedback_schema(max_drafts)
-
-
 class Stage:
     """Runs step plans over its layers; owns their KV cache and the request rows."""
 
@@ -65,6 +57,7 @@ class Stage:
         model: StageModel,
         kv_caches: Sequence[torch.Tensor],
         links: StageLinks,
+        schemas: StageSchemas,
         tracer: Tracer,
     ) -> None:
         self._spec = spec
@@ -73,7 +66,7 @@ class Stage:
         self._links = links
         self._tracer = tracer
         self._device = torch.device(spec.device)
-        self._schemas = StageSchemas(model.hidden_size, getattr(torch, spec.dtype), spec.max_drafts)
+        self._schemas = schemas
         self._block_tables = BlockTables(spec, self._device)
         if spec.is_first:
             assert links.feedback_in is not None
@@ -88,6 +81,10 @@ class Stage:
             num_tokens = int(plan.num_scheduled_tokens.sum())
             num_bytes = self._schemas.hidden_states.num_bytes(len(plan.rows), num_tokens)
             self._links.previous.post_recv(plan.step_id, num_bytes)
+
+    def close(self) -> None:
+        """Close the links, once what was sent is out."""
+        self._links.close()
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
@@ -133,9 +130,7 @@ class Stage:
     def _attention_batch(
         self, inputs: StepInputs, num_computed_tokens: torch.Tensor, positions: torch.Tensor
     ) -> AttentionBatch:
-        max_seq_len = min(
-            max([inputs.max_decode_seq_len, *inputs.prefill_seq_lens]), self._spec.max_model_len
-        )
+        max_seq_len = min(max([inputs.max_decode_seq_len, *inputs.prefill_seq_lens]), self._spec.max_model_len)
         return AttentionBatch(
             num_decode_rows=inputs.num_decode_rows,
             decode_query_len=inputs.decode_query_len,
@@ -166,9 +161,7 @@ class Stage:
         views["hidden_states"].copy_(hidden)
         link.send(plan.step_id, schema.num_bytes(inputs.num_rows, inputs.num_tokens))
 
-    def _finish(
-        self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, positions: torch.Tensor
-    ) -> StepResult:
+    def _finish(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, positions: torch.Tensor) -> StepResult:
         """Sample, feed back to the first stage, and return the result.
 
         Shapes: logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield a token.

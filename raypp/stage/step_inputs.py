@@ -1,7 +1,7 @@
 """What the plan alone says about a step's rows and tokens, as tensors.
 
-Everything here is known to the host when the plan arrives. What depends on earlier steps (a decode row's length and last
-token) is added on the device, see `request_rows.py`.
+Everything here is known to the host when the plan arrives. What depends on earlier steps (a decode row's length and
+last token) is added on the device, see `request_rows.py`.
 """
 
 from __future__ import annotations

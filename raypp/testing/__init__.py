@@ -1,0 +1,7 @@
+"""Stand-ins that tests and measurements use in place of real parts; shipped, so that users can test with them too."""
+
+from raypp.testing.fake_stage import FakeStage
+from raypp.testing.local_engine import LocalEngine
+from raypp.testing.local_pipeline import LocalPipeline
+
+__all__ = ["FakeStage", "LocalEngine", "LocalPipeline"]

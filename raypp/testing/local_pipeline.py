@@ -12,7 +12,7 @@ from raypp.stage.loop import SteppedStage
 
 
 class LocalPipeline:
-    """A `Pipeline` of stages joined by local links. Every plan goes through its packed form, as it would on the wire."""
+    """A `Pipeline` of stages joined by local links. Every plan is packed and unpacked, as it would be on the wire."""
 
     def __init__(self, stages: Sequence[SteppedStage]) -> None:
         self._stages = stages

@@ -1,0 +1,32 @@
+"""What a stage's edges carry, and how large it gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypp.stage.spec import StageSpec
+from raypp.transport.open import MessageSpec
+from raypp.transport.schema import Schema, feedback_schema, hidden_states_schema
+
+
+@dataclass(frozen=True)
+class StageSchemas:
+    """The schemas of the forward edges and of the feedback edge, the same on every stage."""
+
+    hidden_states: Schema
+    feedback: Schema
+
+    @classmethod
+    def of(cls, spec: StageSpec, hidden_size: int) -> StageSchemas:
+        """Return the schemas for a model's hidden size."""
+        return cls(hidden_states_schema(hidden_size, getattr(torch, spec.dtype)), feedback_schema(spec.max_drafts))
+
+    def forward_messages(self, spec: StageSpec) -> MessageSpec:
+        """Return what travels from a stage to the next."""
+        return MessageSpec(self.hidden_states, spec.max_step_rows, spec.max_step_tokens)
+
+    def feedback_messages(self, spec: StageSpec) -> MessageSpec:
+        """Return what travels from the last stage to the first. It has nothing per token."""
+        return MessageSpec(self.feedback, spec.max_step_rows, spec.max_step_rows)

@@ -1,0 +1,73 @@
+"""A whole engine in one process: the scheduler, and all stages joined by local links. For tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypp.driver.engine import Engine
+from raypp.driver.engine_plan import EnginePlan
+from raypp.scheduler.request import Request
+from raypp.scheduler.scheduler import Scheduler
+from raypp.scheduler.stats import SchedulerStats
+from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.schemas import StageSchemas
+from raypp.stage.stage import Stage
+from raypp.testing.local_pipeline import LocalPipeline
+from raypp.tracing import Tracer
+from raypp.transport.open import open_local_links
+from raypp.types import SamplingParams
+
+
+class LocalEngine:
+    """Runs requests to their end in the calling thread."""
+
+    def __init__(self, plan: EnginePlan, factory: StageFactory | None = None) -> None:
+        specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
+        models = [build_stage_model(spec, plan.model, factory) for spec in specs]
+        schemas = StageSchemas.of(specs[0], models[0].hidden_size)
+        links = open_local_links(
+            len(specs),
+            forward=schemas.forward_messages(specs[0]),
+            feedback=schemas.feedback_messages(specs[0]),
+        )
+        silent = Tracer("local", enabled=False)
+        stages = [
+            Stage(spec, model, allocate_kv_caches(spec, plan.model), of_stage, schemas, silent)
+            for spec, model, of_stage in zip(specs, models, links, strict=True)
+        ]
+        self.scheduler = Scheduler(plan.scheduler_limits())
+        self._engine = Engine(self.scheduler, LocalPipeline(stages), silent)
+        self._num_requests = 0
+
+    def submit(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: frozenset[int] = frozenset()
+    ) -> Request:
+        """Take in a request and return it; its output fills as `step` is called."""
+        request = Request(
+            request_id=f"request-{self._num_requests}",
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            seed=params.seed if params.seed is not None else self._num_requests,
+            eos_token_ids=eos_token_ids,
+        )
+        self._num_requests += 1
+        self._engine.add(request)
+        return request
+
+    def step(self) -> None:
+        """Collect one step and dispatch what may go."""
+        self._engine.step()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Run the prompts together to their end; return their output tokens."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        requests = [self.submit(prompt, of_prompt) for prompt, of_prompt in zip(prompts, each, strict=True)]
+        while self._engine.has_unfinished:
+            self.step()
+        return [request.output_token_ids for request in requests]
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's counters."""
+        return self.scheduler.stats()

@@ -1,0 +1,78 @@
+"""The whole engine against transformers: stages, chunks, cached prefixes, mixed lengths, preemption, each really there.
+
+At least 20 seeded configurations per family run on the stages of one process; the real actors are tested in
+`tests/ray/test_parity_ray.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from exactness import ExactComparison
+from hf_models import FAMILIES, make_checkpoint
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import Hardware, plan_engine
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+NUM_CONFIGURATIONS = 20
+NUM_NEW_TOKENS = 64
+
+
+def _settings(seed: int, num_layers: int) -> dict:
+    """Return an engine configuration; over the seeds all corners are met."""
+    rng = random.Random(seed)
+    block_size = (4, 8, 16)[seed % 3]
+    tight = seed % 4 == 3  # too few blocks for all requests at once: preemption
+    return {
+        "num_stages": min(1 + seed % 4, num_layers),
+        "block_size": block_size,
+        "max_num_batched_tokens": rng.choice([16, 24, 40]),
+        "min_prefill_chunk_tokens": rng.choice([3, 8]),
+        "enable_prefix_caching": seed % 2 == 0,
+        "max_model_len": 160,
+        "max_num_seqs": rng.choice([6, 8, 12]),
+        "num_kv_blocks": 1 + (320 if tight else 2400) // block_size,
+        "stage_num_threads": 1,
+    }
+
+
+def _prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
+    """Return prompts of mixed lengths; three of them share a long prefix."""
+    shared = [rng.randrange(vocab_size) for _ in range(48)]
+    prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 70))] for _ in range(4)]
+    return prompts + [shared + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(3)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers(family, tmp_path_factory):
+    comparison, met = ExactComparison(), Counter()
+    for seed in range(NUM_CONFIGURATIONS):
+        path = make_checkpoint(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}"))
+        num_layers = plan_engine(EngineConfig.from_flat(str(path)), Hardware(1)).model.num_layers
+        settings = _settings(seed, num_layers)
+        plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
+        engine = LocalEngine(plan)
+        met[f"{settings['num_stages']} stages"] += 1
+
+        def generate(prompts, lengths, engine=engine):
+            params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+            return engine.generate(prompts, params)
+
+        prompts = _prompts(random.Random(seed), plan.model.vocab_size)
+        # Twice: the second round finds the first one's prefixes, prompts and outputs, in the cache.
+        for _ in range(2 if settings["enable_prefix_caching"] else 1):
+            comparison.compare(path, prompts, NUM_NEW_TOKENS, generate)
+        engine.scheduler.check_integrity()
+        stats = engine.stats()
+        met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+        met["cached"] += stats.num_prefix_hit_tokens > 0
+        met["uncached"] += not settings["enable_prefix_caching"]
+        met["preempted"] += stats.num_preemptions > 0
+    print(f"\n{family}: {dict(met)}")
+    comparison.assert_rare()
+    for what in ("1 stages", "2 stages", "3 stages", "4 stages", "chunked", "cached", "uncached", "preempted"):
+        assert met[what] >= 3, f"{what} was met only {met[what]} times"

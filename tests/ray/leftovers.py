@@ -1,0 +1,59 @@
+"""What an engine may not leave behind: processes, shared memory, listening ports, files in the temporary folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
+    """Return the processes that still run after `timeout_s`."""
+    pids, ends = list(pids), time.monotonic() + timeout_s
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return left
+
+
+def shared_memory() -> set[str]:
+    """Return the names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def listening_ports() -> set[int]:
+    """Return the TCP ports that anyone listens on."""
+    ports = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                ports.add(int(fields[1].rsplit(":", 1)[1], 16))
+    return ports
+
+
+def meeting_places() -> set[str]:
+    """Return raypp's folders in the temporary folder."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("raypp-*")}
+
+
+def raypp_processes() -> set[int]:
+    """Return the processes of raypp's actors, by the name that Ray gives them."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            title = path.read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if b"ray::DriverActor" in title or b"ray::StageActor" in title:
+            found.add(int(path.parent.name))
+    return found

@@ -1,0 +1,93 @@
+"""Closing, Ctrl-C, an exception and kill -9 leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from leftovers import (
+    is_alive,
+    listening_ports,
+    meeting_places,
+    raypp_processes,
+    shared_memory,
+    wait_until_gone,
+)
+
+pytestmark = pytest.mark.ray
+
+USER = textwrap.dedent(
+    """
+    import json, os, sys, threading
+    from raypp import LLM, SamplingParams
+    from raypp.testing import FakeStage
+
+    with LLM("tiny", num_stages=2, stage_factory=FakeStage(step_ms=5)) as llm:
+        processes = llm.processes()
+        llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
+        print(json.dumps([processes["driver"], *processes["stages"]]), flush=True)
+        if sys.argv[1] == "exception":
+            raise KeyError("the user's own")
+        if sys.argv[1] != "close":
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1000, ignore_eos=True))
+    """
+)
+
+
+@pytest.fixture
+def user():
+    """Run the user's program in its own process group; yields a starter."""
+    started = []
+
+    def start(ending: str):
+        process = subprocess.Popen(
+            [sys.executable, "-c", USER, ending],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        return process, json.loads(line)
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("ending", "signal_number", "exit_codes"),
+    [
+        ("close", None, (0,)),
+        ("exception", None, (1,)),
+        ("wait", signal.SIGINT, (130, 1, -signal.SIGINT)),
+        ("wait", signal.SIGTERM, (143, 1, -signal.SIGTERM)),
+        ("wait", signal.SIGKILL, (-signal.SIGKILL,)),
+    ],
+)
+def test_nothing_is_left(user, ending, signal_number, exit_codes):
+    before = (shared_memory(), listening_ports(), meeting_places(), raypp_processes())
+    process, pids = user(ending)
+    assert all(is_alive(pid) for pid in pids) or ending != "wait"
+    if signal_number is not None:
+        os.kill(process.pid, signal_number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in exit_codes, errors
+    if ending == "exception":
+        assert "KeyError" in errors
+    assert not wait_until_gone(pids, 3.0)
+    shm, ports, places, actors = before
+    assert raypp_processes() <= actors
+    assert meeting_places() <= places
+    if signal_number != signal.SIGKILL:  # then Ray's own agents end a little later
+        assert shared_memory() <= shm
+        assert listening_ports() <= ports

@@ -1,0 +1,44 @@
+"""The same parity on real Ray actors: three configurations per family, with 1 to 4 stages."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from raypp import LLM, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
+from exactness import ExactComparison
+from hf_models import FAMILIES, make_checkpoint
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path):
+    comparison = ExactComparison()
+    # Seeds whose models have layers for that many stages; four stage counts over the three families.
+    for seed, wanted_stages in ((1, 2), (2, 3), (3, 4), (4, 1)):
+        path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=wanted_stages)
+        rng = random.Random(seed)
+        options = {"block_size": 8, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 4, "max_num_seqs": 8}
+        with LLM(
+            str(path), num_stages=wanted_stages, max_model_len=160, skip_tokenizer_init=True, num_kv_blocks=80, **options
+        ) as llm:
+            vocab_size = llm.model_info["vocab_size"]
+            prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(6)]
+
+            def generate(prompts, lengths, llm=llm):
+                params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True) for n in lengths]
+                outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+                return [output.outputs[0].token_ids for output in outputs]
+
+            comparison.compare(path, prompts, 64, generate)
+            stats = llm.stats()
+            assert len(llm.processes()["stages"]) == wanted_stages
+            assert stats["num_prefill_chunks"] > stats["num_prefills"]
+            assert stats["num_preemptions"] > 0
+    comparison.assert_rare()
