@@ -22,8 +22,7 @@ def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
     edges.close()
 
 
-@pytest.mark.parametrize("posted_ahead", [1, 8])
-@pytest.mark.parametrize("near", ["sender", "receiver"])
+@pytest.mark.parametrize(("near", "posted_ahead"), [("sender", 1), ("receiver", 8)])
 def test_steps_arrive_whole_and_in_order(edges: Edges, near: harness.Role, posted_ahead: int) -> None:
     edge, sizes = edges.open(near), sizes_of(250, 1 << 16)
     if near == "sender":
@@ -66,7 +65,7 @@ def test_sends_do_not_wait_for_a_receiver_that_posts_late(edges: Edges) -> None:
 
 def test_a_wait_that_ends_just_in_time_leaves_the_edge_whole(edges: Edges) -> None:
     edge, sizes = edges.open("receiver", deadline_s=5.0), sizes_of(50, 4096)
-    sent = edge.far(send_steps, sizes[:1], 0, 1.0)
+    sent = edge.far(send_steps, sizes[:1], 0, 0.5)
     sent.add_done_callback(lambda _: edge.far(send_steps, sizes[1:], 1))
     assert receive_steps(edge.end, sizes) == 50
     edge.end.close()
@@ -135,7 +134,7 @@ def test_what_was_sent_before_close_is_received(edges: Edges) -> None:
 
 
 def test_waiting_leaves_the_processor_and_the_gil_to_others(edges: Edges) -> None:
-    edge = edges.open("receiver", deadline_s=0.5)
+    edge = edges.open("receiver", deadline_s=0.3)
     ticks = 0
 
     def tick() -> None:
@@ -152,8 +151,8 @@ def test_waiting_leaves_the_processor_and_the_gil_to_others(edges: Edges) -> Non
     spent = time.process_time() - spent
     done.set()
     ticker.join()
-    assert ticks > 20, "the waiting thread held the GIL"
-    assert spent < 0.25, f"half a second of waiting took {spent:.2f} s of processor time"
+    assert ticks > 10, "the waiting thread held the GIL"
+    assert spent < 0.15, f"0.3 s of waiting took {spent:.2f} s of processor time"
     edge.end.close()
 
 

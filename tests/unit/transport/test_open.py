@@ -199,7 +199,7 @@ def test_nobody_at_the_rendezvous_is_a_deadline_error() -> None:
     server.close()
     with pytest.raises(DeadlineError, match="rendezvous"):
         open_stage_links(
-            "gloo", 1, 2, forward=FORWARD, feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.5
+            "gloo", 1, 2, forward=FORWARD, feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.2
         )
 
 
