@@ -1,0 +1,62 @@
+"""raypp: pipeline-parallel inference on Ray.
+
+The public names. Each is imported when it is first used, so that `import raypp` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raypp.api.async_llm import AsyncLLM as AsyncLLM
+    from raypp.api.llm import LLM as LLM
+    from raypp.config.engine import EngineConfig as EngineConfig
+    from raypp.errors import ConfigError as ConfigError
+    from raypp.errors import DeadlineError as DeadlineError
+    from raypp.errors import EngineDeadError as EngineDeadError
+    from raypp.errors import ModelLoadError as ModelLoadError
+    from raypp.errors import RayppError as RayppError
+    from raypp.errors import RequestError as RequestError
+    from raypp.errors import ResourceError as ResourceError
+    from raypp.errors import StageDiedError as StageDiedError
+    from raypp.tracing import bubble_fraction as bubble_fraction
+    from raypp.types import CompletionOutput as CompletionOutput
+    from raypp.types import RequestMetrics as RequestMetrics
+    from raypp.types import RequestOutput as RequestOutput
+    from raypp.types import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "LLM": "raypp.api.llm",
+    "AsyncLLM": "raypp.api.async_llm",
+    "EngineConfig": "raypp.config.engine",
+    "SamplingParams": "raypp.types",
+    "RequestOutput": "raypp.types",
+    "CompletionOutput": "raypp.types",
+    "RequestMetrics": "raypp.types",
+    "RayppError": "raypp.errors",
+    "ConfigError": "raypp.errors",
+    "RequestError": "raypp.errors",
+    "ModelLoadError": "raypp.errors",
+    "ResourceError": "raypp.errors",
+    "EngineDeadError": "raypp.errors",
+    "StageDiedError": "raypp.errors",
+    "DeadlineError": "raypp.errors",
+    "bubble_fraction": "raypp.tracing",
+}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -7,15 +7,18 @@ import atexit
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.frontend import Frontend
-from raypp.api.launch import Launch, Model, OpenEngine, StageFactory, launch_on_ray, open_engine
+from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.types import Prompt, RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
 
 
 class AsyncLLM:

@@ -35,7 +35,7 @@ class EngineClient:
         self._socket.set_hwm(0)  # neither end may drop a message, and a send must not block the loop
         self._socket.linger = _LINGER_MS
         self._socket.connect(address)
-        self._fd: int = self._socket.getsockopt(zmq.FD)
+        self._fd: int = self._socket.FD
         self._is_open = True
         self._loop.add_reader(self._fd, self._read)
 

@@ -22,7 +22,7 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self._is_closed = False
-        self._lock = threading.Lock()  # between the last submission and the end of the loop
+        self._lock = threading.RLock()  # between the last submission and the end of the loop
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name=name, daemon=True)
         self._thread.start()

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
@@ -14,11 +14,11 @@ from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment
 from raypp.errors import ConfigError, RayppError
 
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
+
 Model = str | os.PathLike[str] | EngineConfig
 """What names a model, or a whole configuration."""
-
-StageFactory = Callable[..., Any]
-"""Makes a stage in place of the model's own; for tests."""
 
 
 class EngineHandle(Protocol):

@@ -7,16 +7,19 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.frontend import Frontend
-from raypp.api.launch import EngineHandle, Launch, Model, StageFactory, launch_on_ray, open_engine
+from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.prepare import Params
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
 from raypp.types import Prompt, RequestOutput
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
 
 
 class LLM:

@@ -1,0 +1,58 @@
+"""The options that say which engine: the same for every command."""
+
+from __future__ import annotations
+
+import argparse
+import tomllib
+
+from raypp.config.engine import EngineConfig
+from raypp.config.names import check_sections, section_of
+from raypp.errors import ConfigError
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options from which `engine_config` makes a configuration."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
+    group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
+    group.add_argument("--config", metavar="FILE", help="a TOML file; its tables are the sections of the configuration")
+    group.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="any other setting, e.g. cache.block_size=32; wins over the file; may be repeated",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the configuration that the options describe: the file's, then --set, then the options of their own.
+
+    Raises:
+        ConfigError: an unknown setting, or a value that cannot be.
+    """
+    settings = dict(_parse_setting(text) for text in args.set)
+    for name in ("model", "num_stages"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    if args.config is not None:
+        return EngineConfig.from_toml(args.config, **settings)
+    if "model" not in settings:
+        raise ConfigError("no model is named", expected="--model M", hint="--model tiny ships with raypp")
+    return EngineConfig.from_flat(**settings)  # type: ignore[arg-type]
+
+
+def _parse_setting(text: str) -> tuple[str, object]:
+    """Return name and value of `section.name=value` or `name=value`; a value that is not TOML is text."""
+    key, has_value, raw = text.partition("=")
+    section, has_section, name = key.strip().rpartition(".")
+    if not has_value or not name:
+        raise ConfigError("--set does not have the form of a setting", got=text, expected="section.name=value")
+    if has_section:
+        check_sections({section: {name: None}})
+    else:
+        section_of(name)
+    try:
+        return name, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, raw

@@ -1,0 +1,77 @@
+"""`raypp generate`: continue prompts, print the texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.types import RequestOutput, SamplingParams
+
+_PARAM_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continue prompts. Texts go to stdout, in order, each ended by a newline; logs go to stderr.",
+    )
+    add_engine_options(parser)
+    parser.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        required=True,
+        help="what to continue; - reads it from stdin; may be repeated",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
+    sampling = parser.add_argument_group("sampling", "defaults are those of raypp.SamplingParams")
+    sampling.add_argument("--max-tokens", metavar="K", type=int, help="the most tokens to generate")
+    sampling.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
+    sampling.add_argument("--top-p", metavar="P", type=float)
+    sampling.add_argument("--top-k", metavar="K", type=int)
+    sampling.add_argument("--min-p", metavar="P", type=float)
+    sampling.add_argument("--seed", metavar="S", type=int, help="same seed, same text")
+    sampling.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the text")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate and print."""
+    given = {name: getattr(args, name) for name in _PARAM_OPTIONS if getattr(args, name) is not None}
+    params = SamplingParams(**given)
+    config = engine_config(args)
+    prompts = _read_prompts(args.prompt)
+    with args.doors.open_llm(config) as llm:
+        outputs = llm.generate(prompts, params)
+    for output in outputs:
+        print(_as_json(output) if args.json else output.outputs[0].text)
+    return 0
+
+
+def _read_prompts(given: Sequence[str]) -> list[str]:
+    """Return the prompts, `-` replaced by what stdin holds, without the newline that ends its last line."""
+    stdin = sys.stdin.read().removesuffix("\n") if "-" in given else ""
+    return [stdin if prompt == "-" else prompt for prompt in given]
+
+
+def _as_json(output: RequestOutput) -> str:
+    completion = output.outputs[0]
+    return json.dumps(
+        {
+            "request_id": output.request_id,
+            "prompt": output.prompt,
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+            "metrics": asdict(output.metrics),
+        }
+    )

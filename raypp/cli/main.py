@@ -1,0 +1,91 @@
+"""The `raypp` command: picks the command, turns errors into one message and an exit code.
+
+Exit codes: 0 done; 2 a mistake that the message explains; 130 Ctrl-C. A traceback is a bug of raypp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypp import __version__
+from raypp.api.llm import LLM
+from raypp.cli import generate, info
+from raypp.config.engine import EngineConfig
+from raypp.config.env import read_environment
+from raypp.errors import RayppError
+
+_EXIT_USER_ERROR = 2
+_EXIT_INTERRUPTED = 130
+_EXIT_BROKEN_PIPE = 141
+
+
+def _describe_engine(config: EngineConfig) -> dict[str, Any]:
+    from raypp.actors.engine import describe_engine  # imports ray
+
+    return describe_engine(config)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """What the commands reach the engine through."""
+
+    open_llm: Callable[[EngineConfig], Any] = LLM
+    describe: Callable[[EngineConfig], dict[str, Any]] = _describe_engine
+
+
+def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> int:
+    """Run a command and return the exit code.
+
+    Args:
+        argv: The arguments; None takes the process's.
+        doors: What the commands reach the engine through; None for the real one.
+    """
+    args = _parser().parse_args(argv)
+    args.doors = doors or Doors()
+    try:
+        _log_to_stderr()
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except RayppError as error:
+        print(_explain(error), file=sys.stderr)
+        return _EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("raypp: interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:  # e.g. `raypp generate ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered has nowhere to go
+        return _EXIT_BROKEN_PIPE
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="raypp", description="Pipeline-parallel inference on Ray.")
+    parser.add_argument("--version", action="version", version=f"raypp {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    info.add_parser(commands)
+    return parser
+
+
+def _log_to_stderr() -> None:
+    logger = logging.getLogger("raypp")
+    logger.setLevel(read_environment().log_level)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def _explain(error: RayppError) -> str:
+    lines = [f"raypp: {error.message}"]
+    for name in ("got", "expected", "hint"):
+        value = getattr(error, name)
+        if value is not None:
+            lines.append(f"  {name}: {value}")
+    return "\n".join(lines)

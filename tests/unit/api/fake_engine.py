@@ -1,0 +1,205 @@
+"""An engine without a model: a thread that plays the driver over the real wire."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import zmq
+
+from raypp.client_messages import (
+    AbortRequests,
+    AddRequest,
+    AddRequests,
+    DriverMessage,
+    EngineDead,
+    Rejected,
+    StatsCall,
+    StatsReply,
+    decode_client_message,
+    encode_driver_message,
+)
+from raypp.errors import RayppError
+from raypp.messages import OutputBatch
+from raypp.types import FinishReason
+
+VOCAB_SIZE = 600
+MAX_MODEL_LEN = 128
+
+
+@dataclass(eq=False)
+class Running:
+    client: bytes
+    request: AddRequest
+    left: list[int]
+
+
+@dataclass(eq=False)
+class FakeEngine:
+    """A step yields up to `tokens_per_step` tokens for every request, while `gate` is open."""
+
+    script: Callable[[AddRequest], list[int]]
+    """The tokens of a request; they end with an EOS or stop token, or go on to max_tokens."""
+    model_path: str = ""
+    rejects: Callable[[AddRequest], RayppError | None] = lambda _: None
+    tokens_per_step: int = 1
+    eos_token_ids: list[int] = field(default_factory=lambda: [2])
+    answers_stats: bool = True
+
+    def __post_init__(self) -> None:
+        self.model_info = {
+            "vocab_size": VOCAB_SIZE,
+            "max_model_len": MAX_MODEL_LEN,
+            "eos_token_ids": self.eos_token_ids,
+            "model_path": self.model_path,
+        }
+        self.added: list[AddRequest] = []
+        self.aborted: list[str] = []
+        self.num_clients_left = 0
+        self.num_closed = 0
+        self.stage_factory: object = None
+        self._gate_is_open = True
+        self._watchers: list[Callable[[RayppError], None]] = []
+        self._running: list[Running] = []
+        self._known_clients: set[bytes] = set()
+        self._changed = threading.Condition()
+
+    def launch(self, config: object, *, stage_factory: object = None) -> FakeEngine:
+        self.stage_factory = stage_factory
+        self._context = zmq.Context()
+        self._clients = self._context.socket(zmq.ROUTER)
+        self._clients.set_hwm(0)
+        self._clients.linger = 0
+        self.client_address = f"tcp://127.0.0.1:{self._clients.bind_to_random_port('tcp://127.0.0.1')}"
+        self._orders_out = self._context.socket(zmq.PAIR)
+        self._orders_out.bind("inproc://orders")
+        self._orders_in = self._context.socket(zmq.PAIR)
+        self._orders_in.connect("inproc://orders")
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        return self
+
+    def plan(self) -> dict[str, Any]:
+        return {"stages": []}
+
+    def processes(self) -> dict[str, Any]:
+        return {"driver": 1, "stages": [2], "encoders": []}
+
+    def watch(self, callback: Callable[[RayppError], None]) -> None:
+        self._watchers.append(callback)
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self.num_closed == 1:
+            self._orders_in.send_pyobj("close")
+            self._thread.join()
+            self._orders_in.close()
+            self._context.term()
+
+    def set_gate(self, *, is_open: bool) -> None:
+        self._orders_in.send_pyobj(is_open)
+
+    def die_unseen(self, error: RayppError) -> None:
+        """Only the watchers hear of it."""
+        self.set_gate(is_open=False)
+        for callback in self._watchers:
+            callback(error)
+
+    def die_loudly(self, error: RayppError) -> None:
+        """Every client gets a last message."""
+        self._orders_in.send_pyobj(error)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout_s), "the engine never saw it"
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._clients, zmq.POLLIN)
+        poller.register(self._orders_out, zmq.POLLIN)
+        order: object = None
+        while order != "close":
+            steps = self._gate_is_open and bool(self._running)
+            ready = dict(poller.poll(0 if steps else None))
+            if self._orders_out in ready:
+                order = self._orders_out.recv_pyobj()
+                self._obey(order)
+            elif self._clients in ready:
+                client, *frames = self._clients.recv_multipart()
+                self._handle(client, frames)
+            elif steps:
+                self._step()
+            with self._changed:
+                self._changed.notify_all()
+        self._clients.close()
+        self._orders_out.close()
+
+    def _obey(self, order: object) -> None:
+        if isinstance(order, bool):
+            self._gate_is_open = order
+        elif isinstance(order, RayppError):
+            self._running.clear()
+            for client in self._known_clients:
+                self._send(client, EngineDead(order))
+
+    def _handle(self, client: bytes, frames: list[bytes]) -> None:
+        self._known_clients.add(client)
+        match decode_client_message(frames):
+            case AddRequests(requests):
+                for request in requests:
+                    self.added.append(request)
+                    error = self.rejects(request)
+                    if error is not None:
+                        self._send(client, Rejected(request.handle, error))
+                    else:
+                        tokens = self.script(request)[: request.params.max_tokens]
+                        self._running.append(Running(client, request, tokens))
+            case AbortRequests(request_ids):
+                self.aborted += request_ids
+                self._running = [r for r in self._running if r.request.request_id not in request_ids]
+            case StatsCall(call_id):
+                if self.answers_stats:
+                    self._send(client, StatsReply(call_id, {"num_running": len(self._running)}))
+            case _:
+                self.num_clients_left += 1
+                self._running = [r for r in self._running if r.client != client]
+
+    def _step(self) -> None:
+        for client in {r.client for r in self._running}:
+            self._send(client, self._outputs([r for r in self._running if r.client == client]))
+        self._running = [r for r in self._running if r.left]
+
+    def _outputs(self, running: list[Running]) -> OutputBatch:
+        pieces, reasons, stop_tokens = [], [], []
+        for r in running:
+            piece, r.left = r.left[: self.tokens_per_step], r.left[self.tokens_per_step :]
+            pieces.append(piece)
+            reason, stop_token = FinishReason.NONE if r.left else FinishReason.LENGTH, -1
+            if not r.left and piece[-1] in r.request.params.stop_token_ids:
+                reason, stop_token = FinishReason.STOP, piece[-1]
+            elif not r.left and piece[-1] in r.request.eos_token_ids:
+                reason = FinishReason.STOP
+            reasons.append(reason)
+            stop_tokens.append(stop_token)
+        count = len(running)
+        return OutputBatch(
+            handles=np.array([r.request.handle for r in running], np.int64),
+            num_tokens=_int32s([len(p) for p in pieces]),
+            token_ids=_int32s([t for p in pieces for t in p]),
+            finish_reasons=_int32s(reasons),
+            stop_token_ids=_int32s(stop_tokens),
+            num_cached_tokens=np.full(count, 16, np.int32),
+            num_preemptions=np.full(count, 1, np.int32),
+            num_draft_tokens=np.full(count, 4, np.int32),
+            num_accepted_tokens=np.full(count, 3, np.int32),
+        )
+
+    def _send(self, client: bytes, message: DriverMessage) -> None:
+        self._clients.send_multipart([client, *encode_driver_message(message)])
+
+
+def _int32s(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int32)

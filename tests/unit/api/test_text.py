@@ -1,0 +1,115 @@
+"""Detokenizing and stop strings: the text that streams is the text that all tokens together have."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.api.detokenizer import Detokenizer
+from raypp.api.request_text import RequestText
+from raypp.api.stop import StopChecker
+from raypp.api.tokenizer import Tokenizer
+
+
+class ByteDecoder:
+    """Tokens are bytes, the worst case of a byte-level vocabulary; 256 is special."""
+
+    special_token_ids = frozenset({256})
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(t for t in token_ids if t != 256).decode(errors="replace")
+
+
+def in_pieces(items: list[int], sizes: list[int]) -> list[list[int]]:
+    pieces, start = [], 0
+    for size in [*sizes, len(items)]:
+        pieces.append(items[start : start + size])
+        start += size
+    return [piece for piece in pieces if piece]
+
+
+pieces_sizes = st.lists(st.integers(1, 7), max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=40), sizes=pieces_sizes)
+def test_streamed_text_is_the_text_and_never_holds_a_broken_character(text: str, sizes: list[int]) -> None:
+    detokenizer = Detokenizer(ByteDecoder())
+    out = ""
+    for piece in in_pieces(list(text.encode(errors="ignore")), sizes):
+        out += detokenizer.add(piece)
+        assert text.startswith(out)
+    assert out + detokenizer.finish() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.integers(0, 256) | st.integers(0x80, 0xFF), max_size=80), sizes=pieces_sizes)
+def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], sizes: list[int]) -> None:
+    decoder = ByteDecoder()
+    detokenizer = Detokenizer(decoder)
+    out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
+    assert out == decoder.decode(tokens)
+
+
+def test_bytes_that_are_no_text_do_not_pile_up() -> None:
+    longest = 0
+
+    class Recorder(ByteDecoder):
+        def decode(self, token_ids: list[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return super().decode(token_ids)
+
+    detokenizer = Detokenizer(Recorder())
+    out = "".join(detokenizer.add([0xFF]) for _ in range(500))
+    assert longest < 50
+    assert len(out) > 400
+    assert out + detokenizer.finish() == "\ufffd" * 500
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), sizes=pieces_sizes)
+def test_real_tokenizer_streams_what_it_decodes(tokenizer: Tokenizer, data: st.DataObject, sizes: list[int]) -> None:
+    tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 20), max_size=60))
+    detokenizer = Detokenizer(tokenizer)
+    out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
+    assert out == tokenizer.decode(tokens)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The definition: go on character by character, and look."""
+    for end in range(len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            longest = max(hits, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text(alphabet="abc", max_size=30),
+    stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
+    sizes=pieces_sizes,
+)
+def test_stop_strings_cut_alike_in_any_pieces(text: str, stops: list[str], sizes: list[int]) -> None:
+    expected_text, expected_stop = first_stop(text, stops)
+    request_text = RequestText(ByteDecoder(), stops)
+    found = None
+    for piece in in_pieces(list(text.encode()), sizes):
+        found = request_text.add(piece)
+        assert expected_text.startswith(request_text.visible)  # what was shown is never taken back
+        if found:
+            break
+    else:
+        found = request_text.finish()
+    assert (request_text.visible, found) == (expected_text, expected_stop)
+
+
+@pytest.mark.parametrize(
+    ("text", "visible"), [("hello", "hello"), ("hello ST", "hello "), ("hello STO", "hello "), ("hello STx", "hello STx")]
+)
+def test_a_beginning_of_a_stop_string_is_held_back(text: str, visible: str) -> None:
+    checker = StopChecker(["STOP"])
+    assert text[: checker.num_safe(text)] == visible
