@@ -1,0 +1,36 @@
+# demo, test, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
+# PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: install demo test lint bench clean
+
+install: $(INSTALLED)
+
+demo: $(INSTALLED)
+	$(BIN)/raypp generate --model tiny --num-stages 2 --prompt "def main(" --max-tokens 64
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/offline_throughput.py --compare hf
+	$(BIN)/python benchmarks/step_overhead.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "raypp needs Python 3.11 or newer; '$(PYTHON)' is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@

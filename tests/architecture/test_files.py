@@ -1,0 +1,77 @@
+"""Files stay small, say what they are for, and fit on every machine."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from repository import ROOT, name_of, package_modules, project_files
+
+MAX_LINES = 400
+MAX_KERNEL_LINES = 600  # a model family or a kernel is read as a whole
+LARGE_FOLDERS = ("raypp/models/", "raypp/ops/")
+MAX_FILE_BYTES = 2_000_000
+LARGE_FILES = ("raypp/assets/tiny/model.safetensors",)
+
+# A home directory, a temporary or mounted folder of one machine, an address in a private network.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.])/(home|Users|root|mnt|work|workspace|scratch)/[\w.-]+|\b10(\.\d{1,3}){3}\b|\b192\.168(\.\d{1,3}){2}\b"
+)
+
+
+def test_modules_are_small() -> None:
+    too_long = {}
+    for path in package_modules():
+        limit = MAX_KERNEL_LINES if name_of(path).startswith(LARGE_FOLDERS) else MAX_LINES
+        num_lines = len(path.read_text().splitlines())
+        if num_lines > limit:
+            too_long[name_of(path)] = f"{num_lines} lines, at most {limit}"
+    assert not too_long
+
+
+def test_modules_say_what_they_are_for() -> None:
+    silent = []
+    for path in package_modules():
+        tree = ast.parse(path.read_text())
+        is_empty_package = path.name == "__init__.py" and not tree.body
+        if not is_empty_package and ast.get_docstring(tree) is None:
+            silent.append(name_of(path))
+    assert not silent
+
+
+def test_no_module_is_a_drawer() -> None:
+    drawers = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
+    assert not [name_of(path) for path in package_modules() if path.name in drawers]
+
+
+def test_no_path_of_one_machine() -> None:
+    found = []
+    for path in project_files():
+        if path.suffix in (".safetensors", ".png") or path.parent.name == "tiny":
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if MACHINE_PATH.search(line) and "MACHINE_PATH" not in line:
+                found.append(f"{name_of(path)}:{number}: {line.strip()[:120]}")
+    assert not found
+
+
+@pytest.mark.parametrize("text", ["see /home/jane/model", "open('/mnt/disk/x')", "host 10.1.2.3", "192.168.0.7:80"])
+def test_machine_paths_are_recognized(text: str) -> None:
+    assert MACHINE_PATH.search(text)
+
+
+@pytest.mark.parametrize("text", ["docs/home/page", "a/mnt", "version 1.10.1.2", "https://example.org/work/", "/tmp/x"])
+def test_ordinary_text_is_no_machine_path(text: str) -> None:
+    assert not MACHINE_PATH.search(text)
+
+
+def test_large_files_are_there_on_purpose() -> None:
+    large = [name_of(path) for path in project_files() if path.stat().st_size > MAX_FILE_BYTES]
+    assert set(large) <= set(LARGE_FILES)
+
+
+def test_source_is_ascii() -> None:
+    """Program text only: a test's or a tokenizer's strings may need every character, and write it as an escape."""
+    found = [name_of(path) for path in project_files(".py") if not path.read_text().isascii()]
+    assert not found, f"{found} under {ROOT.name}"

@@ -1,0 +1,46 @@
+"""The import layers of docs/architecture.md hold (contracts in pyproject.toml), and the checker sees a breach."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from repository import ROOT
+
+_LINT_IMPORTS = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+def lint_imports(directory: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _LINT_IMPORTS, "--no-cache"],
+        cwd=directory,
+        env={"PYTHONPATH": str(directory), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_layers_are_kept() -> None:
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_breaches_are_found(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    ignored = shutil.ignore_patterns("assets", "__pycache__")
+    package = Path(shutil.copytree(ROOT / "raypp", tmp_path / "raypp", ignore=ignored))
+    (package / "scheduler" / "breach.py").write_text('"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n')
+    (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
+    (package / "homeless.py").write_text('"""Is in no layer."""\n')
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    for breach in (
+        "raypp.scheduler.breach -> raypp.stage",
+        "raypp.scheduler.breach -> torch",
+        "raypp.driver.breach -> ray",
+        "raypp.homeless",
+    ):
+        assert breach in result.stdout

@@ -1,0 +1,46 @@
+"""What every test relies on: one compute thread, no network, repeatable hypothesis runs, markers by folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports torch, tokenizers or ray, which read these once. Processes that tests start inherit them.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+from hypothesis import HealthCheck, settings
+
+# Deadlines per example would measure the machine. On CI the examples are the same every time: a change is to blame.
+settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+_TESTS = Path(__file__).parent
+_MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by the folder they are in; skip what needs a GPU where there is none."""
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder in _MARKER_OF_FOLDER:
+            item.add_marker(_MARKER_OF_FOLDER[folder])
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
