@@ -27,7 +27,7 @@ from raypp.errors import DeadlineError, ResourceError
 
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
-_LINGER_MS = 1000
+_LINGER_MS = 500
 _ALL_STAGES = -1
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class DriverChannel:
         return messages
 
     def close(self) -> None:
-        """Close the sockets; messages that were sent get a second to leave."""
+        """Close the sockets; messages that were sent get half a second to leave."""
         if self._closed:
             return
         self._closed = True
@@ -268,7 +268,7 @@ class StageChannel:
         _offer(self._results, header + _HEARTBEAT.pack(step_id, time.time()))
 
     def close(self) -> None:
-        """Close the sockets; messages that were sent get a second to leave."""
+        """Close the sockets; messages that were sent get half a second to leave."""
         self._plans.close(linger=0)
         self._results.close(linger=_LINGER_MS)
         if self._own_context is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -74,11 +75,13 @@ def test_local_links_do_not_join_processes() -> None:
         open_stage_links("local", 0, 2, forward=FORWARD, feedback=FEEDBACK)
 
 
-def run_ring_stage(links: StageLinks, index: int, num_stages: int, num_steps: int, late_s: float) -> list[int]:
+def run_ring_stage(
+    links: StageLinks, index: int, num_stages: int, num_steps: int, late_s: float, full: threading.Event
+) -> list[int]:
     """Run steps as a stage does: receive, count one up, send; return what the first stage was fed back.
 
-    The first stage posts its feedback receives only after the ring of them is full, and `late_s` after that. Others
-    post their first receive `late_s` late.
+    The first stage posts its feedback receives only when the ring is `full`, that is, when the last stage has sent as
+    many steps as there are slots, and `late_s` after that. The third posts its first receive late, too.
     """
     ring = 2 * num_stages
     unposted: deque[int] = deque()
@@ -97,6 +100,7 @@ def run_ring_stage(links: StageLinks, index: int, num_stages: int, num_steps: in
         if links.feedback_in is not None:
             if step_id >= ring:
                 if step_id == ring:
+                    assert full.wait(DEADLINE_S), "the last stage had to wait for permission to send"
                     time.sleep(late_s)
                 while unposted:
                     links.feedback_in.post_recv(unposted.popleft(), 16)
@@ -105,7 +109,7 @@ def run_ring_stage(links: StageLinks, index: int, num_stages: int, num_steps: in
             expected.append(step_id)
         if links.previous is not None:
             if step_id == 0 and index == 2:
-                time.sleep(late_s)
+                time.sleep(late_s / 4)
             links.previous.post_recv(step_id, 16)
             value = int(links.previous.wait(step_id)[0])
             links.previous.release(step_id)
@@ -113,6 +117,8 @@ def run_ring_stage(links: StageLinks, index: int, num_stages: int, num_steps: in
             if end is not None:
                 end.acquire(step_id)[:16] = value + 1
                 end.send(step_id, 16)
+        if links.feedback_out is not None and step_id == ring - 1:
+            full.set()
     if links.feedback_in is not None:
         while unposted:
             links.feedback_in.post_recv(unposted.popleft(), 16)
@@ -129,7 +135,8 @@ def test_a_full_ring_of_stages_with_late_receivers_does_not_deadlock(server: Ren
             (True, True, False, False),
             (True, False, False, True),
         ]
-        runs = [pool.submit(run_ring_stage, links, index, 4, 100, 1.0) for index, links in enumerate(opened)]
+        full = threading.Event()
+        runs = [pool.submit(run_ring_stage, links, index, 4, 100, 1.0, full) for index, links in enumerate(opened)]
         assert runs[0].result(DEADLINE_S) == [step_id % 100 + 4 for step_id in range(100)]
         for run in runs:
             run.result(DEADLINE_S)
@@ -234,7 +241,8 @@ def test_close_leaves_no_thread_and_no_port() -> None:
     with ThreadPoolExecutor(2) as pool:
         opened = [future.result(DEADLINE_S) for future in open_in_threads(server, pool, [FORWARD] * 2)]
         assert listening_ports() > ports
-        runs = [pool.submit(run_ring_stage, links, index, 2, 10, 0.0) for index, links in enumerate(opened)]
+        full = threading.Event()
+        runs = [pool.submit(run_ring_stage, links, index, 2, 10, 0.0, full) for index, links in enumerate(opened)]
         for run in runs:
             run.result(DEADLINE_S)
         del runs
