@@ -53,7 +53,7 @@ def make_engine(model_path: Path) -> Iterator[Callable[..., FakeEngine]]:
     engines = []
 
     def make(script: Callable[[AddRequest], list[int]] | None = None, **options: object) -> FakeEngine:
-        engine = FakeEngine(script or repeat_prompt, model_path=str(model_path), **options)  # type: ignore[arg-type]
+        engine = FakeEngine(script or repeat_prompt, **{"model_path": str(model_path), **options})  # type: ignore[arg-type]
         engines.append(engine)
         return engine
 

@@ -108,7 +108,8 @@ def test_stop_strings_cut_alike_in_any_pieces(text: str, stops: list[str], sizes
 
 
 @pytest.mark.parametrize(
-    ("text", "visible"), [("hello", "hello"), ("hello ST", "hello "), ("hello STO", "hello "), ("hello STx", "hello STx")]
+    ("text", "visible"),
+    [("hello", "hello"), ("hello ST", "hello "), ("hello STO", "hello "), ("hello STx", "hello STx")],
 )
 def test_a_beginning_of_a_stop_string_is_held_back(text: str, visible: str) -> None:
     checker = StopChecker(["STOP"])

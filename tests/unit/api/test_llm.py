@@ -1,0 +1,273 @@
+"""`LLM` against an engine that speaks the real wire."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fake_engine import MAX_MODEL_LEN, FakeEngine
+
+from raypp.api.llm import LLM
+from raypp.api.tokenizer import Tokenizer
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ModelLoadError, RequestError, StageDiedError
+from raypp.types import SamplingParams
+
+MakeEngine = Callable[..., FakeEngine]
+
+
+def open_llm(engine: FakeEngine, **settings: object) -> LLM:
+    return LLM("tiny", launch=engine.launch, **settings)
+
+
+def test_outputs_in_order_with_text_and_metrics(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
+    prompts = [f"import os{i}" for i in range(150)]
+    params = [SamplingParams(max_tokens=1 + i % 9, seed=i) for i in range(150)]
+    engine = make_engine()
+    with open_llm(engine) as llm:
+        outputs = llm.generate(prompts, params)
+    assert [o.prompt for o in outputs] == prompts
+    for output, param in zip(outputs, params, strict=True):
+        completion = output.outputs[0]
+        assert output.finished
+        assert completion.finish_reason == "length"
+        assert len(completion.token_ids) == param.max_tokens
+        assert completion.text == tokenizer.decode(completion.token_ids)
+        metrics = output.metrics
+        assert metrics.num_cached_tokens == 16
+        assert (metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (1, 4, 3)
+        assert metrics.arrival_time_s <= metrics.first_token_time_s <= metrics.finish_time_s
+        assert 0 <= metrics.ttft_s < 5
+        assert (metrics.tpot_s is None) == (param.max_tokens == 1)
+    assert [r.seed for r in engine.added] == list(range(150))
+    assert engine.added[0].eos_token_ids == (2,)
+    assert (engine.num_clients_left, engine.num_closed) == (1, 1)
+
+
+def test_one_prompt_one_conversation_and_none(make_engine: MakeEngine) -> None:
+    messages = [{"role": "user", "content": "os"}]
+    with open_llm(make_engine()) as llm:
+        assert len(llm.generate("import os")) == 1
+        assert len(llm.generate({"prompt_token_ids": [5, 6]})) == 1
+        assert llm.generate([]) == []
+        assert [o.prompt for o in llm.chat([messages, messages])] == [llm.chat(messages)[0].prompt] * 2
+
+
+def test_the_ending_token_is_reported_and_has_no_text(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
+    [ids] = tokenizer.encode(["import os"])
+    with open_llm(make_engine(lambda request: [*ids, *request.params.stop_token_ids, 2][: len(ids) + 1])) as llm:
+        prompts = ["a", "b"]
+        by_eos, by_token = llm.generate(
+            prompts, [SamplingParams(max_tokens=99), SamplingParams(max_tokens=99, stop_token_ids=[50])]
+        )
+    assert by_eos.outputs[0].text == by_token.outputs[0].text == "import os"
+    assert (by_eos.outputs[0].finish_reason, by_eos.outputs[0].stop_reason) == ("stop", None)
+    assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", 50)
+    assert by_token.outputs[0].token_ids == [*ids, 50]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 4, 99])
+def test_stop_strings_end_the_request_in_the_engine_too(
+    make_engine: MakeEngine, tokenizer: Tokenizer, tokens_per_step: int
+) -> None:
+    [ids] = tokenizer.encode(["print(argv) then\nimport sys and more of it"])
+    engine = make_engine(lambda _: ids, tokens_per_step=tokens_per_step)
+    with open_llm(engine) as llm:
+        [output] = llm.generate(["x"], SamplingParams(max_tokens=99, stop=["nothing", "import s"]), request_ids=["r"])
+        if tokens_per_step < 99:
+            engine.wait_until(lambda: engine.aborted == ["r"])
+    completion = output.outputs[0]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "print(argv) then\n",
+        "stop",
+        "import s",
+    )
+    assert "import s" in tokenizer.decode(completion.token_ids)
+    assert "import s" not in tokenizer.decode(completion.token_ids[:-1])
+
+
+def test_nothing_is_sent_when_one_of_the_list_is_bad(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with open_llm(engine) as llm:
+        with pytest.raises(RequestError) as caught:
+            llm.generate(["fine", {"prompt_token_ids": [1] * MAX_MODEL_LEN}, "fine"], request_ids=["a", "b", "c"])
+        assert caught.value.request_id == "b"
+        llm.stats()  # answered after everything that was sent before
+        assert engine.added == []
+        assert len(llm.generate(["fine"])) == 1
+
+
+def test_a_rejection_ends_the_call_and_aborts_the_others(make_engine: MakeEngine) -> None:
+    def rejects(request: object) -> RequestError | None:
+        return RequestError("too much", request_id="b", got=1, expected=2) if request.request_id == "b" else None
+
+    engine = make_engine(rejects=rejects)
+    with open_llm(engine) as llm:
+        engine.set_gate(is_open=False)
+        with pytest.raises(RequestError, match="too much") as caught:
+            llm.generate(["a", "b", "c"], request_ids=["a", "b", "c"])
+        assert caught.value.request_id == "b"
+        engine.wait_until(lambda: engine.aborted == ["a", "c"])
+        engine.set_gate(is_open=True)
+        assert len(llm.generate(["d"])) == 1
+
+
+def test_abort_from_another_thread(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with open_llm(engine) as llm, ThreadPoolExecutor(1) as pool:
+        engine.set_gate(is_open=False)
+        pending = pool.submit(llm.generate, ["a", "b"], None, request_ids=["a", "b"])
+        engine.wait_until(lambda: len(engine.added) == 2)
+        with pytest.raises(RequestError, match="running already"):
+            llm.generate(["a"], request_ids=["a"])
+        llm.abort("nobody")
+        llm.abort("a")
+        engine.set_gate(is_open=True)
+        aborted, finished = pending.result(timeout=10)
+        assert aborted.outputs[0].finish_reason == "abort"
+        assert finished.outputs[0].finish_reason == "length"
+        assert engine.aborted == ["a"]
+        assert len(llm.generate(["a"], request_ids=["a"])) == 1  # the id is free again
+
+
+@pytest.mark.parametrize("way", ["die_unseen", "die_loudly"])
+def test_a_dead_engine_ends_every_call(make_engine: MakeEngine, way: str) -> None:
+    engine = make_engine()
+    with open_llm(engine) as llm, ThreadPoolExecutor(2) as pool:
+        engine.set_gate(is_open=False)
+        pending = [pool.submit(llm.generate, ["a", "b"]) for _ in range(2)]
+        engine.wait_until(lambda: len(engine.added) == 4)
+        getattr(engine, way)(StageDiedError("stage 1 died", stage_index=1))
+        for future in pending:
+            with pytest.raises(StageDiedError) as caught:
+                future.result(timeout=10)
+            assert caught.value.stage_index == 1
+        with pytest.raises(StageDiedError):
+            llm.generate(["c"])
+        with pytest.raises(StageDiedError):
+            llm.stats()
+    assert engine.num_closed == 1
+
+
+def test_closing_ends_what_is_running(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with ThreadPoolExecutor(1) as pool:
+        llm = open_llm(engine)
+        engine.set_gate(is_open=False)
+        pending = pool.submit(llm.generate, ["a"])
+        engine.wait_until(lambda: len(engine.added) == 1)
+        llm.close()
+        llm.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            pending.result(timeout=10)
+    for call in (lambda: llm.generate(["a"]), llm.stats):
+        with pytest.raises(EngineDeadError, match="closed"):
+            call()
+    assert (engine.num_clients_left, engine.num_closed) == (1, 1)
+
+
+def test_a_forgotten_llm_is_closed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    num_threads = threading.active_count()
+    llm = open_llm(engine)
+    assert len(llm.generate(["a"])) == 1
+    del llm
+    gc.collect()
+    assert engine.num_closed == 1
+    assert threading.active_count() == num_threads
+
+
+def test_inside_a_running_event_loop(make_engine: MakeEngine) -> None:
+    async def notebook_cell() -> int:
+        with open_llm(make_engine()) as llm:
+            return len(llm.generate(["a", "b"]))
+
+    assert asyncio.run(notebook_cell()) == 2
+
+
+def test_figures_plan_and_processes(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with open_llm(engine, step_timeout_s=0.1) as llm:
+        assert llm.stats() == {"num_running": 0}
+        assert llm.plan() == {"stages": []}
+        assert llm.processes() == {"driver": 1, "stages": [2], "encoders": []}
+        engine.answers_stats = False
+        with pytest.raises(DeadlineError):
+            llm.stats()
+
+
+def test_settings_reach_the_engine(make_engine: MakeEngine) -> None:
+    config = EngineConfig.from_flat("tiny", num_stages=3)
+
+    def factory() -> None: ...
+
+    engine = make_engine()
+    with LLM(config, launch=engine.launch, stage_factory=factory, block_size=32) as llm:  # type: ignore[arg-type]
+        assert (llm.config.parallel.num_stages, llm.config.cache.block_size) == (3, 32)
+        assert engine.stage_factory is factory
+    with pytest.raises(ConfigError, match="num_stages"):
+        open_llm(make_engine(), num_stage=2)
+
+
+def test_skip_tokenizer_init_leaves_texts_empty(make_engine: MakeEngine) -> None:
+    with open_llm(make_engine(model_path="/nowhere"), skip_tokenizer_init=True) as llm:
+        [output] = llm.generate([{"prompt_token_ids": [9]}], SamplingParams(max_tokens=3))
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("", [9, 9, 9])
+
+
+def test_an_engine_whose_tokenizer_is_missing_is_closed(make_engine: MakeEngine) -> None:
+    engine = make_engine(model_path="/nowhere")
+    with pytest.raises(ModelLoadError):
+        open_llm(engine)
+    assert engine.num_closed == 1
+
+
+def test_the_tokenizers_eos_when_the_model_names_none(make_engine: MakeEngine) -> None:
+    engine = make_engine(eos_token_ids=[])
+    with open_llm(engine) as llm:
+        llm.generate(["a"])
+    assert engine.added[0].eos_token_ids == (2,)
+
+
+def test_progress_bar(make_engine: MakeEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    with open_llm(make_engine()) as llm:
+        llm.generate(["a"] * 3, use_tqdm=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+_SCRIPT = """
+import os, signal, sys, threading
+sys.path.insert(0, {tests!r})
+from fake_engine import FakeEngine
+from raypp.api.llm import LLM
+engine = FakeEngine(lambda request: [5] * 99)
+llm = LLM("tiny", launch=engine.launch, skip_tokenizer_init=True)
+prompt = {{"prompt_token_ids": [5]}}
+engine.set_gate(is_open=False)
+def interrupt():
+    engine.wait_until(lambda: len(engine.added) == 2)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt).start()
+try:
+    llm.generate([prompt] * 2, request_ids=["a", "b"])
+except KeyboardInterrupt:
+    engine.wait_until(lambda: engine.aborted == ["a", "b"])
+    engine.set_gate(is_open=True)
+    assert len(llm.generate([prompt])) == 1
+    print("interrupted")
+import atexit
+atexit._run_exitfuncs()
+print("closed", engine.num_closed, engine.num_clients_left)
+"""
+
+
+def test_ctrl_c_aborts_and_exit_closes() -> None:
+    script = _SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\nclosed 1 1\n", "", 0)

@@ -1,0 +1,145 @@
+"""Whatever can be wrong with a request is found before it is sent, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from raypp.api.prepare import RequestPreparer
+from raypp.api.tokenizer import Tokenizer
+from raypp.errors import ModelLoadError, RequestError
+from raypp.types import SamplingParams
+
+
+@pytest.fixture
+def preparer(tokenizer: Tokenizer) -> RequestPreparer:
+    return RequestPreparer(tokenizer, vocab_size=600, max_model_len=64, seed=7)
+
+
+def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Tokenizer) -> None:
+    params = [SamplingParams(seed=1), SamplingParams(), SamplingParams()]
+    prompts = ["import os", {"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": (599,)}]
+    prepared = preparer.prompts(prompts, params)  # type: ignore[arg-type]
+    assert [p.prompt for p in prepared] == ["import os", None, None]
+    assert tokenizer.decode(prepared[0].prompt_token_ids) == "import os"
+    assert [p.prompt_token_ids for p in prepared[1:]] == [[5, 6], [599]]
+    assert all(type(t) is int for p in prepared for t in p.prompt_token_ids)
+    assert prepared[0].seed == 1
+    assert prepared[1].seed != prepared[2].seed
+    assert len({p.request_id for p in prepared}) == 3
+
+
+def test_drawn_seeds_follow_the_engines_seed(tokenizer: Tokenizer) -> None:
+    def seeds(seed: int) -> list[int]:
+        preparer = RequestPreparer(tokenizer, vocab_size=600, max_model_len=20, seed=seed)
+        return [p.seed for p in preparer.prompts(["a", "b"])]
+
+    assert seeds(1) == seeds(1) != seeds(2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "no tokens"),
+        ({"prompt_token_ids": []}, "no tokens"),
+        ({"prompt_token_ids": [1] * 64}, "no room"),
+        ({"prompt_token_ids": [1, 600]}, "600 at position 1"),
+        ({"prompt_token_ids": [-1]}, "-1 at position 0"),
+        ({"prompt_token_ids": [2**70]}, "not token ids"),
+        ({"prompt_token_ids": [1.0]}, "not token ids"),
+        ({"prompt_token_ids": [[1]]}, "not token ids"),
+        ({"prompt_token_ids": [[1], [2, 3]]}, "not token ids"),
+        ({"prompt_token_ids": "abc"}, "not token ids"),
+        ({"prompt_token_ids": None}, "not token ids"),
+        ({"prompt": "a"}, "wrong keys"),
+        ({}, "wrong keys"),
+        (5, "prompt_token_ids"),
+        ([1, 2], "prompt_token_ids"),
+        (b"abc", "wrong type"),
+        ("a\ud800", "not valid Unicode"),
+    ],
+)
+def test_bad_prompts(preparer: RequestPreparer, prompt: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        preparer.prompts(["fine", prompt])  # type: ignore[list-item]
+    assert caught.value.got is not None
+    assert caught.value.expected is not None
+
+
+def test_the_longest_prompt_that_fits(preparer: RequestPreparer) -> None:
+    assert len(preparer.prompts([{"prompt_token_ids": [1] * 63}])[0].prompt_token_ids) == 63
+
+
+def test_a_token_that_the_model_has_not(tokenizer: Tokenizer) -> None:
+    preparer = RequestPreparer(tokenizer, vocab_size=10, max_model_len=20, seed=0)
+    with pytest.raises(RequestError, match="no embedding"):
+        preparer.prompts(["import"])
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ([SamplingParams()], "1 for 2 prompts"),
+        ({"max_tokens": 3}, "wrong type"),
+        ([SamplingParams(), None], "wrong type"),
+        (SamplingParams(stop_token_ids=[600]), "stop_token_ids"),
+    ],
+)
+def test_bad_params(preparer: RequestPreparer, params: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        preparer.prompts(["a", "b"], params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("request_ids", [["x"], ["x", "x"], ["x", ""], ["x", 3]])
+def test_bad_request_ids(preparer: RequestPreparer, request_ids: list[str]) -> None:
+    with pytest.raises(RequestError):
+        preparer.prompts(["a", "b"], None, request_ids)
+
+
+def test_chat_renders_the_template_once(preparer: RequestPreparer, tokenizer: Tokenizer) -> None:
+    [prepared] = preparer.chats([[{"role": "user", "content": "os"}]], template_kwargs={"quiet": True})
+    assert prepared.prompt == "<|im_start|>user\nos<|im_end|>\n<|im_start|>assistant\n<quiet>"
+    assert prepared.prompt_token_ids.count(1) == 2
+    assert prepared.prompt_token_ids.count(2) == 1
+
+
+@pytest.mark.parametrize("conversation", [[], "hello", [5], [{"content": "no role"}], [{"role": 5}]])
+def test_bad_conversations(preparer: RequestPreparer, conversation: object) -> None:
+    with pytest.raises(RequestError):
+        preparer.chats([conversation])  # type: ignore[list-item]
+
+
+def test_a_template_that_refuses_and_one_that_is_missing(tokenizer: Tokenizer, model_path, tmp_path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((model_path / name).read_text())
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}], {})
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
+    with pytest.raises(RequestError, match="system first"):
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}], {})
+
+
+def test_without_a_tokenizer_only_token_ids() -> None:
+    preparer = RequestPreparer(None, vocab_size=10, max_model_len=20, seed=0)
+    assert preparer.prompts([{"prompt_token_ids": [1]}])[0].prompt_token_ids == [1]
+    calls: list[Callable[[], object]] = [
+        lambda: preparer.prompts(["text"]),
+        lambda: preparer.chats([[{"role": "user", "content": "a"}]]),
+        lambda: preparer.prompts([{"prompt_token_ids": [1]}], SamplingParams(stop="x")),
+    ]
+    for call in calls:
+        with pytest.raises(RequestError, match="tokenizer"):
+            call()
+
+
+def test_a_directory_without_a_tokenizer(tmp_path) -> None:
+    with pytest.raises(ModelLoadError, match="skip_tokenizer_init"):
+        Tokenizer(tmp_path)
+
+
+def test_tokenizer_knows_its_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.special_token_ids == {0, 1, 2}
+    assert tokenizer.eos_token_ids == {2}
+    assert tokenizer.vocab_size == 300
