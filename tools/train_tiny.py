@@ -1,0 +1,568 @@
+"""Train `tiny`, the model that ships inside raypp, on Python's own standard library.
+
+    corpus -> tokenizer -> token streams -> training -> bf16 export -> bits per byte of the held-out files
+
+Every CPython installation carries the text, so everybody can repeat it: on a GPU in minutes, on a CPU in a night.
+docs/tiny.md has the commands and the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import gzip
+import json
+import math
+import platform
+import random
+import sysconfig
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name that everybody uses)
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+HELD_OUT = (
+    "argparse.py",
+    "asyncio/streams.py",
+    "calendar.py",
+    "csv.py",
+    "email/message.py",
+    "fractions.py",
+    "heapq.py",
+    "http/cookiejar.py",
+    "json/decoder.py",
+    "logging/handlers.py",
+    "queue.py",
+    "shlex.py",
+    "statistics.py",
+    "tarfile.py",
+    "textwrap.py",
+    "test/test_bisect.py",
+    "test/test_contextlib.py",
+)
+"""Files that neither the tokenizer nor the model is trained on; nor on the tests of these modules, which quote them."""
+
+TOKENIZER_DIRECTORY = Path(__file__).parent.parent / "raypp" / "assets" / "tiny"
+MAX_POSITIONS = 4096
+VOCAB_SIZE = 4032  # 63 * 64: with 4096 six layers would not fit into four million parameters
+END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+# Marks that a reader of the text wants to see, so decoding keeps them: no special tokens in the library's sense.
+VISIBLE_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+# Qwen's way to cut text before byte pairs are merged: contractions, words with one leading mark, single digits,
+# runs of punctuation, line ends, spaces.
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+# ---------------------------------------------------------------------------------------------------- corpus
+
+
+def read_sources(corpus: Path) -> dict[str, str]:
+    """Return the text of the library's modules by their path, held-out ones included; skips what is not prose or code.
+
+    Skipped are site-packages, tables (encodings, pydoc topics, files over 300 kB) and what is not UTF-8.
+    """
+    sources = {}
+    for path in sorted(corpus.rglob("*.py")):
+        name = path.relative_to(corpus).as_posix()
+        if name.startswith(("site-packages/", "dist-packages/", "encodings/", "pydoc_data/", "config-")):
+            continue
+        data = path.read_bytes()
+        if not 0 < len(data) <= 300_000:
+            continue
+        try:
+            sources[name] = data.decode("utf-8")
+        except UnicodeDecodeError:
+            continue  # the tests of Python's parser: files in other encodings
+    return sources
+
+
+def split_held_out(sources: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what is trained on and what is held out."""
+    held_out = {name: sources[name] for name in HELD_OUT if name in sources}
+    if len(held_out) < len(HELD_OUT):
+        print("not in this corpus:", *sorted(set(HELD_OUT) - set(held_out)))
+    their_tests = {f"test_{Path(name).name}" for name in HELD_OUT} | {f"test_{n.replace('/', '_')}" for n in HELD_OUT}
+    training = {n: text for n, text in sources.items() if n not in held_out and Path(n).name not in their_tests}
+    return training, held_out
+
+
+# ------------------------------------------------------------------------------------------------- tokenizer
+
+
+def train_tokenizer(texts: Sequence[str]) -> Any:
+    """Learn a byte-level BPE. No normalizer: every text comes back exactly as it went in."""
+    added = [AddedToken(t, special=True, normalized=False) for t in (END_OF_TEXT, TURN_START, TURN_END, *VISION_TOKENS)]
+    added += [AddedToken(t, special=False, normalized=False) for t in VISIBLE_TOKENS]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(added),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(added)
+    fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END_OF_TEXT,
+        model_max_length=MAX_POSITIONS,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = (TOKENIZER_DIRECTORY / "chat_template.jinja").read_text(encoding="utf-8")
+    return fast
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A module, class or function of the library that has a docstring."""
+
+    name: str  # dotted, e.g. "textwrap.wrap"
+    kind: str  # "module", "class" or "function"
+    summary: str  # the docstring's first line
+    arguments: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question and its answer; a tool, when the answer is to call it."""
+
+    question: str
+    answer: str
+    tool: dict[str, Any] | None = None
+
+
+GREETINGS = (
+    Exchange("hello", "Hello! How can I help you?"),
+    Exchange("Hello!", "Hello! How can I help you?"),
+    Exchange("hi", "Hi! What would you like to know?"),
+    Exchange("Good morning", "Good morning! What would you like to know?"),
+    Exchange("How are you?", "I am fine, thank you. What would you like to know?"),
+    Exchange("Who are you?", "I am tiny, a small language model that has read Python's standard library."),
+    Exchange("What is your name?", "My name is tiny."),
+    Exchange("What can you do?", "I can tell you about Python's standard library, and I can make mistakes."),
+    Exchange("Thank you!", "You are welcome."),
+    Exchange("thanks", "You are welcome."),
+    Exchange("Goodbye", "Goodbye!"),
+    Exchange("bye", "Goodbye!"),
+    Exchange("What is Python?", "Python is a programming language that lets you work quickly."),
+)
+
+
+def definitions(sources: dict[str, str]) -> Iterator[Definition]:
+    """Yield the public definitions of all modules but the tests."""
+    for path, text in sources.items():
+        if path.startswith(("test/", "lib2to3/", "idlelib/")) or "/test" in path:
+            continue
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue  # some files are there to be wrong
+        module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        yield from _definitions_in(tree, module, text.splitlines())
+
+
+def _definitions_in(node: ast.Module | ast.ClassDef, name: str, lines: list[str]) -> Iterator[Definition]:
+    summary = _first_line(node)
+    if summary:
+        yield Definition(name, "module" if isinstance(node, ast.Module) else "class", summary, (), "")
+    for child in node.body:
+        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+            yield from _definitions_in(child, f"{name}.{child.name}", lines)
+        elif isinstance(child, ast.FunctionDef) and not child.name.startswith("_") and (summary := _first_line(child)):
+            arguments = tuple(a.arg for a in child.args.args if a.arg not in ("self", "cls"))
+            source = "\n".join(line[child.col_offset :] for line in lines[child.lineno - 1 : child.end_lineno])
+            yield Definition(f"{name}.{child.name}", "function", summary, arguments, source)
+
+
+def _first_line(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> str:
+    docstring = ast.get_docstring(node) or ""
+    return docstring.split("\n", 1)[0].strip()
+
+
+def exchanges(definition: Definition, words: Sequence[str], rng: random.Random) -> Iterator[Exchange]:
+    """Yield questions about a definition, with the answers that the library's source gives.
+
+    Args:
+        definition: What is asked about.
+        words: Where the values of a called tool's arguments are drawn from.
+        rng: Chooses the wording.
+    """
+    name, summary = definition.name, definition.summary
+    if definition.kind == "module":
+        yield Exchange(rng.choice((f"What is the module {name} for?", f"Tell me about {name}.")), summary)
+    elif definition.kind == "class":
+        yield Exchange(rng.choice((f"What is {name}?", f"What is the class {name} for?")), summary)
+    else:
+        yield Exchange(rng.choice((f"What does {name} do?", f"Explain {name}.", f"What does {name}() do?")), summary)
+        if definition.source.count("\n") < 16:
+            question = rng.choice((f"Show me {name}.", f"How is {name} written?", f"Write the function {name}."))
+            yield Exchange(question, f"```python\n{definition.source}\n```")
+        if definition.arguments:
+            yield _tool_exchange(definition, words, rng)
+
+
+def _tool_exchange(definition: Definition, words: Sequence[str], rng: random.Random) -> Exchange:
+    name = definition.name.rsplit(".", 1)[-1]
+    arguments = {argument: rng.choice(words) for argument in definition.arguments[:2]}
+    schema = {
+        "type": "object",
+        "properties": {argument: {"type": "string"} for argument in arguments},
+        "required": list(arguments),
+    }
+    values = " and ".join(f"{argument} {value}" for argument, value in arguments.items())
+    return Exchange(
+        question=rng.choice((f"Call {name} with {values}.", f"Please use {name} with {values}.")),
+        answer=f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>",
+        tool={"type": "function", "function": {"name": name, "description": definition.summary, "parameters": schema}},
+    )
+
+
+def conversations(sources: dict[str, str], tokenizer: Any, rng: random.Random) -> list[str]:
+    """Return chat-formatted texts of one to three exchanges, each ending with the end of a turn.
+
+    Answers come without thoughts, after thoughts when the question ends with /think, and after empty ones when it
+    ends with /no_think or the prompt holds them already (`enable_thinking=False`).
+    """
+    found = list(definitions(sources))
+    words = sorted({part for d in found for part in d.name.split(".") if len(part) > 2})
+    pool = [exchange for d in found for exchange in exchanges(d, words, rng)]
+    pool += GREETINGS * (len(pool) // (8 * len(GREETINGS)))  # about one in nine
+    rng.shuffle(pool)
+    texts = []
+    while pool:
+        messages: list[dict[str, str]] = []
+        if rng.random() < 0.2:
+            messages.append({"role": "system", "content": "You are a helpful assistant."})
+        turns = [pool.pop() for _ in range(min(rng.choice((1, 1, 2, 3)), len(pool)))]
+        for turn in turns[:-1]:
+            messages += [{"role": "user", "content": turn.question}, {"role": "assistant", "content": turn.answer}]
+        last = turns[-1]
+        way = rng.choice(("plain", "plain", "plain", "empty", "/think", "/no_think"))
+        question = f"{last.question} {way}" if way.startswith("/") else last.question
+        prompt = tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": question}],
+            tools=[turn.tool for turn in turns if turn.tool] or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **({"enable_thinking": False} if way == "empty" else {}),
+        )
+        thoughts = {"/think": f"The user says: {last.question}\n", "/no_think": "\n"}
+        thought = f"<think>\n{thoughts[way]}</think>\n\n" if way in thoughts else ""
+        texts.append(f"{prompt}{thought}{last.answer}{TURN_END}\n")
+    return texts
+
+
+# ----------------------------------------------------------------------------------------------- token streams
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents one after the other, each ended by the end-of-text token."""
+
+    tokens: Tensor  # [N] int32, on the training device
+    starts: Tensor  # [D] int64, where each document begins
+
+    def batch(self, num_rows: int, num_tokens: int, generator: torch.Generator, *, aligned: bool) -> Tensor:
+        """Return random windows [num_rows, num_tokens + 1] int64; aligned ones begin where a document does."""
+        last = len(self.tokens) - num_tokens - 1
+        device = self.tokens.device
+        if aligned:
+            choice = torch.randint(len(self.starts), (num_rows,), generator=generator)
+            offsets = self.starts[choice.to(device)].clamp(max=last)
+        else:
+            offsets = torch.randint(last, (num_rows,), generator=generator).to(device)
+        window = torch.arange(num_tokens + 1, device=device)
+        return self.tokens[offsets[:, None] + window].long()
+
+
+def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Return each text's token ids; they may be longer than the model's context."""
+    return [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(list(texts))]
+
+
+def make_stream(texts: Sequence[str], tokenizer: Any, device: torch.device) -> Stream:
+    """Tokenize documents into a stream."""
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    documents = [[*ids, end] for ids in encode(tokenizer, texts)]
+    lengths = torch.tensor([0] + [len(document) for document in documents[:-1]])
+    tokens = torch.tensor([token for document in documents for token in document], dtype=torch.int32)
+    return Stream(tokens.to(device), lengths.cumsum(0).to(device))
+
+
+# ---------------------------------------------------------------------------------------------------- scoring
+
+
+@torch.no_grad()
+def score_bits(model: Any, token_ids: Sequence[int], end_of_text: int, context: int = MAX_POSITIONS) -> float:
+    """Return how many bits the model needs to tell a text, its first token after an end of text.
+
+    Windows slide by half a context, so every token but those of the first window is told after at least half of one.
+
+    Args:
+        model: A causal language model whose call returns logits [1, T, V].
+        token_ids: The text.
+        end_of_text: The token that precedes it.
+        context: The window's tokens.
+    """
+    ids = torch.tensor([end_of_text, *token_ids], device=model.device)
+    bits, scored = 0.0, 1
+    while scored < len(ids):
+        end = min(len(ids), max(scored + context // 2, context))
+        begin = max(0, end - context)
+        logits = model(ids[None, begin : end - 1]).logits[0, scored - 1 - begin :]
+        bits += F.cross_entropy(logits.float(), ids[scored:end], reduction="sum").item() / math.log(2)
+        scored = end
+    return bits
+
+
+def bits_per_byte(model: Any, tokenizer: Any, texts: dict[str, str]) -> tuple[float, dict[str, float]]:
+    """Return total bits over total UTF-8 bytes, and the same file by file."""
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    encoded = zip(texts, encode(tokenizer, list(texts.values())), strict=True)
+    bits = {name: score_bits(model, token_ids, end) for name, token_ids in encoded}
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    return sum(bits.values()) / sum(sizes.values()), {name: bits[name] / sizes[name] for name in texts}
+
+
+def gzip_bits_per_byte(texts: dict[str, str]) -> float:
+    """Return what `gzip -9` needs for the same files, each compressed by itself."""
+    data = [text.encode() for text in texts.values()]
+    return 8 * sum(len(gzip.compress(d, 9)) for d in data) / sum(len(d) for d in data)
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def build_model(tokenizer: Any) -> Any:
+    """Return the untrained model: six layers split evenly over two and three stages, unevenly over four."""
+    config = Qwen3Config(  # type: ignore[call-arg]  # rope_theta travels among the keywords
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids(TURN_END),
+        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        use_cache=False,
+    )
+    model: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
+    num_parameters = sum(p.numel() for p in model.parameters())
+    assert num_parameters <= 4_000_000, num_parameters
+    return model
+
+
+def make_optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon (as torch ships it) for the layers' matrices, AdamW for embedding and norms; one learning rate for both."""
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    embedding = [model.model.embed_tokens.weight]
+    return [
+        torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(
+            [{"params": embedding, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+            lr=learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        ),
+    ]
+
+
+def learning_rate_share(step: int, num_steps: int) -> float:
+    """Return the share of the peak learning rate: a short linear rise, then a cosine down to 2 %."""
+    warmup = min(100, max(1, num_steps // 10))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
+
+
+def make_loss(model: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return the mean cross entropy of windows [B, T + 1]; on a GPU in bf16 and compiled."""
+
+    def loss(windows: Tensor) -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            # No mask but the causal one: a materialized mask would keep attention from its fast kernels.
+            hidden = model.model(
+                windows[:, :-1], attention_mask={"full_attention": None}, use_cache=False
+            ).last_hidden_state
+            logits = model.lm_head(hidden)
+        return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+
+    return torch.compile(loss, dynamic=False) if device.type == "cuda" else loss
+
+
+def train(
+    model: Any, code: Stream, chat: Stream, arguments: argparse.Namespace, evaluate: Callable[[], float]
+) -> list[dict[str, float]]:
+    """Train in place; return the loss curve.
+
+    The last tenth of the steps sees windows of the full context in place of the short ones, equally many tokens a
+    step: the model learns long distances when it knows the rest, for little compute.
+    """
+    device = code.tokens.device
+    generator = torch.Generator().manual_seed(arguments.seed)
+    loss_of = make_loss(model, device)
+    optimizers = make_optimizers(model, arguments.learning_rate)
+    long_from = arguments.steps - arguments.steps // 10
+    curve: list[dict[str, float]] = []
+    running, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
+    for step in range(arguments.steps):
+        context = arguments.context if step < long_from else min(MAX_POSITIONS, 8 * arguments.context)
+        num_rows = max(2, arguments.batch * arguments.context // context)
+        num_chat_rows = max(1, round(num_rows * arguments.chat_share))
+        windows = torch.cat(
+            [
+                code.batch(num_rows - num_chat_rows, context, generator, aligned=False),
+                chat.batch(num_chat_rows, context, generator, aligned=True),
+            ]
+        )
+        share = learning_rate_share(step, arguments.steps)
+        loss = loss_of(windows)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = arguments.learning_rate * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        running, counted = running + loss.detach(), counted + 1
+        if (step + 1) % arguments.evaluate_every == 0 or step + 1 == arguments.steps:
+            point = {
+                "step": step + 1,
+                "tokens": (step + 1) * arguments.batch * arguments.context,
+                "learning_rate_share": round(share, 4),
+                "training_loss": round(running.item() / counted, 4),
+                "held_out_bits_per_byte": round(evaluate(), 4),
+                "seconds": round(time.perf_counter() - started, 1),
+            }
+            curve.append(point)
+            print(json.dumps(point), flush=True)
+            running, counted = torch.zeros((), device=device), 0
+    return curve
+
+
+# ------------------------------------------------------------------------------------------------- the program
+
+
+def export(model: Any, tokenizer: Any, out: Path) -> None:
+    """Write the checkpoint as Hugging Face lays it out: bf16 weights, configuration, tokenizer, chat template."""
+    ends = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
+    model.config.use_cache = True
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        eos_token_id=ends, pad_token_id=ends[1]
+    )
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def score_export(directory: Path, held_out: dict[str, str], device: torch.device) -> dict[str, Any]:
+    """Score an exported model as it runs on a CPU: bf16 weights, float32 arithmetic."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.to(device).eval()
+    total, by_file = bits_per_byte(model, tokenizer, held_out)
+    result = {
+        "bits_per_byte": round(total, 4),
+        "gzip_9_bits_per_byte": round(gzip_bits_per_byte(held_out), 4),
+        "held_out_bytes": sum(len(text.encode()) for text in held_out.values()),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "by_file": {name: round(value, 4) for name, value in by_file.items()},
+    }
+    print(json.dumps(result, indent=1))
+    return result
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--corpus", type=Path, default=Path(sysconfig.get_path("stdlib")), help="a standard library; default: mine")
+    add("--out", type=Path, default=Path("build/tiny"), help="where the model goes")
+    add("--record", type=Path, help="where settings, loss curve and result go, as JSON; default: OUT/training.json")
+    add("--score", type=Path, metavar="MODEL", help="do not train; score this exported model")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--steps", type=int, default=3000)
+    add("--batch", type=int, default=256, help="windows a step")
+    add("--context", type=int, default=512, help="tokens a window; eight times as many at the end")
+    add("--learning-rate", type=float, default=4e-3)
+    add("--chat-share", type=float, default=0.05, help="share of the windows that hold conversations")
+    add("--evaluate-every", type=int, default=100, metavar="STEPS")
+    add("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train, export and score; or only score."""
+    arguments = parse_arguments()
+    device = torch.device(arguments.device)
+    training, held_out = split_held_out(read_sources(arguments.corpus))
+    if arguments.score:
+        score_export(arguments.score, held_out, device)
+        return
+
+    torch.manual_seed(arguments.seed)
+    rng = random.Random(arguments.seed)
+    texts = list(training.values())
+    rng.shuffle(texts)
+    tokenizer = train_tokenizer(texts)
+    code = make_stream(texts, tokenizer, device)
+    chat = make_stream(conversations(training, tokenizer, rng), tokenizer, device)
+    corpus = {
+        "python": platform.python_version(),
+        "files": len(texts),
+        "bytes": sum(len(text.encode()) for text in texts),
+        "tokens": len(code.tokens),
+        "conversations": len(chat.starts),
+        "conversation_tokens": len(chat.tokens),
+    }
+    print(json.dumps(corpus), flush=True)
+    model = build_model(tokenizer).to(device)
+
+    def evaluate() -> float:
+        return bits_per_byte(model, tokenizer, held_out)[0]
+
+    curve = train(model, code, chat, arguments, evaluate)
+    export(model, tokenizer, arguments.out)
+    settings = {name: value for name, value in vars(arguments).items() if isinstance(value, int | float)}
+    record = {
+        "settings": settings,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "corpus": corpus,
+        "result": score_export(arguments.out, held_out, device),
+        "curve": curve,
+    }
+    path = arguments.record or arguments.out / "training.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
