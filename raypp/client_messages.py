@@ -5,6 +5,7 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
 `[kind, header, payload?]`: one byte, JSON, and binary data where there are many numbers.
 
     client -> driver                             driver -> client
+    OpenClient     the client has connected
     AddRequests    header: one per request;      OutputBatch   payload: what one step brought (raypp.messages)
                    payload: all prompt tokens    Rejected      a request that cannot be run, and why
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
@@ -28,13 +29,18 @@ from raypp.errors import RayppError
 from raypp.messages import OutputBatch, pack, unpack
 from raypp.types import SamplingParams
 
-_ADD, _ABORT, _STATS, _CLOSE = b"A", b"X", b"S", b"C"
+_OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
 _OUTPUT, _REJECTED, _REPLY, _DEAD = b"O", b"R", b"Y", b"D"
 
 _PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayppError)
 }
+
+
+@dataclass(frozen=True, slots=True)
+class OpenClient:
+    """The client has connected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ class EngineDead:
     error: RayppError
 
 
-ClientMessage = AddRequests | AbortRequests | StatsCall | CloseClient
+ClientMessage = OpenClient | AddRequests | AbortRequests | StatsCall | CloseClient
 DriverMessage = OutputBatch | Rejected | StatsReply | EngineDead
 
 
@@ -121,6 +127,8 @@ def error_from_dict(values: dict[str, Any]) -> RayppError:
 def encode_client_message(message: ClientMessage) -> list[bytes]:
     """Return the frames of a message to the driver."""
     match message:
+        case OpenClient():
+            return [_OPEN, b""]
         case AddRequests(requests):
             token_ids = np.fromiter((t for r in requests for t in r.prompt_token_ids), dtype="<i4")
             return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes()]
@@ -135,6 +143,8 @@ def encode_client_message(message: ClientMessage) -> list[bytes]:
 def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
     """Return the message that a client sent."""
     kind, header = frames[0], frames[1]
+    if kind == _OPEN:
+        return OpenClient()
     if kind == _ADD:
         token_ids = np.frombuffer(frames[2], "<i4").tolist()
         requests, offset = [], 0

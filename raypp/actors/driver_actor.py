@@ -49,12 +49,12 @@ class DriverActor:
         Raises:
             ModelLoadError, ConfigError, DeadlineError, StageDiedError: a stage cannot start.
         """
-        # Only until all have connected: sockets stay connected when their files are gone, and so nothing is left behind.
+        # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
         self._meeting_place = Path(tempfile.mkdtemp(prefix="raypp-"))
         try:
             return self._start(group)
         except BaseException:
-            self.forget_meeting_place()
+            self._forget_meeting_place()
             raise
 
     def _start(self, group: PlacementGroup) -> dict[str, Any]:
@@ -85,11 +85,17 @@ class DriverActor:
         pipeline = ChannelPipeline(channel, num_stages)
         engine = Engine(Scheduler(self._plan.scheduler_limits()), pipeline, self._tracer)
         self._pipeline = pipeline
-        self._server = DriverServer(engine, pipeline, clients, step_timeout_s=self._plan.config.faults.step_timeout_s)
+        self._server = DriverServer(
+            engine,
+            pipeline,
+            clients,
+            step_timeout_s=self._plan.config.faults.step_timeout_s,
+            on_connected=self._forget_meeting_place,
+        )
         self._clients = clients
         return {"client_address": client_address, "processes": {"driver": os.getpid(), "stages": pids}}
 
-    def forget_meeting_place(self) -> None:
+    def _forget_meeting_place(self) -> None:
         """Remove the socket files: everyone is connected."""
         shutil.rmtree(self._meeting_place, ignore_errors=True)
 
@@ -112,7 +118,7 @@ class DriverActor:
             watcher.join()
             self._clients.close()
             self._server.close()
-            self.forget_meeting_place()
+            self._forget_meeting_place()
 
     def stop(self) -> None:
         """Make `run` return soon."""

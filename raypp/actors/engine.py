@@ -104,10 +104,6 @@ class EngineHandle:
 
         threading.Thread(target=watch, name="driver-watcher", daemon=True).start()
 
-    def connected(self) -> None:
-        """Say that every client has connected: the meeting place can go."""
-        ray.get(self._driver.forget_meeting_place.remote())
-
     def close(self) -> None:
         """End the engine and everything it started. May be called again, and from any thread."""
         with self._close_lock:

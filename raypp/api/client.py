@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import zmq
 
-from raypp.client_messages import ClientMessage, DriverMessage, decode_driver_message, encode_client_message
+from raypp.client_messages import ClientMessage, DriverMessage, OpenClient, decode_driver_message, encode_client_message
 
 _LINGER_MS = 200
 """How long closing may take to get the last message out, when the driver does not take it."""
@@ -38,6 +38,7 @@ class EngineClient:
         self._fd: int = self._socket.FD
         self._is_open = True
         self._loop.add_reader(self._fd, self._read)
+        self.send(OpenClient())
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; does not wait."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -21,6 +21,7 @@ from raypp.client_messages import (
     CloseClient,
     DriverMessage,
     EngineDead,
+    OpenClient,
     Rejected,
     StatsCall,
     StatsReply,
@@ -48,11 +49,22 @@ class DriverServer:
         clients: zmq.Socket[bytes],
         *,
         step_timeout_s: float,
+        on_connected: Callable[[], None] = lambda: None,
     ) -> None:
+        """Take over the sockets.
+
+        Args:
+            engine: What the requests go to.
+            pipeline: The engine's pipeline, for its socket and its heartbeats.
+            clients: A bound ROUTER.
+            step_timeout_s: Steps in flight without any result for this long: the pipeline is frozen.
+            on_connected: Called when a client has connected.
+        """
         self._engine = engine
         self._pipeline = pipeline
         self._clients = clients
         self._step_timeout_s = step_timeout_s
+        self._on_connected = on_connected
         self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
@@ -127,6 +139,8 @@ class DriverServer:
 
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         match message:
+            case OpenClient():
+                self._on_connected()
             case AddRequests(requests):
                 for request in requests:
                     self._add(client, request)
