@@ -7,9 +7,11 @@ python tools/make_config_docs.py --check    exits 1 if it is not current
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -52,20 +54,20 @@ def _section(name: str) -> str:
 
 
 def _row(name: str, info: FieldInfo) -> str:
-    default = "required" if info.is_required() else f"`{json.dumps(info.default)}`"
     limits = [text for item in info.metadata if (text := _limit(item))]
-    type_name = _type_name(info.annotation) + (f", {' and '.join(limits)}" if limits else "")
-    meaning = " ".join((info.description or "").split())
-    cells = [f"`{name}`", type_name, default.replace("null", "none"), meaning]
+    cells = [
+        f"`{name}`",
+        _type_name(info.annotation) + (f", {' and '.join(limits)}" if limits else ""),
+        "required" if info.is_required() else "none" if info.default is None else f"`{json.dumps(info.default)}`",
+        " ".join((info.description or "").split()),
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _type_name(annotation: object) -> str:
-    text = (
-        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
-    )
-    text = text.replace("typing.Literal", "one of ").replace("NoneType", "none").replace("None", "none")
-    return text.replace("one of [", "one of ").removesuffix("]") if text.startswith("one of") else text
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(annotation)))
+    return inspect.formatannotation(annotation).replace("None", "none")
 
 
 def _limit(item: object) -> str:

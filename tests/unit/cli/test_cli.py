@@ -1,0 +1,208 @@
+"""The command line: what goes to stdout, what to stderr, and the exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from raypp.cli.main import Doors, main
+from raypp.config.engine import EngineConfig
+from raypp.errors import ModelLoadError
+from raypp.types import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+
+
+class FakeLLM:
+    """Answers every prompt with its capital letters, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.config: EngineConfig | None = None
+        self.params: SamplingParams | None = None
+        self.prompts: list[str] = []
+        self.num_closed = 0
+        self.raises: BaseException | None = None
+
+    def open(self, config: EngineConfig) -> FakeLLM:
+        self.config = config
+        return self
+
+    def __enter__(self) -> FakeLLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.num_closed += 1
+
+    def generate(self, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+        if self.raises is not None:
+            raise self.raises
+        self.prompts, self.params = prompts, params
+        return [self._answer(index, prompt) for index, prompt in enumerate(prompts)]
+
+    def _answer(self, index: int, prompt: str) -> RequestOutput:
+        completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="length")
+        return RequestOutput(
+            request_id=f"r{index}",
+            prompt=prompt,
+            prompt_token_ids=[1],
+            outputs=[completion],
+            finished=True,
+            metrics=RequestMetrics(arrival_time_s=1.0, ttft_s=0.5),
+        )
+
+
+def run(llm: FakeLLM, *argv: str) -> int:
+    return main(["generate", "--model", "tiny", *argv], doors=Doors(open_llm=llm.open))
+
+
+def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    assert run(llm, "--num-stages", "2", "--prompt", "b", "--prompt", "a", "--max-tokens", "5") == 0
+    assert capsys.readouterr() == ("B\nA\n", "")
+    assert llm.config is not None
+    assert llm.config.parallel.num_stages == 2
+    assert llm.params == SamplingParams(max_tokens=5)
+    assert llm.num_closed == 1
+
+
+def test_all_sampling_options() -> None:
+    llm = FakeLLM()
+    options = "--max-tokens 7 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --seed 9 --stop x --stop y --ignore-eos"
+    assert run(llm, "--prompt", "a", *options.split()) == 0
+    assert llm.params == SamplingParams(
+        max_tokens=7, temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=9, stop=["x", "y"], ignore_eos=True
+    )
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(FakeLLM(), "--prompt", "é", "--prompt", "b", "--json") == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["prompt"], first["text"], first["token_ids"], first["finish_reason"]) == ("é", "É", [1, 2], "length")
+    assert (second["request_id"], second["metrics"]["ttft_s"]) == ("r1", 0.5)
+
+
+@pytest.mark.parametrize(("stdin", "prompt"), [("one\ntwo\n", "one\ntwo"), ("one", "one"), ("one\n\n", "one\n")])
+def test_prompt_from_stdin(monkeypatch: pytest.MonkeyPatch, stdin: str, prompt: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    llm = FakeLLM()
+    assert run(llm, "--prompt", "-", "--prompt", "x") == 0
+    assert llm.prompts == [prompt, "x"]
+
+
+def test_file_then_set_then_options(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text('[model]\nmodel = "other"\n[cache]\nblock_size = 8\n[parallel]\nnum_stages = 4\n')
+    llm = FakeLLM()
+    sets = ["--set", "parallel.num_stages=3", "--set", "dtype=float32", "--set", "layer_partition=[1, 1]"]
+    assert run(llm, "--config", str(path), "--num-stages", "2", "--prompt", "a", *sets) == 0
+    assert llm.config is not None
+    assert (llm.config.model.model, llm.config.model.dtype, llm.config.cache.block_size) == ("tiny", "float32", 8)
+    assert (llm.config.parallel.num_stages, llm.config.parallel.layer_partition) == (2, [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num-stages", "0"], ["parallel.num_stages", "got: 0", "expected: greater than or equal to 1"]),
+        (["--set", "num_stage=2"], ["hint: did you mean num_stages?"]),
+        (["--set", "cache.num_stages=2"], ["num_stages (section parallel)"]),
+        (["--set", "cach.block_size=2"], ["did you mean cache?"]),
+        (["--set", "block_size"], ["section.name=value"]),
+        (["--set", "block_size=x"], ["got: 'x'", "expected: integer"]),
+        (["--config", "/no/such.toml"], ["cannot be read", "/no/such.toml"]),
+        (["--max-tokens", "0"], ["SamplingParams.max_tokens"]),
+        (["--temperature", "nan"], ["SamplingParams.temperature"]),
+    ],
+)
+def test_mistakes_exit_2_with_one_message(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(FakeLLM(), "--prompt", "a", *argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("raypp: ")
+    for word in words:
+        assert word in err
+
+
+def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--prompt", "a"], doors=Doors(open_llm=FakeLLM().open)) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["sing"], ["generate", "--model", "tiny"], ["generate", "--max-tokens", "x"]])
+def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert (out, "usage: raypp" in err) == ("", True)
+
+
+def test_errors_of_the_engine_exit_2_and_close_it(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    llm.raises = ModelLoadError("no weights", got="x", expected="y", hint="z")
+    assert run(llm, "--prompt", "a") == 2
+    assert capsys.readouterr() == ("", "raypp: no weights\n  got: x\n  expected: y\n  hint: z\n")
+    assert llm.num_closed == 1
+
+
+def test_ctrl_c_exits_130_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    llm.raises = KeyboardInterrupt()
+    assert run(llm, "--prompt", "a") == 130
+    assert capsys.readouterr().out == ""
+    assert llm.num_closed == 1
+
+
+def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RAYPP_LOG_LEVL", "INFO")
+    assert run(FakeLLM(), "--prompt", "a") == 2
+    assert "RAYPP_LOG_LEVEL" in capsys.readouterr().err
+
+
+def describe(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "config": config.model_dump(mode="json"),
+        "plan": {
+            "stages": [{"layers": "0-9", "kv_bytes": 12345678}, {"layers": "9-12", "note": None}],
+            "num_blocks": 7,
+        },
+    }
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    doors = Doors(describe=describe)
+    assert main(["info", "--model", "tiny", "--num-stages", "2", "--json"], doors=doors) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["parallel"]["num_stages"] == 2
+    assert main(["info", "--model", "tiny"], doors=doors) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "    num_stages: 1" in lines
+    table = [line.split() for line in lines[lines.index("  stages") + 1 :]]
+    assert table[:3] == [["layers", "kv_bytes", "note"], ["0-9", "12,345,678", "-"], ["9-12", "-", "-"]]
+    assert "  num_blocks: 7" in lines
+
+
+def test_python_m_and_a_reader_that_goes_away() -> None:
+    version = subprocess.run([sys.executable, "-m", "raypp", "--version"], capture_output=True, text=True, timeout=60)
+    assert (version.returncode, version.stdout.split()[0]) == (0, "raypp")
+    script = (
+        "import sys, os, raypp.cli.main as m, raypp.cli.info as i\n"
+        "i.run = lambda args: print('x' * 1_000_000) or 0\n"
+        "sys.exit(m.main(['info', '--model', 'tiny']))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+    process.stderr.close()

@@ -1,0 +1,167 @@
+"""One configuration, from names, files and both; refusals that help."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from raypp.config.engine import EngineConfig
+from raypp.config.env import read_environment
+from raypp.config.names import SECTION_OF_SETTING, SECTIONS
+from raypp.config.toml import to_toml
+from raypp.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "engine.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_flat_settings_reach_their_sections() -> None:
+    config = EngineConfig.from_flat("tiny", num_stages=2, layer_partition=(3, 1), block_size=32, trace="t.json", seed=5)
+    assert config.model.model == "tiny"
+    assert config.model.seed == 5
+    assert config.parallel.layer_partition == [3, 1]
+    assert config.cache.block_size == 32
+    assert config.observability.trace == "t.json"
+
+
+def test_every_setting_has_one_section_and_a_docstring() -> None:
+    assert len(SECTION_OF_SETTING) == sum(len(cls.model_fields) for cls in SECTIONS.values())
+    for cls in SECTIONS.values():
+        for name, info in cls.model_fields.items():
+            assert info.description, name
+    assert list(EngineConfig.model_fields) == list(SECTIONS)
+
+
+def test_frozen(tmp_path: Path) -> None:
+    config = EngineConfig.from_flat(tmp_path)
+    assert config.model.model == str(tmp_path)
+    with pytest.raises(ValueError, match="frozen"):
+        config.parallel.num_stages = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_stage": 2}, ["num_stage;", "num_stages (section parallel)", "did you mean num_stages?"]),
+        ({"gpu_mem_utilization": 0.5}, ["gpu_memory_utilization (section cache)"]),
+        ({"zzzz": 1}, ["zzzz", "one of block_size, "]),
+        ({"num_stages": "2"}, ["parallel.num_stages", "got: '2'", "expected: integer", "Pipeline stages"]),
+        ({"num_stages": True}, ["parallel.num_stages"]),
+        ({"num_stages": 2.0}, ["parallel.num_stages"]),
+        ({"num_stages": None}, ["parallel.num_stages"]),
+        ({"num_stages": {1}}, ["{1} (set)"]),
+        ({"num_stages": 0, "block_size": 0}, ["cache.block_size", "so have parallel.num_stages"]),
+        ({"gpu_memory_utilization": float("nan")}, ["gpu_memory_utilization"]),
+        ({"dtype": "fp16"}, ["model.dtype", "'float32', 'bfloat16' or 'float16'"]),
+        ({"layer_partition": [1, "2"], "num_stages": 2}, ["parallel.layer_partition.1"]),
+        ({"layer_partition": [1], "num_stages": 2}, ["layer_partition", "[1] for 2 stages"]),
+        ({"layer_partition": [4, 0], "num_stages": 2}, ["layer_partition", "at least 1"]),
+        ({"layer_partition": []}, ["layer_partition"]),
+        ({"transport": "local", "num_stages": 2}, ["transport", "num_stages = 1"]),
+        (
+            {"max_num_seqs": 100, "max_num_batched_tokens": 49, "num_stages": 2},
+            ["max_num_batched_tokens", "at least 50"],
+        ),
+    ],
+)
+def test_refusals_say_what_would_be_right(settings: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("tiny", **settings)
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.expected is not None
+
+
+def test_rows_of_a_step_are_rounded_up() -> None:
+    EngineConfig.from_flat("tiny", max_num_seqs=101, max_num_batched_tokens=51, num_stages=2)
+    with pytest.raises(ConfigError):
+        EngineConfig.from_flat("tiny", max_num_seqs=101, max_num_batched_tokens=50, num_stages=2)
+
+
+def test_toml_and_what_wins_over_it(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\nmodel = "tiny"\n[parallel]\nnum_stages = 2\nlayer_partition = [1, 3]\n')
+    assert EngineConfig.from_toml(path).parallel.layer_partition == [1, 3]
+    config = EngineConfig.from_toml(path, model="other", layer_partition=[2, 2], block_size=8)
+    assert (config.model.model, config.parallel.num_stages) == ("other", 2)
+    assert (config.parallel.layer_partition, config.cache.block_size) == ([2, 2], 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[modell]\n", ["modell", "did you mean model?"]),
+        ("num_stages = 2\n", ["num_stages under [parallel]"]),
+        ("[cache]\nblock_sise = 2\n", ["block_sise", "block_size (section cache)"]),
+        ("[cache]\nnum_stages = 2\n", ["num_stages (section parallel)", "elsewhere"]),
+        ("cache = 5\n", ["a table [cache]"]),
+        ('model = "tiny"\n', ["model under [model]"]),
+        ("[parallel]\nnum_stages = 2\n", ["no model"]),
+        ("[parallel\n", ["not valid TOML", "engine.toml"]),
+        ('[model]\nmodel = "tiny"\nseed = 1979-05-27\n', ["1979"]),
+    ],
+)
+def test_refusals_of_files(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_toml(write(tmp_path, text))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing\.toml"):
+        EngineConfig.from_toml(tmp_path / "nothing.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        EngineConfig.from_toml(tmp_path / "binary.toml")
+
+
+def test_written_toml_reads_back(tmp_path: Path) -> None:
+    model = 'odd "name"\\\t\n\x7f\x01 Grüße 🎉'
+    config = EngineConfig.from_flat(model, num_stages=2, layer_partition=[1, 2], start_timeout_s=float("inf"))
+    assert EngineConfig.from_toml(write(tmp_path, config.to_toml())) == config
+    assert EngineConfig.model_validate_json(EngineConfig.from_flat("tiny").to_json()) == EngineConfig.from_flat("tiny")
+
+
+def test_toml_of_every_kind_of_value() -> None:
+    tables = {"a": {"text": "x", "yes": True, "one": 1, "half": 0.5, "big": 1e300, "list": [1, 2]}, "empty": {}}
+    assert tomllib.loads(to_toml(tables)) == {"a": tables["a"]}
+
+
+def test_with_settings_changes_these_alone() -> None:
+    config = EngineConfig.from_flat("tiny", num_stages=2)
+    changed = config.with_settings(block_size=8)
+    assert (changed.cache.block_size, changed.parallel.num_stages, config.cache.block_size) == (8, 2, 16)
+    with pytest.raises(ConfigError, match="block_size"):
+        config.with_settings(block_sise=8)
+
+
+def test_environment() -> None:
+    assert read_environment({"HOME": "/", "RAYPP_LOG_LEVEL": "debug"}).log_level == "DEBUG"
+    assert read_environment({}).log_level == "WARNING"
+    with pytest.raises(ConfigError, match="RAYPP_LOG_LEVEL"):
+        read_environment({"RAYPP_LOG_LEVEL": "loud"})
+    with pytest.raises(ConfigError, match="did you mean RAYPP_LOG_LEVEL"):
+        read_environment({"RAYPP_LOGLEVEL": "INFO"})
+
+
+def test_nobody_else_reads_raypps_environment_variables() -> None:
+    for path in (REPOSITORY / "raypp").rglob("*.py"):
+        if path.name != "env.py":
+            strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+            assert not [s for s in strings if isinstance(s, str) and s.startswith("RAYPP_")], path
+
+
+def test_the_page_of_settings_is_current() -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "make_config_docs.py"), "--check"]
+    done = subprocess.run(command, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stdout
