@@ -17,7 +17,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 # Deadlines per example would measure the machine. On CI the examples are the same every time: a change is to blame.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -68,8 +68,12 @@ def test_links_in_documents_lead_somewhere() -> None:
 
 def test_the_package_map_is_complete() -> None:
     """Every package and top-level module of raypp has its line in docs/architecture.md, and no other has."""
-    mapped = set(re.findall(r"^\| `raypp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE))
-    modules = [path.relative_to(ROOT / "raypp").parts for path in package_modules() if name_of(path).startswith("raypp/")]
+    mapped = set(
+        re.findall(r"^\| `raypp/(\w+)(?:/|\.py)` \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
+    )
+    modules = [
+        path.relative_to(ROOT / "raypp").parts for path in package_modules() if name_of(path).startswith("raypp/")
+    ]
     there = {parts[0].removesuffix(".py") for parts in modules} - {"__init__", "__main__"}
     assert mapped == there
 

@@ -32,7 +32,9 @@ def test_breaches_are_found(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignored = shutil.ignore_patterns("assets", "__pycache__")
     package = Path(shutil.copytree(ROOT / "raypp", tmp_path / "raypp", ignore=ignored))
-    (package / "scheduler" / "breach.py").write_text('"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n')
+    (package / "scheduler" / "breach.py").write_text(
+        '"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n'
+    )
     (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
     (package / "homeless.py").write_text('"""Is in no layer."""\n')
     result = lint_imports(tmp_path)
