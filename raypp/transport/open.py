@@ -14,18 +14,19 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
 from raypp.errors import ConfigError
-from raypp.transport.gloo import GlooConnection, GlooDevice, GlooReceiver, GlooSender
+from raypp.transport.gloo import GlooConnection, GlooDevice
 from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.local import open_local_edge
 from raypp.transport.rendezvous import Meeting, Rendezvous
+from raypp.transport.ring import Connection, RingReceiver, RingSender
 from raypp.transport.schema import Schema, check_schemas
 
-LinkKind = Literal["local", "gloo"]
+LinkKind = Literal["local", "gloo", "ray_collective"]
 
 NUM_FORWARD_SLOTS = 3
 """A step is read while the next arrives, and one more evens out what stages of unequal speed do."""
@@ -92,7 +93,7 @@ def open_stage_links(
     On the first stage it returns only when all stages are done, so that the rendezvous may be closed then.
 
     Args:
-        kind: `local` takes one stage; `gloo` any number.
+        kind: `local` takes one stage, the others any number; `ray_collective` only inside Ray actors.
         stage_index: Of the calling stage, 0-based.
         num_stages: Of the pipeline. A single stage needs no rendezvous: its feedback is local.
         forward: What stages send to the next.
@@ -109,18 +110,22 @@ def open_stage_links(
     if num_stages == 1:
         sender, receiver = open_local_edge(_num_feedback_slots(1), feedback.slot_bytes)
         return StageLinks(None, None, receiver, sender)
-    if kind != "gloo" or rendezvous is None:
+    if kind == "local" or rendezvous is None:
         raise ConfigError(
             "these links cannot join the stages",
             got=f"{kind} links, {num_stages} stages, rendezvous {rendezvous}",
-            expected="gloo links and a rendezvous for more than one stage",
+            expected="gloo or ray_collective links, and a rendezvous, for more than one stage",
         )
 
     meeting = Meeting(rendezvous, open_timeout_s)
     specs = {name: feedback if name == "feedback" else forward for name, _, _ in _edges(num_stages)}
     _agree(meeting, stage_index, num_stages, specs)
     with ExitStack() as opened:
-        links = _open_gloo(meeting, stage_index, num_stages, specs, own_host, deadline_s, opened)
+        if kind == "gloo":
+            connect = _connect_over_gloo(meeting, own_host, deadline_s)
+        else:
+            connect = _connect_over_ray(meeting, stage_index, num_stages, rendezvous, deadline_s)
+        links = _open_edges(connect, stage_index, num_stages, specs, opened)
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0:
             meeting.await_all((f"opened/{index}", index) for index in range(num_stages))
@@ -170,22 +175,15 @@ def _agree(meeting: Meeting, stage_index: int, num_stages: int, specs: dict[str,
         )
 
 
-_End = TypeVar("_End", GlooSender, GlooReceiver)
+Connect = Callable[[str, int, int], Connection[Any]]
+"""Connects one end of an edge: its name, this end's rank (0 sends, 1 receives), the stage at the other end."""
 
 
-def _open_gloo(
-    meeting: Meeting,
-    stage_index: int,
-    num_stages: int,
-    specs: dict[str, MessageSpec],
-    own_host: str,
-    deadline_s: float,
-    opened: ExitStack,
-) -> StageLinks:
+def _connect_over_gloo(meeting: Meeting, own_host: str, deadline_s: float) -> Connect:
     device = GlooDevice(own_host)
 
-    def end_of(name: str, end: Callable[[GlooConnection, int, int], _End], rank: int, peer_index: int) -> _End:
-        connection = GlooConnection(
+    def connect(name: str, rank: int, peer_index: int) -> GlooConnection:
+        return GlooConnection(
             device,
             PrefixStore(name, meeting.store),
             rank,
@@ -193,17 +191,40 @@ def _open_gloo(
             open_timeout_s=meeting.remaining_s,
             deadline_s=deadline_s,
         )
-        num_slots = _num_feedback_slots(num_stages) if name == "feedback" else NUM_FORWARD_SLOTS
-        opened.callback(connection.close)
-        return end(connection, num_slots, specs[name].slot_bytes)
 
-    senders: dict[str, GlooSender] = {}
-    receivers: dict[str, GlooReceiver] = {}
+    return connect
+
+
+def _connect_over_ray(
+    meeting: Meeting, stage_index: int, num_stages: int, rendezvous: Rendezvous, deadline_s: float
+) -> Connect:
+    from raypp.transport.ray_collective import CollectiveConnection, CollectiveGroup  # importing Ray takes a second
+
+    name = f"raypp-{rendezvous.host}-{rendezvous.port}"
+    group = CollectiveGroup(name, stage_index, num_stages, meeting.remaining_s)
+
+    def connect(name: str, rank: int, peer_index: int) -> CollectiveConnection:
+        return group.connect(peer_index, deadline_s)
+
+    return connect
+
+
+def _open_edges(
+    connect: Connect, stage_index: int, num_stages: int, specs: dict[str, MessageSpec], opened: ExitStack
+) -> StageLinks:
+    senders: dict[str, RingSender[Any]] = {}
+    receivers: dict[str, RingReceiver[Any]] = {}
     for name, sender, receiver in _edges(num_stages):
-        if sender == stage_index:
-            senders[name] = end_of(name, GlooSender, 0, receiver)
-        if receiver == stage_index:
-            receivers[name] = end_of(name, GlooReceiver, 1, sender)
+        num_slots = _num_feedback_slots(num_stages) if name == "feedback" else NUM_FORWARD_SLOTS
+        if stage_index == sender:
+            connection = connect(name, 0, receiver)
+            senders[name] = RingSender(connection, num_slots, specs[name].slot_bytes)
+        elif stage_index == receiver:
+            connection = connect(name, 1, sender)
+            receivers[name] = RingReceiver(connection, num_slots, specs[name].slot_bytes)
+        else:
+            continue
+        opened.callback(connection.close)
     return StageLinks(
         previous=receivers.get(f"forward {stage_index - 1}"),
         next=senders.get(f"forward {stage_index}"),

@@ -19,9 +19,10 @@ import torch
 from torch.distributed import PrefixStore
 
 from raypp.errors import RayppError
-from raypp.transport.gloo import GlooConnection, GlooDevice, GlooReceiver, GlooSender
+from raypp.transport.gloo import GlooConnection, GlooDevice
 from raypp.transport.local import open_local_edge
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
+from raypp.transport.ring import RingReceiver, RingSender
 
 End = Any  # LinkSender or LinkReceiver
 Role = Literal["sender", "receiver"]
@@ -54,7 +55,7 @@ def open_gloo_end(
         open_timeout_s=DEADLINE_S,
         deadline_s=deadline_s,
     )
-    return (GlooSender if role == "sender" else GlooReceiver)(connection, num_slots, slot_bytes)
+    return (RingSender if role == "sender" else RingReceiver)(connection, num_slots, slot_bytes)
 
 
 def serve_far_end(pipe: Connection, rendezvous: Rendezvous) -> None:

@@ -1,0 +1,149 @@
+"""The two ends of an edge whose receiver has slots of its own, over any connection that can move a slot's bytes.
+
+A connection sends a message once the receiver has posted its buffer; until then it stays in the sender's slot.
+
+    sender:   slot free -> acquired -> in flight (a transfer) -> free
+    receiver: slot free -> posted (a transfer) -> received -> released, and posted again if that was asked for already
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from raypp.errors import RayppError
+from raypp.messages import NO_STEP
+
+MAX_SLOTS = 1 << 16
+_FLUSH_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+TransferT = TypeVar("TransferT")
+
+
+class Connection(Protocol[TransferT]):
+    """What moves the bytes of one edge, and says what its errors mean. A transfer is a message on its way."""
+
+    def send(self, tensor: torch.Tensor, tag: int) -> TransferT:
+        """Begin to send; the transfer must be kept until it was waited for. `tag` is the slot."""
+
+    def recv(self, tensor: torch.Tensor, tag: int) -> TransferT:
+        """Begin to receive; the message may be shorter than the tensor. Otherwise as `send`."""
+
+    def wait(self, transfer: TransferT, what: str, deadline_s: float | None = None) -> None:
+        """Wait for a transfer to end, without the GIL; `what` was being done with the peer, for the error.
+
+        Raises:
+            DeadlineError: it took longer than `deadline_s`, or than the connection's own deadline.
+            StageDiedError: the peer is gone.
+            EngineDeadError: `abort` was called.
+        """
+
+    def abort(self) -> None:
+        """End all waits of this edge, here and at the peer. From any thread."""
+
+    def close(self) -> None:
+        """Release everything."""
+
+
+class RingSender(Generic[TransferT]):
+    """The sending end; see `LinkSender`."""
+
+    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
+        self._connection = connection
+        self._slots = _make_slots(num_slots, slot_bytes)
+        self._in_flight: list[TransferT | None] = [None] * num_slots
+        self._acquired = NO_STEP
+
+    def acquire(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once its previous message is out."""
+        slot = step_id % len(self._slots)
+        if (transfer := self._in_flight[slot]) is not None:
+            self._connection.wait(transfer, f"sending step {step_id - len(self._slots)} to")
+            self._in_flight[slot] = None
+        self._acquired = step_id
+        return self._slots[slot]
+
+    def send(self, step_id: int, num_bytes: int) -> None:
+        """Begin to send the first `num_bytes` of the step's slot."""
+        assert step_id == self._acquired, f"step {step_id} is sent, but {self._acquired} was acquired"
+        slot = step_id % len(self._slots)
+        self._in_flight[slot] = self._connection.send(self._slots[slot][:num_bytes], slot)
+        self._acquired = NO_STEP
+
+    def abort(self) -> None:
+        """End waits in progress, here and at the peer. From any thread."""
+        self._connection.abort()
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out, or cannot get out."""
+        try:
+            for transfer in self._in_flight:
+                if transfer is not None:
+                    self._connection.wait(transfer, "sending the last steps to", _FLUSH_TIMEOUT_S)
+        except RayppError as error:
+            logger.warning("closing a link with messages that were not received: %s", error)
+        self._in_flight.clear()
+        self._connection.close()
+
+
+class RingReceiver(Generic[TransferT]):
+    """The receiving end; see `LinkReceiver`."""
+
+    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
+        self._connection = connection
+        self._slots = _make_slots(num_slots, slot_bytes)
+        self._posted: list[TransferT | None] = [None] * num_slots
+        self._steps = [NO_STEP] * num_slots  # whose message is in the slot, or will be
+        self._queued: list[deque[int]] = [deque() for _ in range(num_slots)]  # steps that wait for the slot
+
+    def post_recv(self, step_id: int, num_bytes: int) -> None:
+        """Receive the step's message as soon as its slot is free: now, or when the slot is released."""
+        slot = step_id % len(self._slots)
+        assert num_bytes <= len(self._slots[slot]), f"step {step_id}: {num_bytes} bytes exceed the slot"
+        if self._steps[slot] == NO_STEP:
+            self._post(step_id, slot)
+        else:
+            self._queued[slot].append(step_id)
+
+    def wait(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once its message is there."""
+        slot = step_id % len(self._slots)
+        assert self._steps[slot] == step_id, f"step {step_id} is waited for; its slot has {self._steps[slot]}"
+        if (transfer := self._posted[slot]) is not None:
+            self._connection.wait(transfer, f"receiving step {step_id} from")
+            self._posted[slot] = None
+        return self._slots[slot]
+
+    def release(self, step_id: int) -> None:
+        """Give the slot to the next step that was posted for it."""
+        slot = step_id % len(self._slots)
+        assert self._steps[slot] == step_id, f"step {step_id} is released; its slot has {self._steps[slot]}"
+        assert self._posted[slot] is None, f"step {step_id} is released before it was waited for"
+        self._steps[slot] = NO_STEP
+        if self._queued[slot]:
+            self._post(self._queued[slot].popleft(), slot)
+
+    def abort(self) -> None:
+        """End waits in progress, here and at the peer. From any thread."""
+        self._connection.abort()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._posted.clear()
+        self._connection.close()
+
+    def _post(self, step_id: int, slot: int) -> None:
+        # The whole slot is offered, not num_bytes of it: gloo ends the process when a message is larger than its
+        # buffer, and the ends agreed on the slots' size when they met.
+        self._posted[slot] = self._connection.recv(self._slots[slot], slot)
+        self._steps[slot] = step_id
+
+
+def _make_slots(num_slots: int, slot_bytes: int) -> tuple[torch.Tensor, ...]:
+    assert 2 <= num_slots <= MAX_SLOTS, "one slot cannot be written while it is read"
+    return torch.zeros(num_slots, slot_bytes, dtype=torch.uint8).unbind()
