@@ -1,8 +1,7 @@
 """An edge over `ray.util.collective` with its gloo backend: for those who want Ray's own collectives underneath.
 
 Slower than `gloo`: Ray's calls block, so every edge has a thread. Its `send` and `recv` ignore the group that they are
-given and use torch's default one, which holds all stages. Hence one group for all stages, and an abort ends all edges of the
-stage that aborts.
+given and use torch's default one. Hence that one group holds all stages, and an abort ends all edges of its stage.
 
 Works only inside Ray actors, and only where torch.distributed has not been initialized.
 """
