@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,11 @@ class Tokenizer:
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
                 hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
             ) from error
+        # Streaming decodes two tokens at a time; transformers' own checks would cost several times the decoding.
+        backend = getattr(self._hf, "backend_tokenizer", None)
+        self._decode: Callable[..., Any] = (
+            backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
+        )
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return each text's token ids.
@@ -80,7 +85,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out, spaces as they are."""
-        text: str = self._hf.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._decode(token_ids, skip_special_tokens=True)
         return text
 
     @cached_property

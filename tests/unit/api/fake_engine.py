@@ -14,6 +14,7 @@ from raypp.client_messages import (
     AbortRequests,
     AddRequest,
     AddRequests,
+    CloseClient,
     DriverMessage,
     EngineDead,
     Rejected,
@@ -163,7 +164,7 @@ class FakeEngine:
             case StatsCall(call_id):
                 if self.answers_stats:
                     self._send(client, StatsReply(call_id, {"num_running": len(self._running)}))
-            case _:
+            case CloseClient():
                 self.num_clients_left += 1
                 self._running = [r for r in self._running if r.client != client]
 

@@ -12,6 +12,7 @@ from raypp.client_messages import (
     AddRequests,
     CloseClient,
     EngineDead,
+    OpenClient,
     Rejected,
     StatsCall,
     StatsReply,
@@ -31,7 +32,8 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize(
-    "message", [AddRequests(REQUESTS), AddRequests([]), AbortRequests(["a", "b"]), StatsCall(3), CloseClient()]
+    "message",
+    [OpenClient(), AddRequests(REQUESTS), AddRequests([]), AbortRequests(["a", "b"]), StatsCall(3), CloseClient()],
 )
 def test_client_messages_round_trip(message: object) -> None:
     assert decode_client_message(encode_client_message(message)) == message  # type: ignore[arg-type]
