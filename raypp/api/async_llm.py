@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -70,7 +70,7 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
         Args:
@@ -92,7 +92,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise as `generate`.
 
         Args:
@@ -153,5 +153,5 @@ class AsyncLLM:
             )
         return self._frontend
 
-    def _stream(self, prepared: list[PreparedRequest]) -> AsyncIterator[RequestOutput]:
+    def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._frontend_here().stream(prepared[0])

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any
 
 from raypp.api.client import EngineClient
@@ -51,7 +51,7 @@ class Frontend:
         self._client = EngineClient(engine.handle.client_address, self._on_message)
         engine.handle.watch(self._on_death_elsewhere)
 
-    async def stream(self, prepared: PreparedRequest) -> AsyncIterator[RequestOutput]:
+    async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs so far, whenever there are new ones. Leaving early aborts it.
 
         Raises:
