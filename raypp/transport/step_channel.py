@@ -295,9 +295,13 @@ def _address_of(socket: zmq.Socket[bytes]) -> str:
 
 def _offer(socket: zmq.Socket[bytes], frame: bytes) -> bool:
     """Send if there is room; return whether there was."""
-    with suppress(zmq.Again):
-        socket.send(frame, zmq.DONTWAIT)
-        return True
+    for _ in range(2):
+        with suppress(zmq.Again):
+            socket.send(frame, zmq.DONTWAIT)
+            return True
+        # zmq looks only now and then at what the reader took, and would call an empty queue full; a poll makes it look.
+        if not socket.poll(0, zmq.POLLOUT):
+            break
     return False
 
 

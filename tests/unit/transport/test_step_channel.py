@@ -206,3 +206,20 @@ def test_an_address_that_cannot_be_bound_is_named(folder: Path) -> None:
     with pytest.raises(ResourceError, match="cannot be bound") as caught:
         DriverChannel([f"ipc://{folder}/a", too_long], f"ipc://{folder}/b")
     assert too_long in str(caught.value)
+
+
+def test_a_queue_that_was_emptied_has_room_at_once(folder: Path) -> None:
+    # zmq learns late that a message was taken, and may call an empty queue full.
+    driver = DriverChannel([f"ipc://{folder}/plans"], f"ipc://{folder}/results")
+    stage = StageChannel(0, driver.stage_addresses[0], driver.result_address, num_stages=1)
+    for length in range(1, 100):
+        for _ in range(length):
+            driver.send_plan(b"plan")
+            assert isinstance(stage.receive(DEADLINE_S), memoryview)
+        driver.send_stop()
+        assert stage.receive(DEADLINE_S) == Stop()
+    for step_id in range(2000):
+        stage.send_heartbeat(step_id)
+        assert [m.step_id for m in driver.receive(DEADLINE_S) if isinstance(m, Heartbeat)] == [step_id]
+    stage.close()
+    driver.close()
