@@ -35,9 +35,7 @@ def batch_workload(vocab_size: int, rng: random.Random) -> Workload:
 
 def requests_workload(vocab_size: int, rng: random.Random) -> Workload:
     """Return 64 requests of mixed lengths."""
-    return [
-        ([rng.randrange(vocab_size) for _ in range(rng.randint(16, 64))], rng.randint(16, 256)) for _ in range(64)
-    ]
+    return [([rng.randrange(vocab_size) for _ in range(rng.randint(16, 64))], rng.randint(16, 256)) for _ in range(64)]
 
 
 class Transformers:
@@ -132,7 +130,11 @@ def main() -> None:
                 times = alternate(sides, args.runs)
                 num_tokens = sum(count for _, count in workload)
                 result: dict[str, Any] = {
-                    side: {"median_s": statistics.median(t), "tok_per_s": num_tokens / statistics.median(t), "runs_s": t}
+                    side: {
+                        "median_s": statistics.median(t),
+                        "tok_per_s": num_tokens / statistics.median(t),
+                        "runs_s": t,
+                    }
                     for side, t in times.items()
                 }
                 if other is not None:

@@ -2,9 +2,9 @@
 
     python benchmarks/step_overhead.py --num-stages 2
 
-Per token: the time between two results at the driver, less the forwards of all stages in the same step. What is left is
-planning, messages, links, sampling and the input batch. Read from a trace of one request; the median over the last steps
-is printed.
+Per token: the time between two results at the driver, less the forwards of all stages in the same step. What is
+left is planning, messages, links, sampling and the input batch. Read from a trace of one request; the median over the
+last steps is printed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 from report import print_report
@@ -39,7 +40,7 @@ def main() -> None:
     samples = {e.step_id: e for e in lanes[-1].events if e.name == "sample"}
     steps = sorted(samples)[-args.steps :]
     per_token_ms, overhead_ms, forward_ms = [], [], []
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in pairwise(steps):
         token = (samples[step].end_ns - samples[before].end_ns) / 1e6
         forward = sum((lane[step].end_ns - lane[step].start_ns) / 1e6 for lane in forwards)
         per_token_ms.append(token)

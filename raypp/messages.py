@@ -10,6 +10,7 @@ R rows in the step, S rows that start, B new block-table entries, K drafts per d
 from __future__ import annotations
 
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
@@ -96,7 +97,8 @@ _ARRAY_HEADER = struct.Struct("<iiii")  # dtype code, dimensions, the two extent
 
 
 @cache
-def _layout(cls: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...], struct.Struct]:
+def _layout(cls: Hashable) -> tuple[tuple[str, ...], tuple[str, ...], struct.Struct]:
+    assert isinstance(cls, type)
     hints = get_type_hints(cls)
     names = tuple(f.name for f in fields(cls))
     scalars = tuple(n for n in names if hints[n] is int)

@@ -57,7 +57,7 @@ def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) ->
     for bundle in bundles:
         for name, amount in bundle.items():
             wanted[name] = wanted.get(name, 0.0) + amount
-    total = ray.cluster_resources()
+    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     lacking = {name: amount for name, amount in wanted.items() if amount > total.get(name, 0.0)}
     if lacking:
         raise ResourceError(
@@ -66,12 +66,13 @@ def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) ->
             expected=lacking,
             hint="add nodes, or ask for less (num_stages, stage_num_cpus)",
         )
-    group = placement_group(bundles, strategy=strategy)
+    group: PlacementGroup = placement_group(bundles, strategy=strategy)
     if not group.wait(timeout_s):
         remove_placement_group(group)
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         raise ResourceError(
             f"the Ray cluster did not free the engine's resources within {timeout_s:g} s",
-            got=f"free: {ray.available_resources()}",
+            got=f"free: {free}",
             expected=wanted,
             hint="wait for other work to end, or ask for less",
         )

@@ -94,7 +94,7 @@ class DriverServer:
         poller.register(self._wakeup_out, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(HEARTBEAT_S * 1e3)
+                poller.poll(round(HEARTBEAT_S * 1e3))
                 self._receive_from_clients()
                 self._send_outputs(self._engine.step())
                 self._check_health()

@@ -1,4 +1,4 @@
-"""What "exact" means: equal tokens, but for near-ties of the reference, which are counted and may hardly ever happen."""
+"""What "exact" means: equal tokens, but for near-ties of the reference, which are counted and must be rare."""
 
 from __future__ import annotations
 

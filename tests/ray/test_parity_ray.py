@@ -26,7 +26,12 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
         rng = random.Random(seed)
         options = {"block_size": 8, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 4, "max_num_seqs": 8}
         with LLM(
-            str(path), num_stages=wanted_stages, max_model_len=160, skip_tokenizer_init=True, num_kv_blocks=80, **options
+            str(path),
+            num_stages=wanted_stages,
+            max_model_len=160,
+            skip_tokenizer_init=True,
+            num_kv_blocks=80,
+            **options,
         ) as llm:
             vocab_size = llm.model_info["vocab_size"]
             prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(6)]
