@@ -1,0 +1,78 @@
+"""The KV blocks: who may have one, and which cached block is given up first."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from raypp.messages import NULL_BLOCK
+from raypp.scheduler.prefix_cache import PrefixCache
+
+
+class BlockPool:
+    """Reference counts of all blocks but the null block, which nobody owns.
+
+    A block without users is free. If its content is cached it is kept apart, to be overwritten only when no other block
+    is free, the least recently used one first.
+    """
+
+    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+        self._num_users = [0] * num_blocks
+        self._cache = cache
+        self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, cached ones included."""
+        return len(self._blank) + len(self._evictable)
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """Return how many of these blocks have no user."""
+        return sum(not self._num_users[block] for block in blocks)
+
+    def allocate(self, count: int) -> list[int]:
+        """Hand out blocks for their user to write; there must be as many free."""
+        assert count <= self.num_free
+        blocks = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._cache.forget(block)
+            self._num_users[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Count one more user of cached blocks, whose content stays as it is."""
+        for block in blocks:
+            if not self._num_users[block]:
+                del self._evictable[block]
+            self._num_users[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Count one user less of the blocks of one request, given in the order of its tokens."""
+        # The end of a prefix first: it is of no use without its beginning, so it has to be the first to be evicted.
+        for block in reversed(blocks):
+            self._num_users[block] -= 1
+            if self._num_users[block]:
+                continue
+            if block in self._cache:
+                self._evictable[block] = None
+            else:
+                self._blank.append(block)
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Assert that every block is free or in the block tables as often as counted, and never doubly writable."""
+        users = Counter(block for table in block_tables for block in table)
+        assert NULL_BLOCK not in users, "the null block is owned"
+        assert all(users[block] == count for block, count in enumerate(self._num_users)), "a user count is wrong"
+        unused = {block for block, count in enumerate(self._num_users) if not count and block != NULL_BLOCK}
+        assert len(self._blank) == len(set(self._blank)), "a block is free twice"
+        assert unused == set(self._blank) ^ set(self._evictable), "a block leaked, or is both free and cached"
+        assert all(block in self._cache for block in self._evictable)
+        assert not any(block in self._cache for block in self._blank)
+        assert all(block in self._cache for block, count in users.items() if count > 1), "two writers of one block"
+        self._cache.check_integrity()

@@ -1,0 +1,103 @@
+"""The block tables of running requests: filled at admission, grown as they decode, shared through the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from raypp.scheduler.block_pool import BlockPool
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes
+from raypp.scheduler.request_state import RequestState
+
+
+class KvBlocks:
+    """Gives blocks to requests and takes them back.
+
+    Blocks given up may be given away at once, even while steps that use them are in flight: every stage executes the
+    plans in one order, and whoever writes the blocks next comes later in it.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._cache = PrefixCache()
+        self._pool = BlockPool(limits.num_blocks, self._cache)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses."""
+        return self._pool.num_free
+
+    def may_admit(self, state: RequestState, num_reserved: int) -> bool:
+        """Return False when what the last attempt lacked is still lacking; spares looking the prefix up again."""
+        return self.num_free >= state.num_wanted_blocks + num_reserved
+
+    def find_prefix(self, state: RequestState) -> list[int]:
+        """Return the cached blocks that the request can start from. At least one token is left to compute."""
+        if not self._limits.enable_prefix_caching:
+            return []
+        num_blocks = (state.num_tokens - 1) // self._limits.block_size
+        self._extend_hashes(state, num_blocks)
+        return self._cache.longest_prefix(state.block_hashes[:num_blocks])
+
+    def try_admit(self, state: RequestState, prefix: list[int], num_reserved: int) -> bool:
+        """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.
+
+        The whole prompt at once: a prefill that was begun never has to stop halfway for want of blocks.
+        """
+        num_new = self._limits.num_blocks_for(state.num_tokens) - len(prefix)
+        num_wanted = num_new + self._pool.num_free_among(prefix)
+        if self.num_free < num_wanted + num_reserved:
+            state.num_wanted_blocks = num_wanted
+            return False
+        self._pool.share(prefix)
+        state.blocks = prefix + self._pool.allocate(num_new)
+        state.num_sent_blocks = state.num_wanted_blocks = 0
+        state.num_offered_blocks = len(prefix)
+        return True
+
+    def try_grow(self, state: RequestState, num_tokens: int) -> bool:
+        """Make the request's blocks hold that many tokens; return False, and change nothing, when too few are free."""
+        num_new = self._limits.num_blocks_for(num_tokens) - len(state.blocks)
+        if num_new > self.num_free:
+            return False
+        state.blocks += self._pool.allocate(num_new)
+        return True
+
+    def release(self, state: RequestState) -> None:
+        """Take all blocks of the request back."""
+        self._pool.release(state.blocks)
+        state.blocks = []
+        state.num_sent_blocks = state.num_offered_blocks = 0
+
+    def offer(self, state: RequestState, num_computed_tokens: int) -> None:
+        """Put the request's full blocks into the prefix cache.
+
+        Args:
+            state: A running request.
+            num_computed_tokens: Leading known tokens whose KV dispatched steps have written.
+        """
+        num_blocks = num_computed_tokens // self._limits.block_size
+        if num_blocks <= state.num_offered_blocks or not self._limits.enable_prefix_caching:
+            return
+        self._extend_hashes(state, num_blocks)
+        for index in range(state.num_offered_blocks, num_blocks):
+            self._cache.insert(state.block_hashes[index], state.blocks[index])
+        state.num_offered_blocks = num_blocks
+
+    def check_integrity(self, running: Collection[RequestState]) -> None:
+        """Assert that blocks are counted right, and that nobody writes a block that others may read."""
+        self._pool.check_integrity(state.blocks for state in running)
+        for state in running:
+            first_written = max(state.num_prefilled_tokens, 0 if state.is_prefilling else state.num_tokens - 1)
+            assert state.num_offered_blocks * self._limits.block_size <= first_written
+            assert not any(block in self._cache for block in state.blocks[first_written // self._limits.block_size :])
+            num_held = min(state.num_tokens + state.max_in_flight_tokens - 1, state.limit)
+            assert len(state.blocks) >= self._limits.num_blocks_for(num_held), "a step in flight writes past its blocks"
+            assert len(state.blocks) <= self._limits.num_blocks_for(state.limit)
+
+    def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
+        hashes, block_size = state.block_hashes, self._limits.block_size
+        if len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else b""
+            token_ids = state.token_ids(len(hashes) * block_size, num_blocks * block_size)
+            hashes += chain_hashes(parent, token_ids, block_size)

@@ -1,0 +1,54 @@
+"""What the scheduler must keep to: the sizes of the pipeline, of its steps and of its KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_STEPS_PER_COHORT = 2
+"""Steps of one cohort that may be in flight: one that runs, and one behind it so that no stage waits for the driver."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """The fixed sizes that every plan respects."""
+
+    num_stages: int
+    max_num_seqs: int
+    """Rows: running requests over all cohorts."""
+    max_num_batched_tokens: int
+    """Tokens of one step."""
+    max_model_len: int
+    """Tokens of one request, prompt and output together."""
+    block_size: int
+    """Tokens per KV block."""
+    num_blocks: int
+    """KV blocks of every stage, the null block included; that one is never handed out."""
+    enable_prefix_caching: bool
+    min_prefill_chunk_tokens: int = 512
+    """A prompt is not cut into smaller chunks than this, unless the step is full."""
+    max_drafts: int = 0
+    """The most drafts that a decode row may verify in one step."""
+
+    def __post_init__(self) -> None:
+        assert self.num_stages >= 1
+        assert self.max_num_seqs >= 1
+        assert self.max_num_batched_tokens >= self.max_step_rows, "a full step has no token for some of its rows"
+        assert self.max_model_len >= 2
+        assert self.block_size >= 1
+        assert self.num_blocks >= 2
+        assert self.min_prefill_chunk_tokens >= 1
+        assert self.max_drafts >= 0
+
+    @property
+    def max_step_rows(self) -> int:
+        """The most rows of one step, and of one cohort."""
+        return -(-self.max_num_seqs // self.num_stages)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """The blocks that requests may own."""
+        return self.num_blocks - 1
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold that many tokens."""
+        return -(-num_tokens // self.block_size)

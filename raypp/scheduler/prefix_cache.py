@@ -1,0 +1,68 @@
+"""Which full KV blocks hold which tokens, so that a later request with the same beginning need not compute them.
+
+A block's key is a hash of its tokens and of the key before it: H(parent, token ids). Equal keys mean equal tokens from
+the beginning of the request on; a cryptographic hash makes "mean" safe.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+_DIGEST_BYTES = 16
+
+
+def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the keys of the full blocks that `token_ids` fill; tokens of an unfinished block are left out.
+
+    Args:
+        parent: The key of the block before them; empty at the beginning of a request.
+        token_ids: int32 values.
+        block_size: Tokens per block.
+    """
+    data = array("i", token_ids).tobytes()
+    block_bytes = len(data) // len(token_ids) * block_size if token_ids else 1
+    hashes = []
+    for end in range(block_bytes, len(data) + 1, block_bytes):
+        parent = blake2b(parent + data[end - block_bytes : end], digest_size=_DIGEST_BYTES).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Keys of cached blocks, both ways. Knows nothing of who uses a block."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._key_of
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def longest_prefix(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the blocks of the leading keys that are all cached."""
+        blocks = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def insert(self, key: bytes, block: int) -> None:
+        """Remember what the block holds. The first block with a key stays; a second copy of it is not cached."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget(self, block: int) -> None:
+        """Forget a cached block: it is about to be overwritten."""
+        del self._block_of[self._key_of.pop(block)]
+
+    def check_integrity(self) -> None:
+        """Assert that both directions agree."""
+        assert self._key_of == {block: key for key, block in self._block_of.items()}

@@ -1,0 +1,56 @@
+"""A request together with what only the scheduler knows about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from raypp.messages import NO_STEP
+from raypp.scheduler.request import Request
+
+NO_ROW = -1
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One unfinished request: waiting, or running in a row.
+
+    A row's true length is known to the stages alone while steps that contain it are in flight. What is known here:
+
+        num_tokens + num_in_flight_yields <= true length <= num_tokens + max_in_flight_tokens
+
+    because a step that yields for the row brings at least one token and at most 1 + K.
+    """
+
+    request: Request
+    arrival: int  # consecutive; smaller is older
+    limit: int  # min(prompt + max_tokens, max_model_len): the tokens it may ever have
+    end_token_ids: frozenset[int]  # EOS and stop tokens alike; a quick test before the exact one
+    num_tokens: int  # known: the prompt and the output that was collected
+
+    row: int = NO_ROW  # NO_ROW while it waits
+    num_prefill_tokens: int = 0  # known tokens when the row was taken: what its prefill computes
+    num_prefilled_tokens: int = 0  # of these, found in the prefix cache or dispatched
+
+    blocks: list[int] = field(default_factory=list)  # its block table
+    num_sent_blocks: int = 0  # leading entries that the stages were told of
+    block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as they were needed
+    num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
+    num_wanted_blocks: int = 0  # free blocks that the last attempt to admit it found wanting; 0 when there was none
+
+    num_in_flight_yields: int = 0  # steps in flight that bring it tokens
+    max_in_flight_tokens: int = 0  # the most tokens that these may bring
+    last_step: int = NO_STEP  # the last dispatched step that contains it
+    last_yield_step: int = NO_STEP  # ... and brings it tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether chunks of its prefill remain to be dispatched."""
+        return self.num_prefilled_tokens < self.num_prefill_tokens
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Return its known tokens at positions `start` to `end`, the latter excluded."""
+        prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
+        num_prompt = len(prompt)
+        if end <= num_prompt:
+            return prompt[start:end]
+        return prompt[start:] + output[max(start - num_prompt, 0) : end - num_prompt]

@@ -1,0 +1,54 @@
+"""The scheduler's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """What only ever grows, since the engine's start."""
+
+    num_steps: int = 0
+    """Steps dispatched."""
+    num_prefills: int = 0
+    """Times that a request got a row; a preempted one gets one again."""
+    num_prefill_chunks: int = 0
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    """Of the requests that got a row; each request counts once."""
+    num_generated_tokens: int = 0
+    """That were collected and kept."""
+    num_prefix_query_tokens: int = 0
+    """Tokens that the prefix cache was asked for, over all prefills."""
+    num_prefix_hit_tokens: int = 0
+    """Of these, tokens that it had."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """The state of the scheduler at one moment, and its counters since the start (see `Counters`)."""
+
+    num_running: int
+    """Requests that have a row."""
+    num_waiting: int
+    num_in_flight: int
+    """Steps dispatched and not collected."""
+    num_blocks: int
+    """KV blocks of every stage, the null block included."""
+    num_free_blocks: int
+    """KV blocks that no request uses; cached ones are among them."""
+    kv_usage: float
+    """The share of KV blocks in use, 0..1."""
+    num_steps: int
+    num_prefills: int
+    num_prefill_chunks: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int

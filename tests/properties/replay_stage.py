@@ -1,0 +1,222 @@
+"""A pipeline of stages reduced to what a scheduler can get wrong: it replays plans and checks every token it reads.
+
+Like the real first stage it takes feedback in as late as the plans allow, so a plan that asks for too little feedback,
+or gives a row away too early, computes with a wrong token here. Its KV holds, in each slot, a hash of all tokens up to
+there, so a block that was freed too early, shared wrongly, or never sent makes a history differ from the truth.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raypp.messages import NO_STEP, NULL_BLOCK, StepPlan, StepResult, pack, unpack
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.request import Request
+
+VOCAB_SIZE = 13
+ROOT = 0
+
+
+def extend(history: int, token_id: int) -> int:
+    return hash((history, token_id))
+
+
+def next_token(history: int, seed: int) -> int:
+    return hash((history, seed, "next")) % VOCAB_SIZE
+
+
+def reference_output(request: Request, limit: int) -> list[int]:
+    """Return what the request must generate, from its prompt alone."""
+    history, output, params = ROOT, [], request.params
+    for token_id in request.prompt_token_ids:
+        history = extend(history, token_id)
+    ends = set(params.stop_token_ids) | (set() if params.ignore_eos else request.eos_token_ids)
+    while len(request.prompt_token_ids) + len(output) < limit:
+        output.append(next_token(history, request.seed))
+        if output[-1] in ends:
+            break
+        history = extend(history, output[-1])
+    return output
+
+
+@dataclass
+class ReplayRow:
+    """A row of the stages' tables, and beside it what is true."""
+
+    length: int = 0
+    last_token_id: int = -1
+    draft_ids: list[int] = field(default_factory=list)
+    known: list[int] = field(default_factory=list)
+    limit: int = 0
+    seed: int = 0
+    table: dict[int, int] = field(default_factory=dict)
+    histories: list[int] = field(default_factory=list)  # truth: after each token
+    token_ids: list[int] = field(default_factory=list)  # truth
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.histories.append(extend(self.histories[-1] if self.histories else ROOT, token_id))
+
+
+class ReplayStage:
+    """Executes submitted plans one by one, in order."""
+
+    def __init__(self, limits: SchedulerLimits, rng: random.Random, *, caps_at_limit: bool) -> None:
+        self._limits = limits
+        self._rng = rng
+        self._caps_at_limit = caps_at_limit  # whether a row at its limit yields nothing, or tokens to be dropped
+        self._rows = [ReplayRow() for _ in range(limits.max_num_seqs)]
+        self._kv: dict[tuple[int, int], int] = {}
+        self._feedback: deque[tuple[int, list[tuple[int, int, list[int], list[int]]]]] = deque()
+        self.submitted: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        self.submitted.append(unpack(StepPlan, pack(plan)))
+
+    def step(self) -> StepResult:
+        """Execute the oldest plan and return its result."""
+        plan = self.submitted.popleft()
+        self._apply_feedback(max(plan.requires_feedback_of, plan.step_id - 2 * self._limits.num_stages))
+        self._apply_deltas(plan)
+        inputs = [self._inputs(plan, index) for index in range(len(plan.rows))]
+        for row, start, _ in inputs:  # before anything is written: nobody reads what this same step computes
+            self._check_history(self._rows[row], start)
+        for row, start, token_ids in inputs:
+            self._write(self._rows[row], start, token_ids)
+        width = 1 + plan.num_drafts
+        result_ids = np.full((len(plan.rows), width), -1, np.int32)
+        num_valid = np.zeros(len(plan.rows), np.int32)
+        num_accepted = np.zeros(len(plan.rows), np.int32)
+        feedback = []
+        for index, (row_index, _, token_ids) in enumerate(inputs):
+            row, new = self._rows[row_index], []
+            if plan.samples[index]:
+                new = self._sample(row, token_ids[1:] if index < plan.num_decode_rows else [])
+            for token_id in new:
+                row.append(token_id)
+            result_ids[index, : len(new)] = new
+            num_valid[index] = len(new)
+            num_accepted[index] = max(len(new) - 1, 0)
+            feedback.append((row_index, len(row.token_ids) if new else -1, new, self._draft(row)))
+        self._feedback.append((plan.step_id, feedback))
+        return unpack(StepResult, pack(StepResult(plan.step_id, result_ids, num_valid, num_accepted)))
+
+    def _apply_feedback(self, until: int) -> None:
+        while self._feedback and self._feedback[0][0] <= until:
+            for row_index, length, token_ids, draft_ids in self._feedback.popleft()[1]:
+                row = self._rows[row_index]
+                if length >= 0:
+                    row.last_token_id = token_ids[length - row.length - 1]
+                    row.length = length
+                row.draft_ids = draft_ids
+
+    def _apply_deltas(self, plan: StepPlan) -> None:
+        offset = 0
+        for i, row_index in enumerate(plan.start_rows.tolist()):
+            row = self._rows[row_index]
+            count = int(plan.start_num_tokens[i])
+            row.known = plan.start_token_ids[offset : offset + count].tolist()
+            offset += count
+            row.length, row.limit, row.seed = count, int(plan.start_limits[i]), int(plan.start_seed[i])
+            row.token_ids, row.histories = [], []
+            for token_id in row.known:
+                row.append(token_id)
+        assert offset == len(plan.start_token_ids)
+        for row_index, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
+            self._rows[row_index].table[int(position)] = int(block)
+
+    def _inputs(self, plan: StepPlan, index: int) -> tuple[int, int, list[int]]:
+        """Return the row, the position of its first token in this step, and its tokens, as the first stage has them."""
+        row_index, bound = int(plan.rows[index]), int(plan.num_computed_tokens[index])
+        row, count = self._rows[row_index], int(plan.num_scheduled_tokens[index])
+        if index >= plan.num_decode_rows:
+            token_ids = row.known[bound : bound + count]
+            assert len(token_ids) == count
+            assert plan.samples[index] == (bound + count == len(row.known))
+            return row_index, bound, token_ids
+        assert row.length - 1 <= bound, "the plan's bound is too low"
+        assert self._limits.max_drafts or row.length - 1 == bound
+        assert row.length == len(row.token_ids), "the row's feedback was not applied"
+        assert row.last_token_id == row.token_ids[-1]
+        return row_index, row.length - 1, [row.last_token_id, *row.draft_ids[: plan.num_drafts]]
+
+    def _slot(self, row: ReplayRow, position: int) -> tuple[int, int]:
+        block = row.table.get(position // self._limits.block_size, NULL_BLOCK)
+        assert block != NULL_BLOCK, "a position below the limit has no block"
+        return block, position % self._limits.block_size
+
+    def _check_history(self, row: ReplayRow, start: int) -> None:
+        for position in range(min(start, row.limit)):
+            assert self._kv[self._slot(row, position)] == row.histories[position], "the KV holds other tokens"
+
+    def _write(self, row: ReplayRow, start: int, token_ids: list[int]) -> None:
+        history = row.histories[start - 1] if start else ROOT
+        for position, token_id in enumerate(token_ids, start):
+            history = extend(history, token_id)
+            if position < row.limit:
+                self._kv[self._slot(row, position)] = history
+
+    def _sample(self, row: ReplayRow, draft_ids: list[int]) -> list[int]:
+        history, new = row.histories[-1], [next_token(row.histories[-1], row.seed)]
+        for draft_id in draft_ids:
+            if draft_id != new[-1]:
+                break
+            history = extend(history, new[-1])
+            new.append(next_token(history, row.seed))
+        return new[: max(row.limit - len(row.token_ids), 0)] if self._caps_at_limit else new
+
+    def _draft(self, row: ReplayRow) -> list[int]:
+        history, draft_ids = row.histories[-1] if row.histories else ROOT, []
+        for _ in range(self._limits.max_drafts):
+            right = next_token(history, row.seed)
+            draft_ids.append(right if self._rng.random() < 0.6 else self._rng.randrange(VOCAB_SIZE))
+            history = extend(history, draft_ids[-1])
+        return draft_ids
+
+
+class PlanWatcher:
+    """Checks plans as they are dispatched, against the rules that can be seen from outside."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._cohort_of: dict[int, int] = {}  # steps in flight
+        self._last_step_of_row = [NO_STEP] * limits.max_num_seqs
+        self._next_step_id = 0
+        self._num_collected = 0
+        self.tables: list[dict[int, int]] = [{} for _ in range(limits.max_num_seqs)]
+
+    def note_dispatched(self, plan: StepPlan) -> None:
+        limits = self._limits
+        assert plan.step_id == self._next_step_id
+        self._next_step_id += 1
+        num_rows, num_decode_rows = len(plan.rows), plan.num_decode_rows
+        assert 0 < num_rows <= limits.max_step_rows, "an empty step, or one with too many rows"
+        assert len(set(plan.rows.tolist())) == num_rows
+        assert 0 < plan.num_scheduled_tokens.sum() <= limits.max_num_batched_tokens
+        assert plan.num_scheduled_tokens.min() > 0
+        assert 0 <= plan.num_drafts <= limits.max_drafts
+        assert (plan.num_scheduled_tokens[:num_decode_rows] == 1 + plan.num_drafts).all()
+        assert plan.samples[:num_decode_rows].all()
+        assert NO_STEP <= plan.requires_feedback_of < plan.step_id
+        self._cohort_of[plan.step_id] = plan.cohort
+        assert list(self._cohort_of.values()).count(plan.cohort) <= 2
+        assert plan.cohort < limits.num_stages
+        for row in plan.start_rows.tolist():
+            assert self._last_step_of_row[row] < self._num_collected, "a row was reused before it was collected"
+        assert set(plan.start_rows.tolist()) <= set(plan.rows[num_decode_rows:].tolist())
+        assert set(plan.block_rows.tolist()) <= set(plan.rows.tolist())
+        for row in plan.start_rows.tolist():
+            self.tables[row] = {}
+        for row, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
+            assert 0 < block < limits.num_blocks
+            self.tables[row][int(position)] = int(block)
+        for row in plan.rows.tolist():
+            self._last_step_of_row[row] = plan.step_id
+
+    def note_collected(self, step_id: int) -> None:
+        del self._cohort_of[step_id]
+        self._num_collected = step_id + 1

@@ -1,0 +1,175 @@
+"""Random arrivals, aborts, preemptions and delays: what the stages compute is right, and nothing leaks."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
+
+from raypp.messages import StepResult
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.request import Request
+from raypp.scheduler.scheduler import Scheduler
+from raypp.types import FinishReason, SamplingParams
+
+EOS = frozenset({0})
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> SchedulerLimits:
+    num_stages = draw(st.integers(1, 4))
+    max_num_seqs = draw(st.integers(1, 9))
+    max_step_rows = -(-max_num_seqs // num_stages)
+    return SchedulerLimits(
+        num_stages=num_stages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_step_rows, max_step_rows + 24)),
+        max_model_len=draw(st.integers(12, 48)),
+        block_size=draw(st.integers(1, 5)),
+        num_blocks=draw(st.integers(8, 40)),
+        enable_prefix_caching=draw(st.booleans()),
+        min_prefill_chunk_tokens=draw(st.integers(1, 12)),
+        max_drafts=draw(st.integers(0, 3)),
+    )
+
+
+@dataclass
+class RandomDrafts:
+    rng: random.Random
+    most: int
+
+    def num_drafts(self, num_decode_rows: int) -> int:
+        return self.rng.randint(0, self.most)
+
+
+class Drive:
+    """A scheduler, a replayed pipeline, and the requests between them."""
+
+    def __init__(self, limits: SchedulerLimits, rng: random.Random) -> None:
+        self.limits, self.rng = limits, rng
+        self.scheduler = Scheduler(limits, RandomDrafts(rng, limits.max_drafts))
+        self.stage = ReplayStage(limits, rng, caps_at_limit=rng.random() < 0.5)
+        self.watcher = PlanWatcher(limits)
+        self.results: deque[StepResult] = deque()
+        self.requests: list[Request] = []
+        self.told: Counter[str] = Counter()
+        self.shared = [[rng.randrange(2, VOCAB_SIZE) for _ in range(limits.max_model_len)] for _ in range(2)]
+
+    def limit(self, request: Request) -> int:
+        return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limits.max_model_len)
+
+    def add(self) -> None:
+        rng = self.rng
+        capacity = min(self.limits.max_model_len, (self.limits.num_blocks - 1) * self.limits.block_size)
+        num_prompt = rng.randint(1, capacity - 1)
+        prompt = rng.choice(self.shared)[: rng.randint(0, num_prompt)]
+        prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(num_prompt - len(prompt))]
+        max_tokens = rng.randint(1, max(capacity - num_prompt, 1))
+        params = SamplingParams(
+            max_tokens=max_tokens if capacity < self.limits.max_model_len else max_tokens + rng.randint(0, 9),
+            ignore_eos=rng.random() < 0.7,
+            stop_token_ids=(1,) if rng.random() < 0.3 else (),
+        )
+        request = Request(str(len(self.requests)), prompt, params, rng.randrange(3), EOS)
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    def abort(self) -> None:
+        request = self.rng.choice(self.requests)
+        was_running = not request.finish_reason
+        assert self.scheduler.abort(request.request_id) == was_running
+        if was_running:
+            assert request.finish_reason == FinishReason.ABORT
+
+    def schedule(self) -> bool:
+        plan = self.scheduler.schedule()
+        assert plan is not None or self.scheduler.num_in_flight or not self.scheduler.has_unfinished, "a standstill"
+        if plan is None:
+            return False
+        self.watcher.note_dispatched(plan)
+        for state in self.scheduler._running:
+            if state.row in plan.rows:
+                assert self.watcher.tables[state.row] == dict(enumerate(state.blocks))
+        self.stage.submit(plan)
+        assert self.scheduler.num_in_flight <= 2 * self.limits.num_stages
+        return True
+
+    def execute(self) -> None:
+        if self.stage.submitted:
+            self.results.append(self.stage.step())
+
+    def collect(self) -> None:
+        if not self.results:
+            return
+        result = self.results.popleft()
+        ended = {r.request_id for r in self.requests if r.finish_reason}
+        self.watcher.note_collected(result.step_id)
+        for update in self.scheduler.update(result):
+            assert update.request.request_id not in ended
+            assert update.new_token_ids
+            self.told[update.request.request_id] += len(update.new_token_ids)
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+
+    def finish(self) -> None:
+        """Run to the end, in a bounded number of steps."""
+        for _ in range(20_000):
+            if not self.scheduler.has_unfinished and not self.scheduler.num_in_flight:
+                break
+            self.schedule()
+            self.check()
+            if self.rng.random() < 0.7:
+                self.execute()
+            if self.rng.random() < 0.7:
+                self.collect()
+                self.check()
+        else:
+            pytest.fail("it does not come to an end")
+
+    def check_outcome(self) -> None:
+        for request in self.requests:
+            expected = reference_output(request, self.limit(request))
+            output = request.output_token_ids
+            assert self.told[request.request_id] == len(output)
+            if request.finish_reason == FinishReason.ABORT:
+                assert output == expected[: len(output)]
+                continue
+            assert output == expected
+            ends_by_stop = output[-1] in request.params.stop_token_ids
+            ends_by_eos = output[-1] in EOS and not request.params.ignore_eos
+            assert request.finish_reason == (
+                FinishReason.STOP if ends_by_stop or ends_by_eos else FinishReason.LENGTH
+            )
+            assert request.stop_token_id == (output[-1] if ends_by_stop else -1)
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
+        assert stats.num_free_blocks == self.limits.num_blocks - 1
+        assert self.scheduler._rows.num_free == self.limits.max_num_seqs
+        assert self.scheduler.schedule() is None
+        assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests)
+
+
+def drive(limits: SchedulerLimits, seed: int, num_actions: int) -> Drive:
+    rng = random.Random(seed)
+    run = Drive(limits, rng)
+    weights = [rng.random(), rng.random() * 0.2, 0.2 + rng.random(), 0.2 + rng.random(), 0.2 + rng.random()]
+    actions = [run.add, run.abort, run.schedule, run.execute, run.collect]
+    run.add()
+    for action in rng.choices(actions, weights, k=num_actions):
+        action()
+        run.check()
+    run.finish()
+    run.check_outcome()
+    return run
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(limits(), st.integers(0, 2**32), st.integers(1, 120))
+def test_every_token_is_computed_from_the_right_history(limits, seed, num_actions):
+    drive(limits, seed, num_actions)
