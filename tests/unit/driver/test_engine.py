@@ -1,0 +1,95 @@
+"""The engine loop against a pipeline that only pretends."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypp.driver.engine import Engine
+from raypp.messages import StepPlan, StepResult
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.request import Request
+from raypp.scheduler.scheduler import Scheduler
+from raypp.tracing import Tracer
+from raypp.types import FinishReason, SamplingParams
+
+
+class PretendedPipeline:
+    """Answers each plan with its step id as every token, when told to."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[StepPlan] = []
+        self.num_released = 0
+
+    def submit(self, plan: StepPlan) -> None:
+        self.in_flight.append(plan)
+
+    def collect(self) -> list[StepResult]:
+        released, self.num_released = self.num_released, 0
+        plans, self.in_flight = self.in_flight[:released], self.in_flight[released:]
+        return [
+            StepResult(
+                plan.step_id,
+                np.full((len(plan.rows), 1), plan.step_id, np.int32),
+                plan.samples.astype(np.int32),
+                np.zeros(len(plan.rows), np.int32),
+            )
+            for plan in plans
+        ]
+
+    def close(self) -> None:
+        self.in_flight.clear()
+
+
+def _engine(num_stages: int) -> tuple[Engine, PretendedPipeline]:
+    limits = SchedulerLimits(
+        num_stages=num_stages,
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        max_model_len=64,
+        block_size=8,
+        num_blocks=65,
+        enable_prefix_caching=False,
+        min_prefill_chunk_tokens=16,
+    )
+    pipeline = PretendedPipeline()
+    return Engine(Scheduler(limits), pipeline, Tracer("driver", enabled=False)), pipeline
+
+
+def _request(name: str, max_tokens: int = 4) -> Request:
+    return Request(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0), seed=0)
+
+
+def test_two_steps_are_dispatched_before_any_result():
+    engine, pipeline = _engine(num_stages=2)
+    engine.add(_request("a"))
+    engine.step()
+    assert [plan.step_id for plan in pipeline.in_flight] == [0, 1]
+    assert pipeline.in_flight[1].requires_feedback_of == 0
+
+
+def test_a_request_runs_to_its_end_and_nothing_is_left_in_flight():
+    engine, pipeline = _engine(num_stages=3)
+    requests = [_request(f"r{i}", max_tokens=1 + i) for i in range(5)]
+    for request in requests:
+        engine.add(request)
+    num_calls = 0
+    while engine.has_unfinished or pipeline.in_flight:
+        engine.step()
+        pipeline.num_released = 1
+        num_calls += 1
+        assert num_calls < 200
+    assert [len(request.output_token_ids) for request in requests] == [1, 2, 3, 4, 5]
+    assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
+    assert engine.stats().num_in_flight == 0
+
+
+def test_stalled_time_counts_only_while_steps_are_in_flight():
+    engine, pipeline = _engine(num_stages=1)
+    engine.step()
+    assert engine.stalled_s == 0.0
+    engine.add(_request("a", max_tokens=1))
+    engine.step()
+    assert engine.stalled_s > 0.0
+    pipeline.num_released = 9
+    engine.step()
+    assert engine.stalled_s == 0.0
