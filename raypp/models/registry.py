@@ -1,0 +1,110 @@
+"""From a model's name to its directory, and from its architecture to its layers."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module, resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raypp.errors import ModelLoadError
+from raypp.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+
+if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
+    import torch
+
+    from raypp.models.decoder import DecoderLayer, DecoderModel
+
+LAYER_CLASSES = {
+    "LlamaForCausalLM": "raypp.models.llama.LlamaLayer",
+    "Qwen2ForCausalLM": "raypp.models.qwen2.Qwen2Layer",
+    "Qwen3ForCausalLM": "raypp.models.qwen3.Qwen3Layer",
+}
+"""Where each architecture's layer is; imported when first used."""
+
+EMBEDDED_MODELS = ("tiny",)
+"""Models that are part of the package."""
+
+_EXPECTED = f"{', '.join(EMBEDDED_MODELS)}, a directory in Hugging Face layout, or an id such as Qwen/Qwen3-0.6B"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+
+
+def layer_class_of(architecture: str) -> type[DecoderLayer]:
+    """Return the layer class of one of the supported architectures."""
+    assert architecture in SUPPORTED_ARCHITECTURES
+    module, name = LAYER_CLASSES[architecture].rsplit(".", 1)
+    layer_class: type[DecoderLayer] = getattr(import_module(module), name)
+    return layer_class
+
+
+def build_model(
+    config: ModelConfig, *, start_layer: int, end_layer: int, dtype: torch.dtype, device: torch.device
+) -> DecoderModel:
+    """Return the layers [start_layer, end_layer) of a model, still without weights.
+
+    Args:
+        config: The whole model's.
+        start_layer: First layer; with 0 comes the embedding.
+        end_layer: One past the last layer; with `config.num_layers` come the final norm and the LM head.
+        dtype: Of weights and activations.
+        device: Where they are.
+    """
+    from raypp.models.decoder import DecoderModel
+
+    return DecoderModel(
+        config,
+        layer_class_of(config.architecture),
+        start_layer=start_layer,
+        end_layer=end_layer,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def resolve_model_path(model: str) -> Path:
+    """Return the directory of a model: one of the embedded models, a directory, or a Hugging Face id.
+
+    An id's files are downloaded to the Hugging Face cache, or found there.
+
+    Raises:
+        ModelLoadError: it is none of these, or cannot be downloaded.
+    """
+    if model in EMBEDDED_MODELS:
+        return _embedded_model(model)
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if not _HUB_ID.fullmatch(model) or directory.exists():
+        raise ModelLoadError(
+            f"there is no model {model!r}",
+            got="a file" if directory.exists() else "no such directory, and no Hugging Face id",
+            expected=_EXPECTED,
+        )
+    return _download(model)
+
+
+def _embedded_model(model: str) -> Path:
+    directory = Path(str(resources.files("raypp") / "assets" / model))
+    if not (directory / "config.json").is_file():
+        raise ModelLoadError(
+            f"the embedded model {model!r} is not in this installation of raypp",
+            got=f"no {directory / 'config.json'}",
+            hint="install raypp again",
+        )
+    return directory
+
+
+def _download(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=_HUB_PATTERNS))
+    except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
+        raise ModelLoadError(
+            f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be had",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no further word'}",
+            expected=_EXPECTED,
+            hint="check the spelling, the network, HF_HUB_OFFLINE, and for gated models HF_TOKEN",
+        ) from error

@@ -1,0 +1,175 @@
+"""Where weights come from: safetensors files, or a random generator. Only the tensors that are asked for are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from raypp.errors import ModelLoadError
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class WeightSource(Protocol):
+    """Gives a model's tensors by the names of its checkpoint."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor, converted to `dtype`, in host memory.
+
+        Raises:
+            ModelLoadError: there is none of that name and shape.
+        """
+
+
+class CheckpointWeights:
+    """A directory with `model.safetensors`, or with shards and `model.safetensors.index.json`.
+
+    Files are mapped, not read: a stage touches the pages of its own tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open_files: dict[str, Any] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor `name`, which must be of `shape`, as `dtype`.
+
+        Raises:
+            ModelLoadError: missing, of another shape, not of floats, or in a file that is truncated or no safetensors.
+        """
+        file_name = self._file_of_tensor.get(name)
+        if file_name is None:
+            raise ModelLoadError(
+                f"{self._path} has no tensor {name}",
+                got=f"{len(self._file_of_tensor)} tensors, such as {', '.join(sorted(self._file_of_tensor)[:3])}",
+                expected=f"{name} {list(shape)}",
+            )
+        file = self._path / file_name
+        try:
+            found = self._open(file_name).get_slice(name)
+            got_shape, got_dtype = tuple(found.get_shape()), found.get_dtype()
+            if got_dtype not in _FLOATS:
+                raise ModelLoadError(
+                    f"{file}: tensor {name} is not of a type that raypp computes with",
+                    got=got_dtype,
+                    expected=f"one of {', '.join(_FLOATS)}",
+                    hint="quantized checkpoints are not supported",
+                )
+            if got_shape != shape:
+                raise ModelLoadError(
+                    f"{file}: tensor {name} has the wrong shape",
+                    got=list(got_shape),
+                    expected=f"{list(shape)}, by config.json",
+                )
+            tensor: torch.Tensor = self._open(file_name).get_tensor(name)
+        except SafetensorError as error:
+            raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
+        # Never the mapping itself: a file that is replaced later must not change or kill a running engine.
+        return tensor.to(dtype, copy=True)
+
+    @cached_property
+    def _file_of_tensor(self) -> dict[str, str]:
+        """Which file holds which tensor."""
+        index = self._path / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return {str(name): str(file) for name, file in weight_map.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelLoadError(
+                    f"{index} is not an index of safetensors files",
+                    got=f"{type(error).__name__}: {error}",
+                    expected='an object with "weight_map": {tensor: file}',
+                ) from error
+        if not (self._path / "model.safetensors").is_file():
+            there = sorted(file.name for file in self._path.iterdir()) if self._path.is_dir() else None
+            raise ModelLoadError(
+                f"{self._path} has no weights",
+                got=there if there is not None else "no such directory",
+                expected="model.safetensors, or model.safetensors.index.json and its files",
+                hint='load_format="dummy" makes random weights; other formats must be converted to safetensors first',
+            )
+        return dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+
+    def _open(self, file_name: str) -> Any:
+        if file_name not in self._open_files:
+            file = self._path / file_name
+            if not file.is_file():
+                raise ModelLoadError(
+                    f"{self._path} lacks {file_name}", got="no such file", expected="named by its index"
+                )
+            try:
+                self._open_files[file_name] = safe_open(file, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(
+                    f"{file} is truncated or not a safetensors file",
+                    got=f"{error} ({file.stat().st_size} bytes)",
+                    hint="download it again",
+                ) from error
+        return self._open_files[file_name]
+
+
+class DummyWeights:
+    """Random weights: each tensor depends on the seed and its name alone, so any partition gives the same model.
+
+    Norms are one, everything else is normal with a standard deviation of 0.02. The noise repeats after a prime number
+    of elements, so that large models are made at the speed of copying, yet no two rows of a matrix are alike.
+    """
+
+    _PERIOD = 1_048_573
+    _STANDARD_DEVIATION = 0.02
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the random tensor `name` of `shape`."""
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype)
+        digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        tensor = torch.empty(shape, dtype=dtype)
+        count = min(tensor.numel(), self._PERIOD)
+        noise = torch.randn(count, generator=generator).mul_(self._STANDARD_DEVIATION).to(dtype)
+        for chunk in torch.split(tensor.view(-1), self._PERIOD):
+            chunk.copy_(noise[: len(chunk)])
+        return tensor
+
+
+class WeightReader:
+    """Reads tensors below a prefix, of one type, onto one device.
+
+    Args:
+        source: Where they come from.
+        dtype: What they become.
+        device: Where they go.
+        prefix: Before every name, e.g. `model.layers.3.`.
+    """
+
+    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._prefix = prefix
+
+    def below(self, prefix: str) -> WeightReader:
+        """Return a reader of the tensors below a further prefix."""
+        return WeightReader(self._source, self._dtype, self._device, self._prefix + prefix)
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """Return one tensor."""
+        return self._source.get(self._prefix + name, shape, self._dtype).to(self._device)
+
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
+        """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
+        stacked = torch.empty(sum(rows), *columns, dtype=self._dtype, device=self._device)
+        for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
+            part.copy_(self._source.get(self._prefix + name, (count, *columns), self._dtype))
+        return stacked

@@ -1,0 +1,248 @@
+"""The CPU path of `paged_attention`: plain torch, few calls per layer, everything shared by the layers computed once.
+
+    decode rows   in groups of similar length whose gathered KV fits the CPU's cache:
+                  one gather per group, then batched products with a query head group per KV head
+    prefill rows  one by one: their own tokens if that is all there is, else the row's gathered blocks and a mask
+
+Why groups and why these calls: docs/design/0002-cpu-attention.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from raypp.ops.kv_cache import value_slots_of, write_kv_cache
+
+GROUP_BYTES = 2 << 20
+"""Gathered KV of a group of decode rows. Larger than a core's cache, and attention waits for memory."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DecodeGroup:
+    """Decode rows that are attended together: R rows of Q query tokens, padded to L tokens, G heads per KV head."""
+
+    num_rows: int
+    length: int  # L, a multiple of the block size
+    kv_rows: (
+        torch.Tensor
+    )  # [2 * R * Hk * L] int64: rows of the cache seen as [-1, D]; keys, then values; head before token
+    mask: torch.Tensor  # [R * Hk, 1 or Q * G, L], 0 or -inf, in the precision of the scores
+    tokens: torch.Tensor | None  # [R * Q] int64, the group's tokens; None: all decode tokens, in order
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PrefillRow:
+    """One prefill row's tokens, [start, end), and what they attend to."""
+
+    start: int
+    end: int
+    seq_len: int
+    blocks: torch.Tensor | None  # [blocks] int64; None: the row has no tokens but these
+    mask: torch.Tensor | None  # [query_len, seq_len], 0 or -inf
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AttentionPlan:
+    """A step's attention, prepared for all layers."""
+
+    key_slots: torch.Tensor  # [T] int64
+    value_slots: torch.Tensor  # [T] int64
+    num_decode_tokens: int
+    decode_query_len: int
+    decode_groups: list[DecodeGroup]
+    prefill_rows: list[PrefillRow]
+
+
+def plan_attention(
+    kv_cache: torch.Tensor,
+    *,
+    num_heads: int,
+    num_decode_rows: int,
+    decode_query_len: int,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    prefill_query_lens: list[int],
+    prefill_seq_lens: list[int],
+) -> AttentionPlan:
+    """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host."""
+    decode_lens = seq_lens[:num_decode_rows].tolist() if num_decode_rows else []
+    num_decode_tokens = num_decode_rows * decode_query_len
+    return AttentionPlan(
+        key_slots=slot_mapping,
+        value_slots=value_slots_of(kv_cache, slot_mapping),
+        num_decode_tokens=num_decode_tokens,
+        decode_query_len=decode_query_len,
+        decode_groups=_decode_groups(kv_cache, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
+        prefill_rows=_prefill_rows(
+            kv_cache, num_decode_tokens, prefill_query_lens, prefill_seq_lens, block_tables[num_decode_rows:]
+        ),
+    )
+
+
+def run_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """Write k and v and attend, as `paged_attention` says, over a prepared step."""
+    write_kv_cache(kv_cache, k, v, plan.key_slots, plan.value_slots)
+    if len(plan.decode_groups) == 1 and not plan.prefill_rows:
+        return _attend_decode(q, kv_cache, plan.decode_query_len, plan.decode_groups[0], scale)
+    out = torch.empty_like(q)
+    decode_q, decode_out = q[: plan.num_decode_tokens], out[: plan.num_decode_tokens]
+    for group in plan.decode_groups:
+        if group.tokens is None:
+            decode_out.copy_(_attend_decode(decode_q, kv_cache, plan.decode_query_len, group, scale))
+        else:
+            group_q = decode_q.index_select(0, group.tokens)
+            group_out = _attend_decode(group_q, kv_cache, plan.decode_query_len, group, scale)
+            decode_out.index_copy_(0, group.tokens, group_out)
+    for row in plan.prefill_rows:
+        tokens = slice(row.start, row.end)
+        out[tokens] = _attend_prefill(q[tokens], k[tokens], v[tokens], kv_cache, row, scale)
+    return out
+
+
+def _attend_decode(
+    q: torch.Tensor, kv_cache: torch.Tensor, query_len: int, group: DecodeGroup, scale: float
+) -> torch.Tensor:
+    """Return the output of a group's rows. Shapes: q [R * Q, Hq, D], returned alike."""
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_rows, length = group.num_rows, group.length
+    gathered = kv_cache.view(-1, head_dim).index_select(0, group.kv_rows)
+    if gathered.dtype != group.mask.dtype:
+        gathered = gathered.to(group.mask.dtype)
+    keys, values = gathered.view(2, num_rows * num_kv_heads, length, head_dim).unbind(0)
+    # The heads that share a KV head become query rows of one product: nothing is repeated. Views only when Q is 1.
+    heads = q.view(num_rows, query_len, num_kv_heads, -1, head_dim).transpose(1, 2)
+    queries = heads.reshape(num_rows * num_kv_heads, -1, head_dim).to(group.mask.dtype)
+    weights = torch.baddbmm(group.mask, queries, keys.transpose(1, 2), alpha=scale).softmax(-1)
+    out = torch.bmm(weights, values).view(num_rows, num_kv_heads, query_len, -1, head_dim)
+    return out.transpose(1, 2).reshape(q.shape).to(q.dtype)
+
+
+def _attend_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, row: PrefillRow, scale: float
+) -> torch.Tensor:
+    """Return the output of one row. Shapes: q [query_len, Hq, D], returned alike; k, v [query_len, Hk, D]."""
+    if row.blocks is not None:
+        k, v = kv_cache.index_select(1, row.blocks).flatten(1, 2)[:, : row.seq_len].unbind(0)
+    return (
+        F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            attn_mask=row.mask,
+            is_causal=row.mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        .squeeze(0)
+        .transpose(0, 1)
+    )
+
+
+def _decode_groups(
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    query_len: int,
+    lens: list[int],
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> list[DecodeGroup]:
+    """Cut the decode rows, of `lens`, into groups of similar length whose padded KV is at most GROUP_BYTES."""
+    if not lens:
+        return []
+    bytes_per_token = 2 * kv_cache.shape[3] * kv_cache.shape[4] * 4
+    if max(lens) * len(lens) * bytes_per_token <= GROUP_BYTES or len(lens) == 1:
+        return [_decode_group(kv_cache, num_heads, query_len, max(lens), seq_lens[: len(lens)], block_tables, None)]
+    groups, members = [], list[int]()
+    for row in [*sorted(range(len(lens)), key=lens.__getitem__), None]:
+        if members and (row is None or (len(members) + 1) * lens[row] * bytes_per_token > GROUP_BYTES):
+            rows = torch.tensor(members, device=kv_cache.device)
+            groups.append(
+                _decode_group(
+                    kv_cache,
+                    num_heads,
+                    query_len,
+                    lens[members[-1]],
+                    seq_lens.index_select(0, rows),
+                    block_tables.index_select(0, rows),
+                    (rows.unsqueeze(1) * query_len + torch.arange(query_len, device=rows.device)).view(-1),
+                )
+            )
+            members = []
+        if row is not None:
+            members.append(row)
+    return groups
+
+
+def _decode_group(
+    kv_cache: torch.Tensor,
+    num_heads: int,
+    query_len: int,
+    max_len: int,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    tokens: torch.Tensor | None,
+) -> DecodeGroup:
+    num_rows = seq_lens.shape[0]
+    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_blocks = min(-(-max_len // block_size), block_tables.shape[1])  # a row may run past its table
+    length = num_blocks * block_size
+    blocks = block_tables[:num_rows, :num_blocks].view(1, num_rows, 1, num_blocks, 1)
+    within = _rows_within_block(kv_cache.shape, kv_cache.device)
+    positions = torch.arange(length, dtype=torch.int32, device=kv_cache.device)
+    # Query token j of Q sits at position seq_len - Q + j and attends to that position and all before.
+    if query_len == 1:
+        bounds = seq_lens.view(num_rows, 1, 1)
+    else:
+        offsets = torch.arange(1 - query_len, 1, dtype=torch.int32, device=kv_cache.device)
+        bounds = (seq_lens.view(num_rows, 1) + offsets).unsqueeze(2)
+    mask = _additive_mask(positions < bounds, torch.promote_types(kv_cache.dtype, torch.float32))  # [R, Q, L]
+    group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
+    mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
+    return DecodeGroup(
+        num_rows=num_rows,
+        length=length,
+        kv_rows=torch.add(within, blocks, alpha=block_size * num_kv_heads).view(-1),
+        mask=mask.reshape(num_rows * num_kv_heads, -1, length),
+        tokens=tokens,
+    )
+
+
+@lru_cache(maxsize=8)
+def _rows_within_block(kv_cache_shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """Return the rows of block 0 when the cache is seen as [-1, D]: [2, 1, Hk, 1, block_size] int64."""
+    _, num_blocks, block_size, num_kv_heads, _ = kv_cache_shape
+    offsets = torch.arange(block_size, device=device) * num_kv_heads
+    heads = torch.arange(num_kv_heads, device=device).view(-1, 1, 1)
+    sides = torch.arange(2, device=device).view(2, 1, 1, 1, 1) * (num_blocks * block_size * num_kv_heads)
+    return sides + heads + offsets
+
+
+def _prefill_rows(
+    kv_cache: torch.Tensor,
+    first_token: int,
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_tables: torch.Tensor,
+) -> list[PrefillRow]:
+    block_size, rows, start = kv_cache.shape[2], [], first_token
+    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        blocks = mask = None
+        if query_len < seq_len:
+            blocks = block_tables[index, : -(-seq_len // block_size)].to(torch.int64)
+            positions = torch.arange(seq_len, device=kv_cache.device)
+            mask = _additive_mask(positions <= positions[seq_len - query_len :].unsqueeze(1), kv_cache.dtype)
+        rows.append(PrefillRow(start, start + query_len, seq_len, blocks, mask))
+        start += query_len
+    return rows
+
+
+def _additive_mask(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    zero = torch.zeros((), dtype=dtype, device=allowed.device)
+    return torch.where(allowed, zero, -torch.inf)

@@ -1,0 +1,41 @@
+"""Linear layers: the weight is kept in the form that is fastest on its device.
+
+On a CPU that is oneDNN's own blocked form, packed once at load and instead of the plain one. It is read from memory at
+twice the rate, and from two rows on computes 2 to 5 times as fast, see docs/design/0002-cpu-attention.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+
+class Linear:
+    """y = x W^T + b.
+
+    Args:
+        weight: [N, K]; not kept where a packed copy takes its place.
+        bias: [N] or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._is_packed = _can_pack(weight)
+        self._weight: torch.Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._is_packed else weight
+        )
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return y [T, N]. Shapes: x [T, K], of the weight's dtype."""
+        if not self._is_packed:
+            return F.linear(x, self._weight, self._bias)
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return y
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    if weight.is_cuda or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32

@@ -1,0 +1,35 @@
+"""Rotary position embedding (RoPE, arXiv:2104.09864), in the layout whose pairs are the two halves of a head.
+
+Angles are computed from the positions, once per step for all layers: there is no table to fill and none to clamp.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Rotation(NamedTuple):
+    """What a step's tokens are rotated by. T tokens, D head_dim."""
+
+    cos: torch.Tensor  # [T, 1, 1, D / 2]
+    signed_sin: torch.Tensor  # [T, 1, 2, D / 2]: minus sine for the first half of a head, sine for the second
+
+
+def rotation(positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of tokens at `positions` ([T] int64) by `inverse_frequencies` ([D / 2] float32).
+
+    Angles, sines and cosines are float32 whatever `dtype` says of the result.
+    """
+    angles = positions.to(torch.float32).unsqueeze(1) * inverse_frequencies
+    sin = angles.sin()
+    signed_sin = torch.stack((-sin, sin), 1).unsqueeze(1)
+    return Rotation(angles.cos().to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))
+
+
+def apply_rotary(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Return the heads rotated. Shapes: heads [T, any number, D]; so queries and keys are one call."""
+    halves = heads.view(heads.shape[0], heads.shape[1], 2, -1)
+    # (a, b) -> (a cos - b sin, b cos + a sin), as one product and one fused addition over both halves.
+    return torch.addcmul(halves * by.cos, halves.flip(-2), by.signed_sin).view(heads.shape)
