@@ -1,0 +1,150 @@
+"""Small random checkpoints of each family, and what transformers generates from them.
+
+Over the seeds a family's checkpoints vary in sizes, GQA ratio, tied embeddings, biases, rotary scaling, file layout,
+precision, and in which form config.json is written.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+_ARCHITECTURES = {
+    "qwen3": (Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, transformers.Qwen2ForCausalLM),
+    "llama": (LlamaConfig, transformers.LlamaForCausalLM),
+}
+_GQA_RATIOS = (1, 2, 4)
+# The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
+_WEIGHT_SCALES = {"qwen3": (0.2, 0.25, 0.3), "qwen2": (0.16, 0.18, 0.2), "llama": (0.12, 0.15, 0.18)}
+# Writing and reading these files takes milliseconds.
+transformers.utils.logging.disable_progress_bar()
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,  # so that prompts of a few tokens feel it
+}
+
+
+def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int = 2) -> Path:
+    """Write a random model to `directory` (made if need be) and return it. Equal arguments, equal files.
+
+    Weights are large enough, norms and biases random enough, that greedy continuations vary and near-ties are rare.
+    """
+    config_class, model_class = _ARCHITECTURES[family]
+    choices = _configuration(family, seed, min_layers)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = model_class(config_class(**choices))
+        _randomize(model)
+    # Most are float32: rounding to 16 bits makes equal logits likelier.
+    dtype = (torch.float32, torch.bfloat16, torch.float32, torch.float16)[seed % 4]
+    model.to(dtype).save_pretrained(directory, max_shard_size="60KB" if seed % 3 == 1 else "5GB")
+    if seed % 2:
+        _write_published_form(directory / "config.json")
+    return directory
+
+
+def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
+    rng = random.Random(f"{family}-{seed}")
+    ratio = _GQA_RATIOS[seed % 3]
+    num_heads = ratio * rng.choice((1, 2))
+    hidden_size = rng.choice((32, 48, 64, 96))
+    head_dim = rng.choice((8, 16, 24))  # mostly not hidden_size / num_heads; Qwen2 knows no other
+    choices: dict[str, Any] = {
+        "vocab_size": rng.choice((128, 199, 256, 512)),
+        "hidden_size": hidden_size,
+        "intermediate_size": rng.choice((48, 64, 120)),
+        "num_hidden_layers": max(min_layers, rng.randint(2, 6)),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads // ratio,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": rng.choice((1e-6, 1e-5)),
+        "tie_word_embeddings": seed % 4 in (1, 2),
+        "initializer_range": rng.choice(_WEIGHT_SCALES[family]),
+        "rope_theta": rng.choice((1000.0, 10000.0, 1e6)),
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if family != "qwen2":
+        choices |= {"head_dim": head_dim, "attention_bias": seed % 3 == 2}
+    if family == "llama":
+        choices |= {"mlp_bias": seed % 5 == 2}
+    rope = {"rope_theta": choices.pop("rope_theta"), "rope_type": "default"}
+    if (family == "llama" and seed % 2 == 0) or seed % 7 == 3:
+        rope |= _LLAMA3_ROPE
+    elif seed % 7 == 5:
+        rope |= {"rope_type": "linear", "factor": 2.0}
+    return choices | {"rope_parameters": rope}
+
+
+@torch.no_grad()
+def _randomize(model: Any) -> None:
+    """Make visible what initialization hides: norms are not one, biases not zero."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.copy_(1.0 + 0.3 * torch.randn_like(parameter))
+        elif name.endswith("bias"):
+            parameter.copy_(0.1 * torch.randn_like(parameter))
+
+
+def _write_published_form(file: Path) -> None:
+    """Rewrite config.json as checkpoints had it before transformers 5."""
+    values = json.loads(file.read_text())
+    rope = values.pop("rope_parameters")
+    values["rope_theta"] = rope.pop("rope_theta")
+    values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    values["torch_dtype"] = values.pop("dtype")
+    values.pop("layer_types", None)
+    file.write_text(json.dumps(values, indent=2))
+
+
+@lru_cache(maxsize=2)
+def load_reference(path: Path) -> Any:
+    """Return transformers' model of a directory, in float32."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+@torch.inference_mode()
+def hf_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """Return transformers' logits at every token of a sequence, [T, V] float32."""
+    logits: torch.Tensor = load_reference(path)(input_ids=torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def hf_greedy(path: Path, prompt_token_ids: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+    """Return transformers' greedy continuation of a prompt, never ending early, and its margins.
+
+    Returns:
+        The tokens, and for each by how much its logit exceeds the second best.
+    """
+    tokens, gaps = _greedy(path, tuple(prompt_token_ids), num_tokens)
+    return list(tokens), list(gaps)
+
+
+@lru_cache(maxsize=4096)
+@torch.inference_mode()
+def _greedy(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    model, cache = load_reference(path), DynamicCache()
+    tokens, gaps, inputs = [], [], list(prompt)
+    for _ in range(num_tokens):
+        logits = model(
+            input_ids=torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[0, -1]
+        best, second = logits.topk(2).values.tolist()
+        inputs = [int(logits.argmax())]
+        tokens += inputs
+        gaps.append(best - second)
+    return tuple(tokens), tuple(gaps)
