@@ -444,15 +444,17 @@ def train(
             ]
         )
         share = learning_rate_share(step, arguments.steps)
-        loss = loss_of(windows)
-        torch.autograd.backward(loss)
+        for part in torch.split(windows, max(1, arguments.part_tokens // context)):
+            loss = loss_of(part) * (len(part) / len(windows))
+            torch.autograd.backward(loss)
+            running += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = arguments.learning_rate * share
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        running, counted = running + loss.detach(), counted + 1
+        counted += 1
         if (step + 1) % arguments.evaluate_every == 0 or step + 1 == arguments.steps:
             point = {
                 "step": step + 1,
@@ -508,14 +510,18 @@ def parse_arguments() -> argparse.Namespace:
     add("--record", type=Path, help="where settings, loss curve and result go, as JSON; default: OUT/training.json")
     add("--score", type=Path, metavar="MODEL", help="do not train; score this exported model")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--steps", type=int, default=3000)
-    add("--batch", type=int, default=256, help="windows a step")
-    add("--context", type=int, default=512, help="tokens a window; eight times as many at the end")
-    add("--learning-rate", type=float, default=4e-3)
+    add("--steps", type=int, default=600, help="ten passes over the text; more of them overfit")
+    add("--batch", type=int, default=128, help="windows a step")
+    add("--context", type=int, default=1024, help="tokens a window; the last tenth of the steps sees the full context")
+    add("--learning-rate", type=float, default=1e-2)
     add("--chat-share", type=float, default=0.05, help="share of the windows that hold conversations")
     add("--evaluate-every", type=int, default=100, metavar="STEPS")
     add("--seed", type=int, default=0)
-    return parser.parse_args()
+    add("--part-tokens", type=int, help="tokens a backward pass, for memory; default: 131072 on a GPU, 8192 on a CPU")
+    arguments = parser.parse_args()
+    if arguments.part_tokens is None:
+        arguments.part_tokens = 131_072 if arguments.device.startswith("cuda") else 8192
+    return arguments
 
 
 def main() -> None:
@@ -535,7 +541,6 @@ def main() -> None:
     code = make_stream(texts, tokenizer, device)
     chat = make_stream(conversations(training, tokenizer, rng), tokenizer, device)
     corpus = {
-        "python": platform.python_version(),
         "files": len(texts),
         "bytes": sum(len(text.encode()) for text in texts),
         "tokens": len(code.tokens),
@@ -554,6 +559,7 @@ def main() -> None:
     record = {
         "settings": settings,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "corpus": corpus,
