@@ -73,7 +73,7 @@ def resolve_model_path(model: str) -> Path:
     if model in EMBEDDED_MODELS:
         return _embedded_model(model)
     directory = Path(model).expanduser()
-    if directory.is_dir():
+    if model and directory.is_dir():
         return directory
     if not _HUB_ID.fullmatch(model) or directory.exists():
         raise ModelLoadError(

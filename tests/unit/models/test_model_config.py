@@ -1,0 +1,138 @@
+"""Reading config.json: both forms of it, defaults, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from checkpoints import write_config
+
+from raypp.errors import ModelLoadError
+from raypp.models.config import SUPPORTED_ARCHITECTURES, RopeConfig, load_model_config
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+
+def test_published_form(tmp_path):
+    config = load_model_config(write_config(tmp_path))
+    assert config.architecture == "Qwen3ForCausalLM"
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 8)
+    assert config.rope == RopeConfig(theta=1e6)
+    assert config.qk_norm
+    assert not config.qkv_bias
+    assert config.dtype == "bfloat16"
+    assert config.eos_token_ids == (5,)
+
+
+@pytest.mark.parametrize("kind", [None, "default", "linear", "llama3"])
+def test_both_forms_of_rotary_parameters_say_the_same(tmp_path, kind):
+    scaling = {None: None, "default": {"rope_type": "default"}, "linear": {"type": "linear", "factor": 2.0}}.get(
+        kind, LLAMA3
+    )
+    old = load_model_config(write_config(tmp_path / "old", rope_theta=5e5, rope_scaling=scaling))
+    new = load_model_config(
+        write_config(
+            tmp_path / "new",
+            rope_theta=...,
+            rope_scaling=...,
+            torch_dtype=...,
+            dtype="bfloat16",
+            rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": 5e5}
+            if kind != "linear"
+            else {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+        )
+    )
+    assert old == new
+    assert old.rope.theta == 5e5
+    assert old.rope.rope_type == (kind or "default")
+
+
+def test_defaults_of_each_family(tmp_path):
+    unsaid = {"head_dim": ..., "num_key_value_heads": ..., "rope_theta": ..., "torch_dtype": ..., "rms_norm_eps": ...}
+    for architecture in SUPPORTED_ARCHITECTURES:
+        config = load_model_config(write_config(tmp_path, architectures=[architecture], **unsaid))
+        assert config.num_kv_heads == 4
+        assert config.head_dim == (128 if architecture == "Qwen3ForCausalLM" else 6)
+        assert config.qkv_bias == (architecture == "Qwen2ForCausalLM")
+        assert config.rope.theta == 10000.0
+        assert config.dtype == "float32"
+
+
+def test_biases(tmp_path):
+    said = {"attention_bias": True, "mlp_bias": True}
+    found = {
+        architecture: (config.qkv_bias, config.attention_output_bias, config.mlp_bias)
+        for architecture in SUPPORTED_ARCHITECTURES
+        for config in [load_model_config(write_config(tmp_path, architectures=[architecture], **said))]
+    }
+    assert found == {
+        "LlamaForCausalLM": (True, True, True),
+        "Qwen2ForCausalLM": (True, False, False),
+        "Qwen3ForCausalLM": (True, True, False),
+    }
+
+
+def test_end_of_sequence_ids_of_both_files(tmp_path):
+    write_config(tmp_path, eos_token_id=[7, 5])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 5]}))
+    assert load_model_config(tmp_path).eos_token_ids == (5, 7, 9)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert load_model_config(write_config(tmp_path, eos_token_id=None)).eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", *SUPPORTED_ARCHITECTURES]),
+        ({"architectures": ...}, ["architecture", "qwen3", *SUPPORTED_ARCHITECTURES]),
+        ({"hidden_size": ...}, ["'hidden_size'", "nothing"]),
+        ({"vocab_size": "64"}, ["'vocab_size'", "'64'", "positive integer"]),
+        ({"num_hidden_layers": 0}, ["'num_hidden_layers'", "0"]),
+        ({"num_key_value_heads": 3}, ["'num_key_value_heads'", "3", "divisor"]),
+        ({"head_dim": 7}, ["'head_dim'", "7", "even"]),
+        ({"rms_norm_eps": -1}, ["'rms_norm_eps'", "-1"]),
+        ({"use_sliding_window": True}, ["'use_sliding_window'", "sliding"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["'layer_types'", "sliding_attention"]),
+        ({"hidden_act": "gelu"}, ["'hidden_act'", "gelu", "silu"]),
+        ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings'", "yes"]),
+        ({"torch_dtype": "int8"}, ["'torch_dtype'", "int8", "bfloat16"]),
+        ({"quantization_config": {"quant_method": "awq"}}, ["'quantization_config'", "awq"]),
+        ({"eos_token_id": ["5"]}, ["'eos_token_id'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'rope_scaling.rope_type'", "yarn", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'rope_scaling.rope_type'", "dynamic"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["'rope_parameters.rope_type'", "longrope"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["'low_freq_factor'", "nothing"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["'partial_rotary_factor'", "0.5"]),
+    ],
+)
+def test_refusals_name_file_and_field(tmp_path, changes, words):
+    with pytest.raises(ModelLoadError) as caught:
+        load_model_config(write_config(tmp_path, **changes))
+    for word in [str(tmp_path / "config.json"), *words]:
+        assert word in str(caught.value)
+
+
+def test_what_is_no_model_directory(tmp_path):
+    with pytest.raises(ModelLoadError, match="no such directory"):
+        load_model_config(tmp_path / "missing")
+    with pytest.raises(ModelLoadError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="not JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelLoadError, match="not a JSON object"):
+        load_model_config(tmp_path)
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, raypp.models.registry, raypp.models.sizes; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,144 @@
+"""Paged attention against its plain twin: groups of decode rows, drafts, chunks, mixed steps, the null block."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from raypp.ops import cpu_attention, reference
+from raypp.ops.attention import AttentionBatch, paged_attention
+from raypp.ops.kv_cache import allocate_kv_cache
+
+HEAD_DIM = 8
+SCALE = HEAD_DIM**-0.5
+
+
+class Step:
+    """Random queries, keys and values of a step, over a cache that holds random tokens already.
+
+    Args:
+        decode_lens: Each decode row's length, this step included.
+        prefill: Each prefill row's (tokens of this step, length).
+    """
+
+    def __init__(
+        self,
+        decode_lens=(),
+        prefill=(),
+        *,
+        query_len=1,
+        num_heads=4,
+        num_kv_heads=2,
+        block_size=4,
+        dtype=torch.float32,
+        seed=0,
+    ):
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        self.seq_lens = [*decode_lens, *(length for _, length in prefill)]
+        self.query_lens = [query_len] * len(decode_lens) + [count for count, _ in prefill]
+        width = -(-max(self.seq_lens) // block_size)
+        blocks = list(range(1, 1 + width * len(self.seq_lens)))
+        rng.shuffle(blocks)
+        self.tables = torch.tensor(blocks, dtype=torch.int32).view(len(self.seq_lens), width)
+        self.cache = allocate_kv_cache(1 + len(blocks), block_size, num_kv_heads, HEAD_DIM, dtype, torch.device("cpu"))
+        self.cache.copy_(torch.randn(self.cache.shape, generator=generator))
+        num_tokens = sum(self.query_lens)
+        self.q = torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator).to(dtype)
+        self.k, self.v = torch.randn(2, num_tokens, num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
+        slots = [
+            int(self.tables[row, position // block_size]) * block_size + position % block_size
+            for row, (count, length) in enumerate(zip(self.query_lens, self.seq_lens, strict=True))
+            for position in range(length - count, length)
+        ]
+        self.batch = AttentionBatch(
+            num_decode_rows=len(decode_lens),
+            decode_query_len=query_len,
+            query_start_loc=torch.tensor([0, *self.query_lens]).cumsum(0).int(),
+            seq_lens=torch.tensor(self.seq_lens, dtype=torch.int32),
+            block_tables=self.tables,
+            slot_mapping=torch.tensor(slots),
+            max_decode_seq_len=max(decode_lens, default=0),
+            prefill_query_lens=[count for count, _ in prefill],
+            prefill_seq_lens=[length for _, length in prefill],
+        )
+
+    def check(self, tolerance=2e-6):
+        expected_cache = self.cache.clone()
+        expected = reference.paged_attention(
+            self.q, self.k, self.v, expected_cache, self.query_lens, self.seq_lens, self.tables, SCALE
+        )
+        got = paged_attention(self.q, self.k, self.v, self.cache, self.batch, SCALE)
+        assert torch.equal(self.cache, expected_cache)
+        assert got.dtype == self.q.dtype
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (8, 2), (4, 1)])
+@pytest.mark.parametrize("query_len", [1, 2, 4])
+def test_decode(num_heads, num_kv_heads, query_len):
+    Step((9, 30, 4, 17), query_len=query_len, num_heads=num_heads, num_kv_heads=num_kv_heads).check()
+
+
+def test_one_row():
+    for length in (1, 2, 3, 4, 5, 33):
+        Step((length,)).check()
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("group_bytes", [1, 2000, 6000])
+def test_decode_in_groups(monkeypatch, query_len, group_bytes):
+    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", group_bytes)
+    step = Step((9, 30, 4, 17, 30, 3, 8, 12), ((5, 11),), query_len=query_len)
+    step.check()
+    assert len(step.batch._plan.decode_groups) > 1
+
+
+def test_groups_hold_rows_of_similar_length(monkeypatch):
+    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", 4096)
+    step = Step((90, 3, 5, 88, 4, 91, 6))
+    step.check()
+    members = [sorted(group.tokens.tolist()) for group in step.batch._plan.decode_groups]
+    assert members == [[1, 2, 4, 6], [3], [0], [5]]
+
+
+@pytest.mark.parametrize("prefill", [[(6, 6)], [(5, 12)], [(1, 1)], [(1, 9)], [(6, 6), (3, 20), (9, 9)]])
+def test_prefill(prefill):
+    for num_heads, num_kv_heads in ((2, 2), (4, 1)):
+        Step((), prefill, num_heads=num_heads, num_kv_heads=num_kv_heads).check()
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_mixed_step(query_len):
+    for seed in range(5):
+        rng = random.Random(seed)
+        decode = [rng.randint(query_len, 40) for _ in range(rng.randint(1, 5))]
+        prefill = [(count, count + rng.choice((0, 13))) for count in (rng.randint(1, 9), rng.randint(1, 9))]
+        Step(decode, prefill, query_len=query_len, block_size=rng.choice((1, 3, 16)), seed=seed).check()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_half_precision(dtype, tolerance):
+    Step((9, 17), ((5, 5), (4, 11)), dtype=dtype).check(tolerance)
+
+
+def test_layers_share_one_plan():
+    step = Step((9, 17), ((5, 11),))
+    step.check()
+    plan = step.batch._plan
+    step.check()
+    assert step.batch._plan is plan
+
+
+def test_a_row_past_its_table_hurts_nobody():
+    """Its tokens go to the null block; what it attends to stops at the table's end; its neighbours do not notice."""
+    step = Step((8, 8), block_size=4)
+    expected = reference.paged_attention(
+        step.q, step.k, step.v, step.cache.clone(), step.query_lens, step.seq_lens, step.tables, SCALE
+    )
+    step.batch.seq_lens[1] = 11
+    step.batch.slot_mapping[1] = 0
+    got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, SCALE)
+    torch.testing.assert_close(got[0], expected[0], atol=2e-6, rtol=2e-6)
+    assert got.isfinite().all()
