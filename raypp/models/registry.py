@@ -75,10 +75,10 @@ def resolve_model_path(model: str) -> Path:
     directory = Path(model).expanduser()
     if model and directory.is_dir():
         return directory
-    if not _HUB_ID.fullmatch(model) or directory.exists():
+    if not _HUB_ID.fullmatch(model) or directory.is_file():
         raise ModelLoadError(
             f"there is no model {model!r}",
-            got="a file" if directory.exists() else "no such directory, and no Hugging Face id",
+            got="a file" if directory.is_file() else "no such directory, and no Hugging Face id",
             expected=_EXPECTED,
         )
     return _download(model)
