@@ -33,9 +33,8 @@ class Cohorts:
         self._cohort_of: dict[RequestState, Cohort] = {}
 
     def in_turn(self) -> list[Cohort]:
-        """Return the cohorts that may step, the one whose turn it is first."""
-        order = self._cohorts[self._next :] + self._cohorts[: self._next]
-        return [cohort for cohort in order if cohort.num_in_flight < MAX_STEPS_PER_COHORT]
+        """Return all cohorts, the one whose turn it is first."""
+        return self._cohorts[self._next :] + self._cohorts[: self._next]
 
     def note_dispatched(self, cohort: Cohort) -> None:
         """Count a step of the cohort; it is the next one's turn."""

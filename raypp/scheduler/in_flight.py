@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from raypp.messages import NO_STEP
 from raypp.scheduler.cohorts import Cohort
+from raypp.scheduler.limits import MAX_STEPS_PER_COHORT
 from raypp.scheduler.request_state import RequestState
 
 
@@ -68,7 +69,7 @@ class InFlightSteps:
     def __getitem__(self, step_id: int) -> InFlightStep:
         return self._steps[step_id - self.last_collected - 1]
 
-    def check_integrity(self, states: dict[RequestState, None]) -> None:
+    def check_integrity(self, states: Collection[RequestState]) -> None:
         """Assert that what each of these requests has in flight was counted right."""
         yields = dict.fromkeys(states, 0)
         tokens = dict.fromkeys(states, 0)
@@ -76,9 +77,9 @@ class InFlightSteps:
             bounds = [(state, 1 + step.num_drafts) for state in step.decoding]
             bounds += [(chunk.state, 1) for chunk in step.chunks if chunk.is_last]
             for state, bound in bounds:
-                if state in states:
+                if state in yields:
                     yields[state] += 1
                     tokens[state] += bound
         for state in states:
-            assert state.num_in_flight_yields == yields[state]
+            assert state.num_in_flight_yields == yields[state] <= MAX_STEPS_PER_COHORT
             assert state.max_in_flight_tokens == tokens[state]

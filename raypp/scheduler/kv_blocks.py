@@ -88,6 +88,7 @@ class KvBlocks:
         """Assert that blocks are counted right, and that nobody writes a block that others may read."""
         self._pool.check_integrity(state.blocks for state in running)
         for state in running:
+            # The first position that a later step may write: the next chunk's, or the last known token's.
             first_written = max(state.num_prefilled_tokens, 0 if state.is_prefilling else state.num_tokens - 1)
             assert state.num_offered_blocks * self._limits.block_size <= first_written
             assert not any(block in self._cache for block in state.blocks[first_written // self._limits.block_size :])

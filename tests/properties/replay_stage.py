@@ -196,6 +196,7 @@ class PlanWatcher:
         num_rows, num_decode_rows = len(plan.rows), plan.num_decode_rows
         assert 0 < num_rows <= limits.max_step_rows, "an empty step, or one with too many rows"
         assert len(set(plan.rows.tolist())) == num_rows
+        assert 0 <= plan.rows.min() <= plan.rows.max() < limits.max_num_seqs
         assert 0 < plan.num_scheduled_tokens.sum() <= limits.max_num_batched_tokens
         assert plan.num_scheduled_tokens.min() > 0
         assert 0 <= plan.num_drafts <= limits.max_drafts

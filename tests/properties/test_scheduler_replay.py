@@ -94,6 +94,8 @@ class Drive:
         self.watcher.note_dispatched(plan)
         for state in self.scheduler._running:
             if state.row in plan.rows:
+                # Counted already, this step included: a row whose steps in flight must end it needs no further one.
+                assert state.num_tokens + state.num_in_flight_yields <= state.limit
                 assert self.watcher.tables[state.row] == dict(enumerate(state.blocks))
         self.stage.submit(plan)
         assert self.scheduler.num_in_flight <= 2 * self.limits.num_stages
@@ -143,14 +145,12 @@ class Drive:
             assert output == expected
             ends_by_stop = output[-1] in request.params.stop_token_ids
             ends_by_eos = output[-1] in EOS and not request.params.ignore_eos
-            assert request.finish_reason == (
-                FinishReason.STOP if ends_by_stop or ends_by_eos else FinishReason.LENGTH
-            )
+            assert request.finish_reason == (FinishReason.STOP if ends_by_stop or ends_by_eos else FinishReason.LENGTH)
             assert request.stop_token_id == (output[-1] if ends_by_stop else -1)
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
         assert stats.num_free_blocks == self.limits.num_blocks - 1
-        assert self.scheduler._rows.num_free == self.limits.max_num_seqs
+        assert self.scheduler._running.num_free_rows == self.limits.max_num_seqs
         assert self.scheduler.schedule() is None
         assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests)
 

@@ -1,0 +1,78 @@
+"""Which rows of a cohort decode in a step, and who is preempted when blocks run out."""
+
+from __future__ import annotations
+
+from raypp.scheduler.cohorts import Cohort
+from raypp.scheduler.kv_blocks import KvBlocks
+from raypp.scheduler.limits import MAX_STEPS_PER_COHORT, SchedulerLimits
+from raypp.scheduler.request_state import NO_ROW, RequestState
+from raypp.scheduler.running import RunningRequests
+from raypp.scheduler.stats import Counters
+from raypp.scheduler.waiting_queue import WaitingQueue
+
+
+class DecodeChooser:
+    """Chooses decode rows, and reserves blocks for all that their steps in flight may write."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KvBlocks,
+        queue: WaitingQueue,
+        running: RunningRequests,
+        counters: Counters,
+    ) -> None:
+        self._block_size = limits.block_size
+        self._kv = kv
+        self._queue = queue
+        self._running = running
+        self._counters = counters
+
+    def choose(self, cohort: Cohort, num_drafts: int, newest_feedback: int) -> list[RequestState]:
+        """Return the rows of the cohort that decode in its next step.
+
+        Args:
+            cohort: Whose turn it is.
+            num_drafts: K.
+            newest_feedback: Only rows that yielded their last token in this step or before are chosen.
+        """
+        chosen: list[RequestState] = []
+        for state in cohort.states.copy():  # a preemption takes rows out
+            if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= MAX_STEPS_PER_COHORT:
+                continue
+            if state.num_tokens + state.num_in_flight_yields >= state.limit:
+                continue  # what is in flight ends it
+            num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_drafts, state.limit)
+            if num_tokens > len(state.blocks) * self._block_size and not self._make_room(state, num_tokens, chosen):
+                continue
+            chosen.append(state)
+        return chosen
+
+    def _make_room(self, state: RequestState, num_tokens: int, chosen: list[RequestState]) -> bool:
+        """Let a row's blocks hold that many tokens, if need be at the cost of the requests that came last.
+
+        The oldest request never has to give way, so it always ends, and then another one is the oldest.
+
+        Returns:
+            False when the row must skip this turn, or was preempted itself. Preempted rows are removed from `chosen`.
+        """
+        while state.row != NO_ROW:
+            if self._kv.try_grow(state, num_tokens):
+                return True
+            if state.num_in_flight_yields or self._blocks_are_about_to_be_freed():
+                return False
+            victim = self._queue.last_of(self._running)
+            self._preempt(victim)
+            if victim in chosen:
+                chosen.remove(victim)
+        return False
+
+    def _blocks_are_about_to_be_freed(self) -> bool:
+        return any(state.num_tokens + state.num_in_flight_yields >= state.limit for state in self._running)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take a request's row and blocks away; its known tokens are computed again later."""
+        self._running.stop(state)
+        self._queue.push_back_in(state)
+        state.request.num_preemptions += 1
+        self._counters.num_preemptions += 1

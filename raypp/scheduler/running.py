@@ -1,0 +1,91 @@
+"""The requests that have a row: how they get it, how their prefill ends, and how they give everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raypp.scheduler.cohorts import Cohorts
+from raypp.scheduler.in_flight import Chunk, InFlightStep, InFlightSteps
+from raypp.scheduler.kv_blocks import KvBlocks
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.request_state import NO_ROW, RequestState
+from raypp.scheduler.row_pool import RowPool
+
+
+class RunningRequests:
+    """Prefilling rows, in the order of their admission, and decoding rows, in cohorts."""
+
+    def __init__(self, limits: SchedulerLimits, kv: KvBlocks, in_flight: InFlightSteps) -> None:
+        self.cohorts = Cohorts(limits.num_stages, limits.max_step_rows)
+        self._kv = kv
+        self._in_flight = in_flight
+        self._rows = RowPool(limits.max_num_seqs)
+        self._states: dict[RequestState, None] = {}  # a set that keeps its order
+        self._prefilling: list[RequestState] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states)
+
+    @property
+    def prefilling(self) -> Sequence[RequestState]:
+        """Those with prompt chunks to be dispatched."""
+        return self._prefilling
+
+    @property
+    def num_free_rows(self) -> int:
+        """Requests that may start now."""
+        return self._rows.num_free
+
+    def start(self, state: RequestState, num_cached_tokens: int) -> int:
+        """Give a request that has its blocks a row; return the last step that contained the row's previous owner."""
+        state.row, row_last_step = self._rows.take()
+        state.num_prefill_tokens, state.num_prefilled_tokens = state.num_tokens, num_cached_tokens
+        self._states[state] = None
+        self._prefilling.append(state)
+        return row_last_step
+
+    def note_prefilled(self, chunk: Chunk, step: InFlightStep) -> None:
+        """Count a chunk that is being dispatched; after its last one the row decodes."""
+        state = chunk.state
+        state.last_step = step.step_id
+        state.num_prefilled_tokens += chunk.num_tokens
+        self._kv.offer(state, state.num_prefilled_tokens)
+        if chunk.is_last:
+            state.last_yield_step = step.step_id
+            state.num_in_flight_yields += 1
+            state.max_in_flight_tokens += 1
+            self._prefilling.remove(state)
+            self.cohorts.join(state, step.cohort)
+
+    def stop(self, state: RequestState) -> None:
+        """Take a request's blocks away, and its row as soon as no step in flight contains it."""
+        del self._states[state]
+        if state.is_prefilling:
+            self._prefilling.remove(state)
+        else:
+            self.cohorts.leave(state)
+        self._kv.release(state)
+        if state.last_step > self._in_flight.last_collected:
+            # Its feedback is still to come, and must not land on the row's next owner.
+            self._in_flight[state.last_step].freed_rows.append(state.row)
+        else:
+            self._rows.give_back(state.row, state.last_step)
+        state.row = NO_ROW
+
+    def note_collected(self, step: InFlightStep) -> None:
+        """Free what waited for the step's result."""
+        step.cohort.num_in_flight -= 1
+        for row in step.freed_rows:
+            self._rows.give_back(row, step.step_id)
+
+    def check_integrity(self) -> None:
+        """Assert that rows, blocks and cohorts are those of the running requests."""
+        self._kv.check_integrity(self._states)
+        uncollected = [row for step in self._in_flight for row in step.freed_rows]
+        self._rows.check_integrity([state.row for state in self._states], uncollected)
+        assert self._prefilling == [state for state in self._states if state.is_prefilling]
+        decoding = [state for state in self._states if not state.is_prefilling]
+        self.cohorts.check_integrity(decoding, [step.cohort for step in self._in_flight])

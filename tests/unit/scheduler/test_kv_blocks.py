@@ -1,0 +1,83 @@
+from drive import make_limits, make_request
+
+from raypp.scheduler.kv_blocks import KvBlocks
+from raypp.scheduler.request_state import RequestState
+
+
+def _state(num_tokens: int, limit: int = 100) -> RequestState:
+    return RequestState(make_request(prompt=num_tokens), 0, limit, frozenset(), num_tokens)
+
+
+def _admitted(kv: KvBlocks, num_tokens: int) -> RequestState:
+    state = _state(num_tokens)
+    assert kv.try_admit(state, kv.find_prefix(state), 0)
+    return state
+
+
+def test_admission_takes_the_blocks_of_the_whole_prompt_and_leaves_the_reserve():
+    kv = KvBlocks(make_limits(num_blocks=11))
+    state = _state(17)
+    assert not kv.try_admit(state, [], num_reserved=6)
+    assert not state.blocks
+    assert not kv.may_admit(state, num_reserved=6)
+    assert kv.may_admit(state, num_reserved=5)
+    assert kv.try_admit(state, [], num_reserved=5)
+    assert len(state.blocks) == 5
+    assert kv.num_free == 5
+    kv.release(state)
+    assert kv.num_free == 10
+
+
+def test_a_prefix_leaves_one_token_to_compute():
+    kv = KvBlocks(make_limits(enable_prefix_caching=True))
+    first = _admitted(kv, 8)
+    kv.offer(first, 8)
+    assert kv.find_prefix(_state(8)) == first.blocks[:1]
+    assert kv.find_prefix(_state(9)) == first.blocks
+    assert kv.find_prefix(_state(4)) == []
+
+
+def test_a_shared_prefix_costs_no_free_blocks_but_an_unused_one_does():
+    kv = KvBlocks(make_limits(enable_prefix_caching=True, num_blocks=6))
+    first = _admitted(kv, 12)
+    kv.offer(first, 12)
+    second = _state(13)
+    assert not kv.try_admit(second, kv.find_prefix(second), num_reserved=2)
+    assert kv.try_admit(second, kv.find_prefix(second), num_reserved=1)
+    assert second.blocks[:3] == first.blocks
+    kv.release(first)
+    kv.release(second)
+    third = _state(13)
+    assert not kv.try_admit(third, kv.find_prefix(third), num_reserved=2)
+    assert kv.try_admit(third, kv.find_prefix(third), num_reserved=1)
+
+
+def test_growing_is_all_or_nothing():
+    kv = KvBlocks(make_limits(num_blocks=5))
+    state = _admitted(kv, 4)
+    assert not kv.try_grow(state, 17)
+    assert len(state.blocks) == 1
+    assert kv.try_grow(state, 16)
+    assert len(state.blocks) == 4
+    assert kv.try_grow(state, 13)
+    assert len(state.blocks) == 4
+
+
+def test_only_full_computed_blocks_are_offered_and_generated_ones_too():
+    kv = KvBlocks(make_limits(enable_prefix_caching=True))
+    state = _admitted(kv, 6)
+    kv.offer(state, 3)
+    assert state.num_offered_blocks == 0
+    kv.offer(state, 6)
+    assert state.num_offered_blocks == 1
+    state.request.output_token_ids += [6, 7, 8]
+    state.num_tokens = 9
+    kv.offer(state, 8)
+    assert kv.find_prefix(_state(20)) == state.blocks[:2]
+
+
+def test_without_prefix_caching_nothing_is_found():
+    kv = KvBlocks(make_limits(enable_prefix_caching=False))
+    first = _admitted(kv, 8)
+    kv.offer(first, 8)
+    assert kv.find_prefix(_state(9)) == []

@@ -1,0 +1,39 @@
+from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes
+
+
+def test_a_key_stands_for_all_tokens_from_the_beginning():
+    tokens = [1, 2, 3, 4, 5, 6, 7]
+    keys = chain_hashes(b"", tokens, 3)
+    assert len(keys) == 2
+    assert keys == chain_hashes(b"", tokens[:6], 3)
+    assert chain_hashes(b"", [9, *tokens[1:]], 3)[1] != keys[1]
+    assert chain_hashes(b"", tokens[3:6], 3)[0] != keys[1]
+    assert chain_hashes(keys[0], tokens[3:6], 3) == keys[1:]
+    assert chain_hashes(b"", [], 3) == chain_hashes(b"", [1, 2], 3) == []
+
+
+def test_token_boundaries_cannot_be_confused():
+    assert chain_hashes(b"", [1, 256], 2) != chain_hashes(b"", [257, 0], 2)
+
+
+def test_longest_prefix_ends_at_the_first_miss():
+    cache = PrefixCache()
+    keys = chain_hashes(b"", range(12), 3)
+    for block, key in enumerate(keys, 1):
+        cache.insert(key, block)
+    assert cache.longest_prefix(keys) == [1, 2, 3, 4]
+    cache.forget(2)
+    assert cache.longest_prefix(keys) == [1]
+    assert 3 in cache
+    cache.check_integrity()
+
+
+def test_a_second_copy_is_not_cached():
+    cache = PrefixCache()
+    cache.insert(b"key", 1)
+    cache.insert(b"key", 2)
+    cache.insert(b"other key", 1)
+    assert cache.longest_prefix([b"key"]) == [1]
+    assert 2 not in cache
+    assert len(cache) == 1
+    cache.check_integrity()
