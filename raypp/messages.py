@@ -10,9 +10,7 @@ R rows in the step, S rows that start, B new block-table entries, K drafts per d
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -96,13 +94,20 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _ARRAY_HEADER = struct.Struct("<iiii")  # dtype code, dimensions, the two extents
 
 
-@cache
-def _layout(cls: Hashable) -> tuple[tuple[str, ...], tuple[str, ...], struct.Struct]:
-    assert isinstance(cls, type)
+_Layout = tuple[tuple[str, ...], tuple[str, ...], struct.Struct]
+_layouts: dict[type[Any], _Layout] = {}
+
+
+def _layout(cls: type[Any]) -> _Layout:
+    """Return a message's scalar fields, its array fields, and the header that holds the scalars."""
+    if (known := _layouts.get(cls)) is not None:
+        return known
     hints = get_type_hints(cls)
     names = tuple(f.name for f in fields(cls))
     scalars = tuple(n for n in names if hints[n] is int)
-    return scalars, tuple(n for n in names if hints[n] is not int), struct.Struct(f"<{len(scalars)}q")
+    layout = scalars, tuple(n for n in names if hints[n] is not int), struct.Struct(f"<{len(scalars)}q")
+    _layouts[cls] = layout
+    return layout
 
 
 def pack(message: Any) -> bytes:

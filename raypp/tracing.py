@@ -1,8 +1,8 @@
 """What each process did when: recorded in memory, written as a Chrome trace, read back as a bubble fraction.
 
-A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `wait` for its input, a
-`forward` (the model's own work) and on the last stage a `sample`. Times are CLOCK_MONOTONIC, which all processes of a
-machine share.
+A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `wait` (for its input, and
+making it ready), a `forward` (the model's own work, nothing else) and on the last stage a `sample`. Times are
+CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ token and drafts, fed back by the last stage. Nothing here is ever copied to the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -35,18 +37,32 @@ class BlockTables:
             entries = (_indices(plan.block_rows, self._device), _indices(plan.block_positions, self._device))
             self._tables[entries] = torch.from_numpy(plan.block_ids.copy()).to(self._device)
 
-    def of(self, inputs: StepInputs, max_seq_len: int) -> torch.Tensor:
-        """Return the step's block tables, int32 [R, blocks for max_seq_len tokens]."""
+    def gather(self, inputs: StepInputs, max_seq_len: int) -> StepBlocks:
+        """Return the step's rows of the tables, wide enough for `max_seq_len` tokens."""
         width = min(-(-max_seq_len // self._block_size), self._last_index + 1)
-        return self._tables[:, :width].index_select(0, inputs.rows)
+        return StepBlocks(
+            tables=self._tables[:, :width].index_select(0, inputs.rows),
+            limits=self._limits.index_select(0, inputs.rows).index_select(0, inputs.token_rows),
+            first_entries=inputs.token_rows * width,
+            block_size=self._block_size,
+        )
 
-    def slot_mapping(self, inputs: StepInputs, positions: torch.Tensor) -> torch.Tensor:
+
+@dataclass(frozen=True, eq=False)
+class StepBlocks:
+    """The blocks of a step's rows. What it holds is known before the positions are."""
+
+    tables: torch.Tensor  # [R, W] int32
+    limits: torch.Tensor  # [T] int64, of each token's row
+    first_entries: torch.Tensor  # [T] int64, where the table of each token's row begins in the flattened tables
+    block_size: int
+
+    def slot_mapping(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the KV slot of each token, int64 [T]; in the null block for positions at or past the row's limit."""
-        rows = inputs.rows.index_select(0, inputs.token_rows)
-        indices = torch.div(positions, self._block_size, rounding_mode="floor").clamp_(max=self._last_index)
-        blocks = self._tables[rows, indices]
-        blocks = torch.where(positions < self._limits.index_select(0, rows), blocks, NULL_BLOCK)
-        return blocks * self._block_size + positions % self._block_size
+        indices = torch.div(positions, self.block_size, rounding_mode="floor").clamp_(max=self.tables.shape[1] - 1)
+        blocks = self.tables.view(-1).index_select(0, indices.add_(self.first_entries))
+        blocks = torch.where(positions < self.limits, blocks, NULL_BLOCK)
+        return blocks * self.block_size + positions % self.block_size
 
 
 class NextInputs:

@@ -18,7 +18,7 @@ import torch
 from raypp.messages import StepPlan, StepResult
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
-from raypp.stage.request_rows import BlockTables, NextInputs
+from raypp.stage.request_rows import BlockTables, NextInputs, StepBlocks
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
@@ -93,29 +93,30 @@ class Stage:
         Raises:
             DeadlineError, StageDiedError: a neighbour does not answer.
         """
+        # What the plan alone says is made ready while the input is still on its way.
         inputs = step_inputs(plan, self._device)
         self._block_tables.apply(plan)
+        blocks = self._block_tables.gather(inputs, min(inputs.max_seq_len, self._spec.max_model_len))
         if self._spec.is_last:
             self._sampler.apply(plan)
 
         waiting = now_ns()
         if self._spec.is_first:
             self._inbox.apply_before(plan, self._next_inputs)
-            started = now_ns()
             self._inbox.expect(plan)
             self._next_inputs.apply(plan)
             num_computed_tokens = self._next_inputs.num_computed_tokens(inputs, plan)
-            hidden = self._model.embed(self._next_inputs.input_ids(inputs, plan))
+            entering = self._next_inputs.input_ids(inputs, plan)
         else:
-            num_computed_tokens, hidden = self._receive(plan, inputs)
-            started = now_ns()
+            num_computed_tokens, entering = self._receive(plan, inputs)
+        positions = num_computed_tokens.to(torch.int64).index_select(0, inputs.token_rows).add_(inputs.token_offsets)
+        attention = self._attention_batch(inputs, blocks, num_computed_tokens, positions)
 
-        positions = num_computed_tokens.to(torch.int64).index_select(0, inputs.token_rows) + inputs.token_offsets
-        attention = self._attention_batch(inputs, num_computed_tokens, positions)
+        started = now_ns()
+        hidden = self._model.embed(entering) if self._spec.is_first else entering
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if self._spec.is_last:
-            hidden = hidden.index_select(0, inputs.logits_indices)
-            logits = self._model.compute_logits(hidden)
+            logits = self._model.compute_logits(hidden.index_select(0, inputs.logits_indices))
         ended = now_ns()
 
         self._tracer.record("wait", plan.step_id, waiting, started)
@@ -123,21 +124,20 @@ class Stage:
         if not self._spec.is_last:
             self._send(plan, inputs, num_computed_tokens, hidden)
             return None
-        result = self._finish(plan, inputs, logits, positions.index_select(0, inputs.logits_indices) + 1)
+        result = self._finish(plan, inputs, logits, positions.index_select(0, inputs.logits_indices).add_(1))
         self._tracer.record("sample", plan.step_id, ended, now_ns())
         return result
 
     def _attention_batch(
-        self, inputs: StepInputs, num_computed_tokens: torch.Tensor, positions: torch.Tensor
+        self, inputs: StepInputs, blocks: StepBlocks, num_computed_tokens: torch.Tensor, positions: torch.Tensor
     ) -> AttentionBatch:
-        max_seq_len = min(max([inputs.max_decode_seq_len, *inputs.prefill_seq_lens]), self._spec.max_model_len)
         return AttentionBatch(
             num_decode_rows=inputs.num_decode_rows,
             decode_query_len=inputs.decode_query_len,
             query_start_loc=inputs.query_start_loc,
             seq_lens=num_computed_tokens + inputs.num_scheduled_tokens,
-            block_tables=self._block_tables.of(inputs, max_seq_len),
-            slot_mapping=self._block_tables.slot_mapping(inputs, positions),
+            block_tables=blocks.tables,
+            slot_mapping=blocks.slot_mapping(positions),
             max_decode_seq_len=min(inputs.max_decode_seq_len, self._spec.max_model_len),
             prefill_query_lens=inputs.prefill_query_lens,
             prefill_seq_lens=inputs.prefill_seq_lens,

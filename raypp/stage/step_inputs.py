@@ -33,6 +33,11 @@ class StepInputs:
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
 
+    @property
+    def max_seq_len(self) -> int:
+        """An upper bound over all rows, this step included."""
+        return max([self.max_decode_seq_len, *self.prefill_seq_lens])
+
 
 def step_inputs(plan: StepPlan, device: torch.device) -> StepInputs:
     """Return the plan's arrays on `device`. Copies nothing on a CPU."""
