@@ -169,7 +169,34 @@ def drive(limits: SchedulerLimits, seed: int, num_actions: int) -> Drive:
     return run
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(0, 2**32), st.integers(1, 120))
 def test_every_token_is_computed_from_the_right_history(limits, seed, num_actions):
     drive(limits, seed, num_actions)
+
+
+def test_the_random_drives_meet_what_they_are_for():
+    met: Counter[str] = Counter()
+    for seed in range(30):
+        limits = SchedulerLimits(
+            num_stages=1 + seed % 4,
+            max_num_seqs=6,
+            max_num_batched_tokens=16,
+            max_model_len=40,
+            block_size=3,
+            num_blocks=20,
+            enable_prefix_caching=seed % 2 == 0,
+            min_prefill_chunk_tokens=4,
+            max_drafts=seed % 3,
+        )
+        run = drive(limits, seed, num_actions=80)
+        stats = run.scheduler.stats()
+        met["preempted"] += stats.num_preemptions > 0
+        met["cached"] += stats.num_prefix_hit_tokens > 0
+        met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+        met["drafts accepted"] += stats.num_accepted_tokens > 0
+        met["drafts refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
+        met.update(request.finish_reason.name for request in run.requests)
+    whats = ("preempted", "cached", "chunked", "drafts accepted", "drafts refused", "STOP", "LENGTH", "ABORT")
+    for what in whats:
+        assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

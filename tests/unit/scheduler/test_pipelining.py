@@ -67,7 +67,7 @@ def test_as_many_stages_are_busy_as_there_are_requests(num_stages, num_requests)
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [10_000, 64])
 def test_arrivals_ends_and_preemptions_leave_no_lasting_bubbles(num_stages, num_blocks):
-    """Were cohorts allowed to overtake, the order of one disturbed moment would repeat for ever, half the stages idle."""
+    """Could cohorts overtake each other, a disturbed order would repeat for ever, with half the stages idle."""
     rng = random.Random(num_stages)
     clock = Clock(
         make_limits(num_stages=num_stages, max_num_seqs=16, num_blocks=num_blocks, enable_prefix_caching=True)

@@ -70,6 +70,18 @@ def test_nobody_is_overtaken_by_a_request_that_would_fit():
     assert [len(request.output_token_ids) for request in (first, large, small)] == [20, 9, 4]
 
 
+def test_a_block_per_running_row_stays_free():
+    requests = [
+        make_request("a", 4, max_tokens=4),
+        make_request("b", 4, max_tokens=4),
+        make_request("c", 8, max_tokens=4),
+    ]
+    pipeline = _pipeline(*requests, num_stages=1, num_blocks=6)
+    plan = pipeline.dispatch()
+    assert plan.num_scheduled_tokens.tolist() == [4, 4], "c's two blocks are free, but not two more for a and b"
+    pipeline.finish()
+
+
 # --- prefill ---
 
 
@@ -316,14 +328,38 @@ def test_a_row_that_lacks_blocks_waits_when_steps_in_flight_must_end_a_request()
     assert len(growing.output_token_ids) == 8
 
 
-def test_a_preempted_request_may_end_while_it_waits():
-    pipeline, requests = _fill(num_blocks=6, num_requests=2, max_tokens=16, num_stages=2)
-    scheduler = pipeline.scheduler
+def _preempt_in_flight() -> tuple[Pipeline, list]:
+    """Return a pipeline in which request 1 has just been preempted, with a step of it in flight."""
+    requests = [make_request("0", 2, max_tokens=16), make_request("1", 7, max_tokens=16)]
+    pipeline = _pipeline(*requests, num_blocks=7, max_num_seqs=2, num_stages=2)
     while not requests[1].num_preemptions:
-        pipeline.dispatch_all()
+        if pipeline.dispatch() is None:
+            pipeline.answer()
+    assert any(1 in plan.rows for plan in pipeline.in_flight)
+    return pipeline, requests
+
+
+def test_a_preempted_request_comes_back_when_its_last_token_is_known():
+    pipeline, requests = _preempt_in_flight()
+    pipeline.scheduler.abort("0")  # all blocks are free now
+    assert pipeline.dispatch() is None
+    while any(1 in plan.rows for plan in pipeline.in_flight):
+        assert not len(pipeline.plans[-1].start_rows)
         pipeline.answer()
-    assert scheduler.stats().num_waiting == 1
-    assert scheduler.abort("1")
+    num_known = 7 + len(requests[1].output_token_ids)
+    assert pipeline.dispatch().start_num_tokens.tolist() == [num_known]
+    pipeline.finish()
+    assert requests[1].output_token_ids == [7] * 16
+
+
+def test_a_preempted_request_may_end_while_it_waits():
+    pipeline, requests = _preempt_in_flight()
+    requests[1].eos_token_ids = frozenset({7})
+    pipeline.scheduler._states["1"].end_token_ids = frozenset({7})
+    while pipeline.in_flight and not requests[1].finish_reason:
+        pipeline.answer()
+    assert requests[1].finish_reason == FinishReason.STOP
+    assert pipeline.scheduler.stats().num_waiting == 0
     pipeline.finish()
     assert len(requests[0].output_token_ids) == 16
 
