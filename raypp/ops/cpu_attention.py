@@ -10,12 +10,11 @@ Why groups and why these calls: docs/design/0002-cpu-attention.md.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.kv_cache import value_slots_of, write_kv_cache
+from raypp.ops.kv_cache import cache_rows, write_kv_cache
 
 GROUP_BYTES = 2 << 20
 """Gathered KV of a group of decode rows. Larger than a core's cache, and attention waits for memory."""
@@ -27,9 +26,7 @@ class DecodeGroup:
 
     num_rows: int
     length: int  # L, a multiple of the block size
-    kv_rows: (
-        torch.Tensor
-    )  # [2 * R * Hk * L] int64: rows of the cache seen as [-1, D]; keys, then values; head before token
+    head_blocks: torch.Tensor  # [2 * R * Hk * L / block_size], keys, then values; see `_head_blocks`
     mask: torch.Tensor  # [R * Hk, 1 or Q * G, L], 0 or -inf, in the precision of the scores
     tokens: torch.Tensor | None  # [R * Q] int64, the group's tokens; None: all decode tokens, in order
 
@@ -41,7 +38,7 @@ class PrefillRow:
     start: int
     end: int
     seq_len: int
-    blocks: torch.Tensor | None  # [blocks] int64; None: the row has no tokens but these
+    head_blocks: torch.Tensor | None  # [2 * Hk * blocks]; None: the row has no tokens but these
     mask: torch.Tensor | None  # [query_len, seq_len], 0 or -inf
 
 
@@ -49,8 +46,8 @@ class PrefillRow:
 class AttentionPlan:
     """A step's attention, prepared for all layers."""
 
-    key_slots: torch.Tensor  # [T] int64
-    value_slots: torch.Tensor  # [T] int64
+    key_rows: torch.Tensor  # [T * Hk] int64, see `raypp.ops.kv_cache.cache_rows`
+    value_rows: torch.Tensor  # [T * Hk] int64
     num_decode_tokens: int
     decode_query_len: int
     decode_groups: list[DecodeGroup]
@@ -72,9 +69,10 @@ def plan_attention(
     """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host."""
     decode_lens = seq_lens[:num_decode_rows].tolist() if num_decode_rows else []
     num_decode_tokens = num_decode_rows * decode_query_len
+    key_rows, value_rows = cache_rows(kv_cache, slot_mapping)
     return AttentionPlan(
-        key_slots=slot_mapping,
-        value_slots=value_slots_of(kv_cache, slot_mapping),
+        key_rows=key_rows,
+        value_rows=value_rows,
         num_decode_tokens=num_decode_tokens,
         decode_query_len=decode_query_len,
         decode_groups=_decode_groups(kv_cache, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
@@ -88,7 +86,7 @@ def run_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float
 ) -> torch.Tensor:
     """Write k and v and attend, as `paged_attention` says, over a prepared step."""
-    write_kv_cache(kv_cache, k, v, plan.key_slots, plan.value_slots)
+    write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
     if len(plan.decode_groups) == 1 and not plan.prefill_rows:
         return _attend_decode(q, kv_cache, plan.decode_query_len, plan.decode_groups[0], scale)
     out = torch.empty_like(q)
@@ -110,9 +108,9 @@ def _attend_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, query_len: int, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
     """Return the output of a group's rows. Shapes: q [R * Q, Hq, D], returned alike."""
-    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_rows, length = group.num_rows, group.length
-    gathered = kv_cache.view(-1, head_dim).index_select(0, group.kv_rows)
+    gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks)
     if gathered.dtype != group.mask.dtype:
         gathered = gathered.to(group.mask.dtype)
     keys, values = gathered.view(2, num_rows * num_kv_heads, length, head_dim).unbind(0)
@@ -128,13 +126,17 @@ def _attend_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, row: PrefillRow, scale: float
 ) -> torch.Tensor:
     """Return the output of one row. Shapes: q [query_len, Hq, D], returned alike; k, v [query_len, Hk, D]."""
-    if row.blocks is not None:
-        k, v = kv_cache.index_select(1, row.blocks).flatten(1, 2)[:, : row.seq_len].unbind(0)
+    if row.head_blocks is None:
+        keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    else:
+        num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+        gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, row.head_blocks)
+        keys, values = gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : row.seq_len].unbind(0)
     return (
         F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
             attn_mask=row.mask,
             is_causal=row.mask is None,
             scale=scale,
@@ -156,7 +158,7 @@ def _decode_groups(
     """Cut the decode rows, of `lens`, into groups of similar length whose padded KV is at most GROUP_BYTES."""
     if not lens:
         return []
-    bytes_per_token = 2 * kv_cache.shape[3] * kv_cache.shape[4] * 4
+    bytes_per_token = 2 * kv_cache.shape[2] * kv_cache.shape[4] * 4
     if max(lens) * len(lens) * bytes_per_token <= GROUP_BYTES or len(lens) == 1:
         return [_decode_group(kv_cache, num_heads, query_len, max(lens), seq_lens[: len(lens)], block_tables, None)]
     groups, members = [], list[int]()
@@ -190,11 +192,9 @@ def _decode_group(
     tokens: torch.Tensor | None,
 ) -> DecodeGroup:
     num_rows = seq_lens.shape[0]
-    block_size, num_kv_heads = kv_cache.shape[2:4]
+    num_kv_heads, block_size = kv_cache.shape[2:4]
     num_blocks = min(-(-max_len // block_size), block_tables.shape[1])  # a row may run past its table
     length = num_blocks * block_size
-    blocks = block_tables[:num_rows, :num_blocks].view(1, num_rows, 1, num_blocks, 1)
-    within = _rows_within_block(kv_cache.shape, kv_cache.device)
     positions = torch.arange(length, dtype=torch.int32, device=kv_cache.device)
     # Query token j of Q sits at position seq_len - Q + j and attends to that position and all before.
     if query_len == 1:
@@ -208,20 +208,21 @@ def _decode_group(
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
-        kv_rows=torch.add(within, blocks, alpha=block_size * num_kv_heads).view(-1),
+        head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
         tokens=tokens,
     )
 
 
-@lru_cache(maxsize=8)
-def _rows_within_block(kv_cache_shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Return the rows of block 0 when the cache is seen as [-1, D]: [2, 1, Hk, 1, block_size] int64."""
-    _, num_blocks, block_size, num_kv_heads, _ = kv_cache_shape
-    offsets = torch.arange(block_size, device=device) * num_kv_heads
-    heads = torch.arange(num_kv_heads, device=device).view(-1, 1, 1)
-    sides = torch.arange(2, device=device).view(2, 1, 1, 1, 1) * (num_blocks * block_size * num_kv_heads)
-    return sides + heads + offsets
+def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+    """Return where rows' blocks lie when a cache is seen as [-1, block_size * D]: keys, then values, by row and head.
+
+    Shapes: block_tables [R, blocks] int32; returns [2 * R * Hk * blocks] int64.
+    """
+    num_blocks, num_kv_heads = kv_cache.shape[1:3]
+    heads = torch.arange(2 * num_kv_heads, device=kv_cache.device).view(2, 1, num_kv_heads, 1)
+    heads[1] += (num_blocks - 1) * num_kv_heads  # values lie behind all keys
+    return torch.add(heads, block_tables.unsqueeze(1), alpha=num_kv_heads).view(-1)
 
 
 def _prefill_rows(
@@ -231,14 +232,14 @@ def _prefill_rows(
     seq_lens: list[int],
     block_tables: torch.Tensor,
 ) -> list[PrefillRow]:
-    block_size, rows, start = kv_cache.shape[2], [], first_token
+    block_size, rows, start = kv_cache.shape[3], [], first_token
     for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        blocks = mask = None
+        head_blocks = mask = None
         if query_len < seq_len:
-            blocks = block_tables[index, : -(-seq_len // block_size)].to(torch.int64)
+            head_blocks = _head_blocks(kv_cache, block_tables[index : index + 1, : -(-seq_len // block_size)])
             positions = torch.arange(seq_len, device=kv_cache.device)
             mask = _additive_mask(positions <= positions[seq_len - query_len :].unsqueeze(1), kv_cache.dtype)
-        rows.append(PrefillRow(start, start + query_len, seq_len, blocks, mask))
+        rows.append(PrefillRow(start, start + query_len, seq_len, head_blocks, mask))
         start += query_len
     return rows
 

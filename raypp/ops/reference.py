@@ -54,17 +54,17 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write k and v into the cache and attend, row by row and token by token. Returns [T, Hq, D].
 
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D]; kv_cache [2, num_blocks, block_size, Hk, D]; block_tables [R, blocks].
+    Shapes: q [T, Hq, D]; k, v [T, Hk, D]; kv_cache [2, num_blocks, Hk, block_size, D]; block_tables [R, blocks].
     """
-    block_size, out, start = kv_cache.shape[2], torch.empty_like(q), 0
+    block_size, out, start = kv_cache.shape[3], torch.empty_like(q), 0
     for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         for index in range(query_len):
             position = seq_len - query_len + index
             block = int(block_tables[row, position // block_size])
-            kv_cache[0, block, position % block_size] = k[start + index]
-            kv_cache[1, block, position % block_size] = v[start + index]
+            kv_cache[0, block, :, position % block_size] = k[start + index]
+            kv_cache[1, block, :, position % block_size] = v[start + index]
         blocks = block_tables[row].long()
-        keys, values = (side[blocks].flatten(0, 1)[:seq_len] for side in kv_cache)
+        keys, values = (side[blocks].transpose(1, 2).flatten(0, 1)[:seq_len] for side in kv_cache)
         out[start : start + query_len] = attention(q[start : start + query_len], keys, values, scale)
         start += query_len
     return out
