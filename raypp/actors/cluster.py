@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -29,22 +34,43 @@ class Cluster:
         if ray.is_initialized():
             return cls(owned=False)
         address = os.environ.get("RAY_ADDRESS")
-        if address:
-            ray.init(address=address, log_to_driver=False, configure_logging=False)
-            return cls(owned=False)
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
-        )
-        return cls(owned=True)
+        with _own_sigterm_handler():
+            if address:
+                ray.init(address=address, log_to_driver=False, configure_logging=False)
+            else:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                )
+        return cls(owned=not address)
 
     def disconnect(self) -> None:
         """Stop Ray, if it was started here."""
         if self.owned and ray.is_initialized():
             ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm_handler() -> Iterator[None]:
+    """Keep the process's answer to SIGTERM, which `ray.init` replaces by an abort.
+
+    A process that had none exits in an orderly way instead, so that engines are closed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
+
+
+def _exit(signal_number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signal_number)
 
 
 def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:

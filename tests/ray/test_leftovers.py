@@ -69,8 +69,8 @@ def user():
     [
         ("close", None, (0,)),
         ("exception", None, (1,)),
-        ("wait", signal.SIGINT, (130, 1, -signal.SIGINT)),
-        ("wait", signal.SIGTERM, (143, 1, -signal.SIGTERM)),
+        ("wait", signal.SIGINT, (1, -signal.SIGINT)),
+        ("wait", signal.SIGTERM, (143,)),
         ("wait", signal.SIGKILL, (-signal.SIGKILL,)),
     ],
 )
