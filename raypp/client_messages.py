@@ -53,6 +53,7 @@ class AddRequest:
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for the request
     eos_token_ids: tuple[int, ...]
+    is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
                     params=SamplingParams(**dict(zip(_PARAM_NAMES, values["params"], strict=True))),
                     seed=values["seed"],
                     eos_token_ids=tuple(values["eos_token_ids"]),
+                    is_streamed=values["is_streamed"],
                 )
             )
             offset = end
@@ -205,6 +207,7 @@ def _add_header(request: AddRequest) -> dict[str, Any]:
         "params": [getattr(request.params, name) for name in _PARAM_NAMES],
         "seed": request.seed,
         "eos_token_ids": request.eos_token_ids,
+        "is_streamed": request.is_streamed,
     }
 
 

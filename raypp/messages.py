@@ -89,54 +89,69 @@ class OutputBatch:
 
 Message = TypeVar("Message")
 
-_DTYPES: tuple[np.dtype[Any], ...] = tuple(np.dtype(t) for t in ("<i4", "<i8", "<f4", "?", "<u4"))
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_ARRAY_HEADER = struct.Struct("<iiii")  # dtype code, dimensions, the two extents
+_DTYPES: dict[Any, np.dtype[Any]] = {
+    Int32s: np.dtype("<i4"),
+    Int64s: np.dtype("<i8"),
+    Float32s: np.dtype("<f4"),
+    Bools: np.dtype("?"),
+}
 
 
-_Layout = tuple[tuple[str, ...], tuple[str, ...], struct.Struct]
+class _Layout:
+    """How a message class is written: the scalars, each array's extents (0 columns: one dimension), then the data."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        hints = get_type_hints(cls)
+        names = [f.name for f in fields(cls)]
+        self.scalars = tuple(name for name in names if hints[name] is int)
+        self.arrays = tuple((name, _DTYPES[hints[name]]) for name in names if hints[name] is not int)
+        self.header = struct.Struct(f"<{len(self.scalars)}q{2 * len(self.arrays)}i")
+        self.empty = {name: np.empty(0, dtype) for name, dtype in self.arrays}
+
+
 _layouts: dict[type[Any], _Layout] = {}
 
 
-def _layout(cls: type[Any]) -> _Layout:
-    """Return a message's scalar fields, its array fields, and the header that holds the scalars."""
-    if (known := _layouts.get(cls)) is not None:
-        return known
-    hints = get_type_hints(cls)
-    names = tuple(f.name for f in fields(cls))
-    scalars = tuple(n for n in names if hints[n] is int)
-    layout = scalars, tuple(n for n in names if hints[n] is not int), struct.Struct(f"<{len(scalars)}q")
-    _layouts[cls] = layout
+def _layout_of(cls: type[Any]) -> _Layout:
+    layout = _layouts.get(cls)
+    if layout is None:
+        layout = _layouts[cls] = _Layout(cls)
     return layout
 
 
 def pack(message: Any) -> bytes:
-    """Return the message's bytes: scalars, then per array a header and its data padded to 8 bytes."""
-    scalars, arrays, header = _layout(type(message))
-    parts = [header.pack(*[getattr(message, n) for n in scalars])]
-    for name in arrays:
+    """Return the message's bytes: scalars and extents, then each array's data, padded to 8 bytes."""
+    layout = _layout_of(type(message))
+    values = [getattr(message, name) for name in layout.scalars]
+    parts = [b""]
+    for name, dtype in layout.arrays:
         array = getattr(message, name)
+        assert array.dtype == dtype, f"{name} is {array.dtype}"
         shape = array.shape
-        parts.append(
-            _ARRAY_HEADER.pack(_DTYPE_CODES[array.dtype], len(shape), shape[0], shape[1] if len(shape) > 1 else 1)
-        )
-        data = array.tobytes()
-        parts.append(data)
-        if tail := len(data) % 8:
-            parts.append(bytes(8 - tail))
+        values.append(shape[0])
+        values.append(shape[1] if len(shape) > 1 else 0)
+        if array.size:
+            data = array.tobytes()
+            parts.append(data)
+            if tail := len(data) % 8:
+                parts.append(bytes(8 - tail))
+    parts[0] = layout.header.pack(*values)
     return b"".join(parts)
 
 
 def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     """Return the message that `pack` wrote. Its arrays are read-only views into `data`."""
-    scalars, arrays, header = _layout(cls)
-    values: dict[str, Any] = dict(zip(scalars, header.unpack_from(data), strict=True))
-    offset = header.size
-    for name in arrays:
-        code, ndim, rows, columns = _ARRAY_HEADER.unpack_from(data, offset)
-        offset += _ARRAY_HEADER.size
-        count, dtype = rows * columns, _DTYPES[code]
-        array = np.frombuffer(data, dtype, count, offset) if count else np.empty(0, dtype)
-        values[name] = array.reshape(rows, columns) if ndim == 2 else array
+    layout = _layout_of(cls)
+    header = layout.header.unpack_from(data)
+    extents = iter(header[len(layout.scalars) :])
+    values: dict[str, Any] = dict(zip(layout.scalars, header, strict=False))
+    offset = layout.header.size
+    for (name, dtype), rows, columns in zip(layout.arrays, extents, extents, strict=True):
+        count = rows * columns if columns else rows
+        if not count and not columns:
+            values[name] = layout.empty[name]
+            continue
+        array = np.frombuffer(data, dtype, count, offset)
+        values[name] = array.reshape(rows, columns) if columns else array
         offset += -(-count * dtype.itemsize // 8) * 8
     return cls(**values)

@@ -165,7 +165,13 @@ class Frontend:
                 running.append(request)
                 messages.append(
                     AddRequest(
-                        item.request_id, handle, item.prompt_token_ids, item.params, item.seed, engine.eos_token_ids
+                        item.request_id,
+                        handle,
+                        item.prompt_token_ids,
+                        item.params,
+                        item.seed,
+                        engine.eos_token_ids,
+                        is_streamed=stream or bool(item.params.stop),
                     )
                 )
             self._client.send(AddRequests(messages))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-import numpy as np
 import zmq
 
 from raypp.client_messages import (
@@ -30,10 +29,9 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
+from raypp.driver.outbox import Outbox
 from raypp.errors import RayppError, RequestError, StageDiedError
-from raypp.messages import OutputBatch
 from raypp.scheduler.request import Request, RequestUpdate
-from raypp.types import FinishReason
 
 HEARTBEAT_S = 0.5
 """How often driver and stages hear of each other when nothing else is said."""
@@ -65,6 +63,7 @@ class DriverServer:
         self._clients = clients
         self._step_timeout_s = step_timeout_s
         self._on_connected = on_connected
+        self._outbox = Outbox(self._send)
         self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
@@ -153,6 +152,7 @@ class DriverServer:
             case CloseClient():
                 for request_id in self._requests.pop(client, {}):
                     self._engine.abort(request_id)
+                self._outbox.forget(client)
 
     def _add(self, client: bytes, added: AddRequest) -> None:
         request = Request(
@@ -163,6 +163,7 @@ class DriverServer:
             eos_token_ids=frozenset(added.eos_token_ids),
             client=client,
             handle=added.handle,
+            is_streamed=added.is_streamed,
         )
         try:
             self._engine.add(request)
@@ -177,15 +178,10 @@ class DriverServer:
             self._send_outputs([RequestUpdate(request, [])])
 
     def _send_outputs(self, updates: Sequence[RequestUpdate]) -> None:
-        by_client: dict[bytes, list[RequestUpdate]] = {}
+        self._outbox.put(updates)
         for update in updates:
-            by_client.setdefault(update.request.client, []).append(update)
-        for client, of_client in by_client.items():
-            self._send(client, _output_batch(of_client))
-            running = self._requests.get(client, {})
-            for update in of_client:
-                if update.request.finish_reason != FinishReason.NONE:
-                    running.pop(update.request.request_id, None)
+            if update.request.finish_reason:
+                self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
 
     def _tell_all(self, message: DriverMessage) -> None:
         for client in self._requests:
@@ -193,22 +189,3 @@ class DriverServer:
 
     def _send(self, client: bytes, message: DriverMessage) -> None:
         self._clients.send_multipart([client, *encode_driver_message(message)])
-
-
-def _output_batch(updates: Sequence[RequestUpdate]) -> OutputBatch:
-    requests = [update.request for update in updates]
-    return OutputBatch(
-        handles=np.array([r.handle for r in requests], np.int64),
-        num_tokens=_int32s([len(update.new_token_ids) for update in updates]),
-        token_ids=_int32s([t for update in updates for t in update.new_token_ids]),
-        finish_reasons=_int32s([r.finish_reason for r in requests]),
-        stop_token_ids=_int32s([r.stop_token_id for r in requests]),
-        num_cached_tokens=_int32s([r.num_cached_tokens for r in requests]),
-        num_preemptions=_int32s([r.num_preemptions for r in requests]),
-        num_draft_tokens=_int32s([r.num_draft_tokens for r in requests]),
-        num_accepted_tokens=_int32s([r.num_accepted_tokens for r in requests]),
-    )
-
-
-def _int32s(values: Sequence[int]) -> np.ndarray:
-    return np.array(values, np.int32)

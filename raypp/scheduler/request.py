@@ -21,6 +21,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler
+    is_streamed: bool = False  # whether the client wants every token at once; opaque to the scheduler
 
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE

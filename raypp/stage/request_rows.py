@@ -1,6 +1,6 @@
 """The truth about running requests, in tables indexed by row. Every stage keeps what it needs, on its own device.
 
-All stages keep block tables and limits. The first stage also keeps what the next input of a row is: its length, last
+All stages keep block tables. The first stage also keeps what the next input of a row is: its length, last
 token and drafts, fed back by the last stage. Nothing here is ever copied to the host.
 """
 
@@ -13,39 +13,48 @@ import torch
 
 from raypp.messages import NULL_BLOCK, StepPlan
 from raypp.stage.spec import StageSpec
-from raypp.stage.step_inputs import StepInputs
+from raypp.stage.step_shape import StepShape
 
 
 class BlockTables:
-    """Which KV block holds which tokens of a row, and where a row must stop writing."""
+    """Which KV block holds which tokens of a row.
+
+    A row's table beyond the blocks that it owns is the null block, its last entry always. So a token at or past the
+    row's limit, computed by a step that was dispatched before the row's end was known, is written behind the row's own
+    tokens or into nobody's block.
+    """
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self._block_size = spec.block_size
-        self._last_index = spec.blocks_per_row - 1
+        self._num_entries = spec.blocks_per_row + 1
         self._device = device
-        self._tables = torch.full(
-            (spec.max_num_seqs, spec.blocks_per_row), NULL_BLOCK, dtype=torch.int32, device=device
-        )
-        self._limits = torch.zeros(spec.max_num_seqs, dtype=torch.int64, device=device)
+        self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
+        self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the rows that start and the new entries of the plan."""
+        if not len(plan.start_rows) and not len(plan.block_rows):
+            return
+        self._gathered.clear()
         if len(plan.start_rows):
-            rows = _indices(plan.start_rows, self._device)
-            self._limits[rows] = _indices(plan.start_limits, self._device)
+            self._tables[_indices(plan.start_rows, self._device)] = NULL_BLOCK
         if len(plan.block_rows):
             entries = (_indices(plan.block_rows, self._device), _indices(plan.block_positions, self._device))
             self._tables[entries] = torch.from_numpy(plan.block_ids.copy()).to(self._device)
 
-    def gather(self, inputs: StepInputs, max_seq_len: int) -> StepBlocks:
+    def gather(self, shape: StepShape, max_seq_len: int) -> StepBlocks:
         """Return the step's rows of the tables, wide enough for `max_seq_len` tokens."""
-        width = min(-(-max_seq_len // self._block_size), self._last_index + 1)
-        return StepBlocks(
-            tables=self._tables[:, :width].index_select(0, inputs.rows),
-            limits=self._limits.index_select(0, inputs.rows).index_select(0, inputs.token_rows),
-            first_entries=inputs.token_rows * width,
-            block_size=self._block_size,
-        )
+        width = min(-(-max_seq_len // self._block_size), self._num_entries)
+        blocks = self._gathered.get(shape)
+        if blocks is None or blocks.tables.shape[1] != width:
+            tables = self._tables[:, :width].index_select(0, shape.rows)
+            blocks = self._gathered[shape] = StepBlocks(
+                tables=tables,
+                first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
+                first_entries=shape.token_rows * width,
+                block_size=self._block_size,
+            )
+        return blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +62,14 @@ class StepBlocks:
     """The blocks of a step's rows. What it holds is known before the positions are."""
 
     tables: torch.Tensor  # [R, W] int32
-    limits: torch.Tensor  # [T] int64, of each token's row
-    first_entries: torch.Tensor  # [T] int64, where the table of each token's row begins in the flattened tables
+    first_slots: torch.Tensor  # [R * W] int64, the first slot of each of these blocks
+    first_entries: torch.Tensor  # [T] int64, where the table of each token's row begins in `first_slots`
     block_size: int
 
     def slot_mapping(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the KV slot of each token, int64 [T]; in the null block for positions at or past the row's limit."""
+        """Return the KV slot of each token, int64 [T]. Shapes: positions [T] int64."""
         indices = torch.div(positions, self.block_size, rounding_mode="floor").clamp_(max=self.tables.shape[1] - 1)
-        blocks = self.tables.view(-1).index_select(0, indices.add_(self.first_entries))
-        blocks = torch.where(positions < self.limits, blocks, NULL_BLOCK)
-        return blocks * self.block_size + positions % self.block_size
+        return self.first_slots.index_select(0, indices.add_(self.first_entries)).add_(positions % self.block_size)
 
 
 class NextInputs:
@@ -86,41 +93,47 @@ class NextInputs:
         rows = _indices(plan.start_rows, self._device)
         self._lengths[rows] = torch.from_numpy(plan.start_num_tokens.copy()).to(self._device)
 
-    def apply_feedback(self, rows: torch.Tensor, feedback: dict[str, torch.Tensor]) -> None:
-        """Take over what an earlier step yielded for `rows` ([R] int64); see `transport.schema.feedback_schema`."""
+    def apply_feedback(self, shape: StepShape, feedback: dict[str, torch.Tensor]) -> None:
+        """Take over what an earlier step of that shape yielded; see `transport.schema.feedback_schema`."""
         lengths, token_ids = feedback["length"], feedback["token_ids"]
-        before = self._lengths.index_select(0, rows)
-        yielded = lengths >= 0
-        last = (lengths - before - 1).clamp_(0, token_ids.shape[1] - 1).to(torch.int64).unsqueeze(1)
-        last_token_ids = torch.where(
-            yielded, token_ids.gather(1, last).squeeze(1), self._last_token_ids.index_select(0, rows)
-        )
-        self._lengths.index_copy_(0, rows, torch.where(yielded, lengths, before))
+        last_token_ids = token_ids[:, 0]
+        if token_ids.shape[1] > 1:  # several may have been accepted: the last one counts
+            before = self._lengths.index_select(0, shape.rows)
+            last = (lengths - before - 1).clamp_(0, token_ids.shape[1] - 1).to(torch.int64)
+            last_token_ids = token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+        rows = shape.rows
+        if not shape.all_sample:
+            rows = rows.index_select(0, shape.sampled)
+            lengths, last_token_ids = (
+                lengths.index_select(0, shape.sampled),
+                last_token_ids.index_select(0, shape.sampled),
+            )
+        self._lengths.index_copy_(0, rows, lengths)
         self._last_token_ids.index_copy_(0, rows, last_token_ids)
         if self._draft_ids.shape[1]:
-            self._draft_ids.index_copy_(0, rows, feedback["draft_ids"])
+            self._draft_ids.index_copy_(0, rows, feedback["draft_ids"].index_select(0, shape.sampled))
 
-    def num_computed_tokens(self, inputs: StepInputs, plan: StepPlan) -> torch.Tensor:
+    def num_computed_tokens(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
         """Return each row's tokens before this step, int32 [R]: decode rows from the table, prefill rows as planned."""
-        decode = self._lengths.index_select(0, inputs.rows[: inputs.num_decode_rows]) - 1
-        if inputs.num_decode_rows == inputs.num_rows:
+        decode = self._lengths.index_select(0, shape.rows[: shape.num_decode_rows]).sub_(1)
+        if shape.num_decode_rows == shape.num_rows:
             return decode
-        planned = plan.num_computed_tokens[inputs.num_decode_rows :].copy()
+        planned = plan.num_computed_tokens[shape.num_decode_rows :].copy()
         return torch.cat((decode, torch.from_numpy(planned).to(self._device)))
 
-    def input_ids(self, inputs: StepInputs, plan: StepPlan) -> torch.Tensor:
+    def input_ids(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
         """Return the step's tokens, int32 [T]."""
-        decode_rows = inputs.rows[: inputs.num_decode_rows]
+        decode_rows = shape.rows[: shape.num_decode_rows]
         decode = self._last_token_ids.index_select(0, decode_rows)
         if plan.num_drafts:
             drafts = self._draft_ids.index_select(0, decode_rows)[:, : plan.num_drafts]
             decode = torch.cat((decode.unsqueeze(1), drafts), dim=1).view(-1)
-        if inputs.num_decode_rows == inputs.num_rows:
+        if shape.num_decode_rows == shape.num_rows:
             return decode
         prefill_rows = zip(
-            plan.rows[inputs.num_decode_rows :].tolist(),
-            plan.num_computed_tokens[inputs.num_decode_rows :].tolist(),
-            inputs.prefill_query_lens,
+            plan.rows[shape.num_decode_rows :].tolist(),
+            plan.num_computed_tokens[shape.num_decode_rows :].tolist(),
+            shape.prefill_query_lens,
             strict=True,
         )
         chunks = [self._known_token_ids[row][start : start + count] for row, start, count in prefill_rows]

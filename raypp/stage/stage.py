@@ -18,11 +18,11 @@ import torch
 from raypp.messages import StepPlan, StepResult
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
-from raypp.stage.request_rows import BlockTables, NextInputs, StepBlocks
+from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.step_inputs import StepInputs, step_inputs
+from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.tracing import FORWARD, Tracer, now_ns
 from raypp.transport.open import StageLinks
 
@@ -67,11 +67,12 @@ class Stage:
         self._tracer = tracer
         self._device = torch.device(spec.device)
         self._schemas = schemas
+        self._shapes = StepShapes(self._device, num_kept=4 * spec.num_stages)
         self._block_tables = BlockTables(spec, self._device)
         if spec.is_first:
             assert links.feedback_in is not None
             self._next_inputs = NextInputs(spec, self._device)
-            self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages, self._device)
+            self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages)
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
 
@@ -86,99 +87,98 @@ class Stage:
         """Close the links, once what was sent is out."""
         self._links.close()
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult | None:
-        """Execute a plan that was announced; return its result on the last stage.
+        """Execute a plan that was announced; return its result on the last stage. Under `torch.inference_mode`.
 
         Raises:
             DeadlineError, StageDiedError: a neighbour does not answer.
         """
         # What the plan alone says is made ready while the input is still on its way.
-        inputs = step_inputs(plan, self._device)
+        shape = self._shapes.of(plan)
+        decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
         self._block_tables.apply(plan)
-        blocks = self._block_tables.gather(inputs, min(inputs.max_seq_len, self._spec.max_model_len))
+        blocks = self._block_tables.gather(shape, max([decode_len, *prefill_lens]))
         if self._spec.is_last:
             self._sampler.apply(plan)
 
         waiting = now_ns()
         if self._spec.is_first:
             self._inbox.apply_before(plan, self._next_inputs)
-            self._inbox.expect(plan)
+            self._inbox.expect(plan.step_id, shape)
             self._next_inputs.apply(plan)
-            num_computed_tokens = self._next_inputs.num_computed_tokens(inputs, plan)
-            entering = self._next_inputs.input_ids(inputs, plan)
+            num_computed_tokens = self._next_inputs.num_computed_tokens(shape, plan)
+            entering = self._next_inputs.input_ids(shape, plan)
         else:
-            num_computed_tokens, entering = self._receive(plan, inputs)
-        positions = num_computed_tokens.to(torch.int64).index_select(0, inputs.token_rows).add_(inputs.token_offsets)
-        attention = self._attention_batch(inputs, blocks, num_computed_tokens, positions)
+            num_computed_tokens, entering = self._receive(plan, shape)
+        positions = shape.positions(num_computed_tokens)
+        attention = AttentionBatch(
+            num_decode_rows=shape.num_decode_rows,
+            decode_query_len=shape.decode_query_len,
+            query_start_loc=shape.query_start_loc,
+            seq_lens=num_computed_tokens + shape.num_scheduled_tokens,
+            block_tables=blocks.tables,
+            slot_mapping=blocks.slot_mapping(positions),
+            max_decode_seq_len=min(decode_len, self._spec.max_model_len),
+            prefill_query_lens=shape.prefill_query_lens,
+            prefill_seq_lens=prefill_lens,
+        )
 
         started = now_ns()
         hidden = self._model.embed(entering) if self._spec.is_first else entering
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if self._spec.is_last:
-            logits = self._model.compute_logits(hidden.index_select(0, inputs.logits_indices))
+            logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
         ended = now_ns()
 
+        result = None
+        if self._spec.is_last:
+            result = self._finish(plan, shape, logits, positions.index_select(0, shape.logits_indices).add_(1))
+        else:
+            self._send(plan, shape, num_computed_tokens, hidden)
+        if self._links.previous is not None:
+            self._links.previous.release(plan.step_id)
         self._tracer.record("wait", plan.step_id, waiting, started)
         self._tracer.record(FORWARD, plan.step_id, started, ended)
-        if not self._spec.is_last:
-            self._send(plan, inputs, num_computed_tokens, hidden)
-            return None
-        result = self._finish(plan, inputs, logits, positions.index_select(0, inputs.logits_indices).add_(1))
-        self._tracer.record("sample", plan.step_id, ended, now_ns())
+        self._tracer.record("sample" if self._spec.is_last else "send", plan.step_id, ended, now_ns())
         return result
 
-    def _attention_batch(
-        self, inputs: StepInputs, blocks: StepBlocks, num_computed_tokens: torch.Tensor, positions: torch.Tensor
-    ) -> AttentionBatch:
-        return AttentionBatch(
-            num_decode_rows=inputs.num_decode_rows,
-            decode_query_len=inputs.decode_query_len,
-            query_start_loc=inputs.query_start_loc,
-            seq_lens=num_computed_tokens + inputs.num_scheduled_tokens,
-            block_tables=blocks.tables,
-            slot_mapping=blocks.slot_mapping(positions),
-            max_decode_seq_len=min(inputs.max_decode_seq_len, self._spec.max_model_len),
-            prefill_query_lens=inputs.prefill_query_lens,
-            prefill_seq_lens=inputs.prefill_seq_lens,
-        )
-
-    def _receive(self, plan: StepPlan, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def _receive(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return num_computed_tokens [R] and hidden_states [T, H] from the stage before, still in their slot."""
         link = self._links.previous
         assert link is not None
-        views = self._schemas.hidden_states.views(link.wait(plan.step_id), inputs.num_rows, inputs.num_tokens)
-        num_computed_tokens, hidden = views["num_computed_tokens"].clone(), views["hidden_states"].clone()
-        link.release(plan.step_id)
-        return num_computed_tokens, hidden
+        views = self._schemas.hidden_states.views(link.wait(plan.step_id), shape.num_rows, shape.num_tokens)
+        return views["num_computed_tokens"], views["hidden_states"]
 
-    def _send(
-        self, plan: StepPlan, inputs: StepInputs, num_computed_tokens: torch.Tensor, hidden: torch.Tensor
-    ) -> None:
+    def _send(self, plan: StepPlan, shape: StepShape, num_computed_tokens: torch.Tensor, hidden: torch.Tensor) -> None:
         link, schema = self._links.next, self._schemas.hidden_states
         assert link is not None
-        views = schema.views(link.acquire(plan.step_id), inputs.num_rows, inputs.num_tokens)
+        views = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_tokens)
         views["num_computed_tokens"].copy_(num_computed_tokens)
         views["hidden_states"].copy_(hidden)
-        link.send(plan.step_id, schema.num_bytes(inputs.num_rows, inputs.num_tokens))
+        link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_tokens))
 
-    def _finish(self, plan: StepPlan, inputs: StepInputs, logits: torch.Tensor, positions: torch.Tensor) -> StepResult:
+    def _finish(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor, positions: torch.Tensor) -> StepResult:
         """Sample, feed back to the first stage, and return the result.
 
         Shapes: logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield a token.
         """
-        sampled_rows = np.flatnonzero(inputs.samples_np)
-        token_ids = self._sampler(logits, plan.rows[sampled_rows], positions).to(torch.int32)
+        rows_np = shape.rows_np if shape.all_sample else shape.rows_np[shape.sampled_np]
+        token_ids = self._sampler(logits, rows_np, positions).to(torch.int32).unsqueeze(1)
+        lengths = (positions + 1).to(torch.int32)
         link, schema = self._links.feedback_out, self._schemas.feedback
         assert link is not None
-        views = schema.views(link.acquire(plan.step_id), inputs.num_rows, inputs.num_rows)
-        indices = torch.from_numpy(sampled_rows).to(self._device)
-        views["length"].fill_(-1).index_copy_(0, indices, (positions + 1).to(torch.int32))
-        views["token_ids"].fill_(-1).index_copy_(0, indices, token_ids.unsqueeze(1))
+        views = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows)
+        if shape.all_sample:
+            views["length"].copy_(lengths)
+            views["token_ids"].copy_(token_ids)
+        else:
+            views["length"].fill_(-1).index_copy_(0, shape.sampled, lengths)
+            views["token_ids"].fill_(-1).index_copy_(0, shape.sampled, token_ids)
         result_token_ids = views["token_ids"].numpy().copy()
-        link.send(plan.step_id, schema.num_bytes(inputs.num_rows, inputs.num_rows))
+        link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
         return StepResult(
             step_id=plan.step_id,
             token_ids=result_token_ids,
-            num_valid=inputs.samples_np.astype(np.int32),
-            num_accepted=np.zeros(inputs.num_rows, np.int32),
+            num_valid=shape.samples_np.astype(np.int32),
+            num_accepted=np.zeros(shape.num_rows, np.int32),
         )

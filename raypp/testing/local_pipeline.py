@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.stage.loop import SteppedStage
 
@@ -28,9 +30,10 @@ class LocalPipeline:
             return []
         plan = self._submitted.pop(0)
         result = None
-        for stage in self._stages:
-            stage.announce(plan)
-            result = stage.step(plan)
+        with torch.inference_mode():
+            for stage in self._stages:
+                stage.announce(plan)
+                result = stage.step(plan)
         assert result is not None
         return [unpack(StepResult, pack(result))]
 

@@ -7,7 +7,7 @@ are never sent per step: with the number of rows and tokens, which the plan says
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from raypp.errors import ConfigError
 
 _ALIGNMENT = 16
+_MAX_KNOWN_VIEWS = 1024
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class Schema:
     """The tensors of an edge, in the order in which they are packed."""
 
     specs: tuple[TensorSpec, ...]
+    _known_views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def num_bytes(self, num_rows: int, num_tokens: int) -> int:
         """Return the size of a message for that many rows and tokens."""
@@ -45,8 +49,18 @@ class Schema:
     def views(self, buffer: torch.Tensor, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
         """Return the tensors of a message that lies at the start of `buffer` (uint8), as views into it.
 
-        Shapes: [num_rows or num_tokens, *trailing_shape].
+        Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows or num_tokens,
+        *trailing_shape].
         """
+        key = (buffer.data_ptr(), num_rows, num_tokens)  # a kept view keeps its memory: no other can have the address
+        views = self._known_views.get(key)
+        if views is None:
+            if len(self._known_views) >= _MAX_KNOWN_VIEWS:
+                self._known_views.clear()
+            views = self._known_views[key] = self._make_views(buffer, num_rows, num_tokens)
+        return views
+
+    def _make_views(self, buffer: torch.Tensor, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
         views, offset = {}, 0
         for spec in self.specs:
             count = num_rows if spec.per == "row" else num_tokens

@@ -1,0 +1,77 @@
+"""What clients are still to be told. Waking a client costs as much as planning a step, so it is done when it matters.
+
+A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
+strings; and then of everything else that has come. What nobody waits for is held for a moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raypp.messages import OutputBatch
+from raypp.scheduler.request import Request, RequestUpdate
+
+HOLD_S = 0.05
+"""How old held tokens get while steps end."""
+
+
+class Outbox:
+    """Gathers updates, and sends them per client."""
+
+    def __init__(self, send: Callable[[bytes, OutputBatch], None], hold_s: float = HOLD_S) -> None:
+        """Gather nothing yet.
+
+        Args:
+            send: Takes a client and its message.
+            hold_s: How long what nobody waits for may be held, seconds.
+        """
+        self._send = send
+        self._hold_s = hold_s
+        self._held: dict[bytes, dict[Request, list[int]]] = {}
+        self._last_sent_s: dict[bytes, float] = {}
+
+    def put(self, updates: Iterable[RequestUpdate]) -> None:
+        """Take in what a step brought, and send what is due."""
+        due: set[bytes] = set()
+        now_s = time.monotonic()
+        for update in updates:
+            request = update.request
+            self._held.setdefault(request.client, {}).setdefault(request, []).extend(update.new_token_ids)
+            if (
+                request.is_streamed
+                or request.finish_reason
+                or len(request.output_token_ids) == len(update.new_token_ids)
+                or now_s - self._last_sent_s.get(request.client, 0.0) > self._hold_s
+            ):
+                due.add(request.client)
+        for client in due:
+            self._last_sent_s[client] = now_s
+            self._send(client, _output_batch(self._held.pop(client)))
+
+    def forget(self, client: bytes) -> None:
+        """Drop what a client that left would still have been told."""
+        self._held.pop(client, None)
+        self._last_sent_s.pop(client, None)
+
+
+def _output_batch(held: dict[Request, list[int]]) -> OutputBatch:
+    requests = list(held)
+    return OutputBatch(
+        handles=np.array([request.handle for request in requests], np.int64),
+        num_tokens=_int32s([len(token_ids) for token_ids in held.values()]),
+        token_ids=_int32s([token_id for token_ids in held.values() for token_id in token_ids]),
+        finish_reasons=_int32s([request.finish_reason for request in requests]),
+        stop_token_ids=_int32s([request.stop_token_id for request in requests]),
+        num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
+        num_preemptions=_int32s([request.num_preemptions for request in requests]),
+        num_draft_tokens=_int32s([request.num_draft_tokens for request in requests]),
+        num_accepted_tokens=_int32s([request.num_accepted_tokens for request in requests]),
+    )
+
+
+def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
+    return np.array(values, np.int32)

@@ -1,0 +1,123 @@
+"""What the plan alone says about a step's rows and tokens, as tensors.
+
+Everything here is known to the host when the plan arrives, and most of it stays the same from one step of a cohort to
+the next: so it is kept until the rows change. What depends on earlier steps (a decode row's length and last token) is
+added on the device, see `request_rows.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raypp.messages import StepPlan
+
+
+@dataclass(frozen=True, eq=False)
+class StepShape:
+    """Which rows a step has, and how many tokens of each. R rows, decode rows first; T tokens; N logits wanted."""
+
+    num_rows: int
+    num_tokens: int
+    num_decode_rows: int
+    decode_query_len: int  # 1 + K
+    rows: torch.Tensor  # [R] int64
+    rows_np: NDArray[np.int64]  # [R]
+    num_scheduled_tokens: torch.Tensor  # [R] int32
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    token_rows: torch.Tensor  # [T] int64, each token's index into the step's rows
+    token_offsets: torch.Tensor  # [T] int64, index within the row's tokens of this step
+    logits_indices: torch.Tensor  # [N] int64, into the step's tokens: all of decode rows, the last of final chunks
+    samples_np: NDArray[np.bool_]  # [R]
+    sampled_np: NDArray[np.int64]  # rows that yield a token, as indices into the step's rows
+    sampled: torch.Tensor  # the same
+    prefill_query_lens: list[int]
+
+    @property
+    def has_one_token_per_row(self) -> bool:
+        """Whether tokens and rows are the same: by far the most frequent step."""
+        return self.num_tokens == self.num_rows
+
+    @property
+    def all_sample(self) -> bool:
+        """Whether every row yields a token."""
+        return len(self.sampled_np) == self.num_rows
+
+    def positions(self, num_computed_tokens: torch.Tensor) -> torch.Tensor:
+        """Return each token's position, int64 [T]. Shapes: num_computed_tokens [R] int32, before this step."""
+        positions = num_computed_tokens.to(torch.int64)
+        if self.has_one_token_per_row:
+            return positions
+        return positions.index_select(0, self.token_rows).add_(self.token_offsets)
+
+
+class StepShapes:
+    """The shapes of the plans that came last."""
+
+    def __init__(self, device: torch.device, num_kept: int) -> None:
+        self._device = device
+        self._num_kept = num_kept
+        self._kept: dict[tuple[int, int, bytes], StepShape] = {}
+
+    def of(self, plan: StepPlan) -> StepShape:
+        """Return the plan's shape; copies nothing to the device for rows that stepped before."""
+        if plan.num_decode_rows < len(plan.rows):
+            return _shape_of(plan, self._device)  # prompts do not repeat
+        key = (plan.num_decode_rows, plan.num_drafts, plan.rows.tobytes())
+        shape = self._kept.get(key)
+        if shape is None:
+            shape = _shape_of(plan, self._device)
+            if len(self._kept) >= self._num_kept:
+                del self._kept[next(iter(self._kept))]
+            self._kept[key] = shape
+        return shape
+
+
+def max_decode_seq_len(plan: StepPlan) -> int:
+    """Return an upper bound of the decode rows' lengths, this step included; 0 without any."""
+    if not plan.num_decode_rows:
+        return 0
+    return int(plan.num_computed_tokens[: plan.num_decode_rows].max()) + 1 + plan.num_drafts
+
+
+def prefill_seq_lens(plan: StepPlan) -> list[int]:
+    """Return the prefill rows' lengths, this step included."""
+    first = plan.num_decode_rows
+    lengths: list[int] = (plan.num_computed_tokens[first:] + plan.num_scheduled_tokens[first:]).tolist()
+    return lengths
+
+
+def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
+    num_rows, num_decode_rows, query_len = len(plan.rows), plan.num_decode_rows, 1 + plan.num_drafts
+    scheduled = plan.num_scheduled_tokens
+    query_start_loc = np.zeros(num_rows + 1, np.int32)
+    np.cumsum(scheduled, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+    token_rows = np.repeat(np.arange(num_rows), scheduled)
+    final_chunks = np.flatnonzero(plan.samples[num_decode_rows:]) + num_decode_rows
+    logits_indices = np.concatenate((np.arange(num_decode_rows * query_len), query_start_loc[final_chunks + 1] - 1))
+    rows_np, sampled_np = plan.rows.astype(np.int64), np.flatnonzero(plan.samples)
+
+    def upload(array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return StepShape(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_decode_rows=num_decode_rows,
+        decode_query_len=query_len,
+        rows=upload(rows_np),
+        rows_np=rows_np,
+        num_scheduled_tokens=upload(scheduled.copy()),
+        query_start_loc=upload(query_start_loc),
+        token_rows=upload(token_rows),
+        token_offsets=upload(np.arange(num_tokens) - query_start_loc[token_rows]),
+        logits_indices=upload(logits_indices),
+        samples_np=plan.samples,
+        sampled_np=sampled_np,
+        sampled=upload(sampled_np),
+        prefill_query_lens=scheduled[num_decode_rows:].tolist(),
+    )

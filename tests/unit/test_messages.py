@@ -1,0 +1,52 @@
+"""Messages survive their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from raypp.messages import OutputBatch, StepPlan, StepResult, pack, unpack
+
+DTYPES = {"Int32s": np.int32, "Int64s": np.int64, "Float32s": np.float32, "Bools": np.bool_}
+
+
+def messages(cls):
+    """Return a strategy for messages of a class, whose arrays have any lengths."""
+    values = {}
+    for field in fields(cls):
+        if field.type == "int":
+            values[field.name] = st.integers(-(2**40), 2**40)
+        else:
+            shape = (
+                st.tuples(st.integers(0, 9), st.integers(1, 4))
+                if field.name == "token_ids" and cls is StepResult
+                else st.tuples(st.integers(0, 9))
+            )
+            values[field.name] = hnp.arrays(DTYPES[field.type], shape)
+    return st.builds(cls, **values)
+
+
+@pytest.mark.parametrize("cls", [StepPlan, StepResult, OutputBatch])
+@given(data=st.data())
+def test_unpacking_gives_what_was_packed(cls, data):
+    message = data.draw(messages(cls))
+    again = unpack(cls, memoryview(pack(message)))
+    for field in fields(cls):
+        before, after = getattr(message, field.name), getattr(again, field.name)
+        if field.type == "int":
+            assert before == after
+        else:
+            assert before.dtype == after.dtype
+            np.testing.assert_array_equal(before, after)
+            assert before.shape == after.shape
+
+
+def test_an_array_of_another_type_is_a_fault():
+    result = StepResult(0, np.zeros((1, 1), np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))
+    with pytest.raises(AssertionError, match="token_ids"):
+        pack(result)
