@@ -6,7 +6,8 @@ Two workloads, greedy, EOS ignored, random prompt tokens, prefix caching off:
     batch      8 requests of 64 prompt and 128 output tokens, one stage
     requests   64 requests of 16 to 64 prompt and 16 to 256 output tokens, one and two stages; transformers runs them in
                static batches of 8, in order
-transformers runs with its defaults: KV cache, sdpa, float32, all cores. Runs alternate, medians are compared. The bare
+transformers runs with its defaults: KV cache, sdpa, float32, all cores. raypp has as many threads in total, the driver's
+counted: its stages share the cores but one. Runs alternate, medians are compared. The bare
 forward of one decode step of 8 rows is printed beside them: what is left is each side's own overhead.
 """
 
@@ -117,7 +118,8 @@ def main() -> None:
     if other is not None:
         figures["hf_bare_forward_8_rows_ms"] = other.bare_forward_ms(8, 128)
     for num_stages in (1, 2):
-        options = {"num_stages": num_stages, "stage_num_threads": max(1, args.threads // num_stages)}
+        stage_num_threads = max(1, (args.threads - 1) // num_stages)  # one is the driver's
+        options = {"num_stages": num_stages, "stage_num_threads": stage_num_threads}
         with LLM(args.model, enable_prefix_caching=False, max_num_seqs=64, **options) as llm:
             vocab_size = 4000
             workloads = {"requests": requests_workload(vocab_size, rng)}

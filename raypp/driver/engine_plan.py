@@ -175,7 +175,7 @@ def plan_engine(
         transport=_transport(config),
         max_model_len=_max_model_len(config, model, num_blocks),
         num_blocks=num_blocks,
-        num_threads=config.parallel.stage_num_threads or max(1, hardware.num_cpu_cores // num_stages),
+        num_threads=config.parallel.stage_num_threads or max(1, (hardware.num_cpu_cores - 1) // num_stages),
         stages=stages,
     )
 
