@@ -57,8 +57,8 @@ class ParallelSection(Section):
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
     stage_num_threads: int | None = Field(default=None, ge=1)
-    """Compute threads of a stage on a CPU. None: the machine's cores but one, which the driver needs, shared by the stages;
-    at least one."""
+    """Compute threads of a stage on a CPU. None: the machine's cores but one, which the driver needs, shared out to the
+    stages; at least one."""
 
 
 class SchedulerSection(Section):

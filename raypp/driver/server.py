@@ -93,8 +93,9 @@ class DriverServer:
         poller.register(self._wakeup_out, zmq.POLLIN)
         try:
             while not self._stopping:
-                poller.poll(round(HEARTBEAT_S * 1e3))
-                self._receive_from_clients()
+                ready = dict(poller.poll(round(HEARTBEAT_S * 1e3)))
+                if self._clients in ready:
+                    self._receive_from_clients()
                 self._send_outputs(self._engine.step())
                 self._check_health()
         except RayppError as error:

@@ -1,68 +1,145 @@
-"""The endless loop of a stage: take plans from the step channel, run them in order, answer."""
+"""The endless loop of a stage: take plans from the step channel, run them in order, answer.
+
+    reader thread: channel -> unpack, announce --plans--> main thread: step --results--> writer thread: pack -> channel
+
+The main thread touches neither sockets nor bytes: what it does between two forwards is time in which the stage is idle.
+"""
 
 from __future__ import annotations
 
 import gc
-import time
-from collections import deque
+import queue
+import threading
 from typing import Protocol
 
 import torch
 
-from raypp.errors import EngineDeadError
+from raypp.errors import EngineDeadError, RayppError
 from raypp.messages import NO_STEP, StepPlan, StepResult, pack, unpack
 from raypp.transport.step_channel import StageChannel, Stop
 
-_NUM_ANNOUNCED = 2  # the step that runs next, and the one after it
+_READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
 
 
 class SteppedStage(Protocol):
     """What the loop needs of a stage."""
 
     def announce(self, plan: StepPlan) -> None:
-        """Say that `plan` will be stepped soon."""
+        """Say that `plan` will be stepped soon. From another thread than `step`."""
 
     def step(self, plan: StepPlan) -> StepResult | None:
         """Execute a plan; return its result on the last stage."""
 
 
 def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float, silence_timeout_s: float) -> None:
-    """Run the plans that arrive until the driver says stop. Waits only on the channel, and releases the GIL there.
+    """Run the plans that arrive until the driver says stop. Waits only for plans, and releases the GIL there.
 
     Args:
         stage: Whose plans these are.
         channel: To the driver.
-        heartbeat_s: How often the driver hears from an idle stage.
+        heartbeat_s: How often the driver hears from the stage, busy or idle.
         silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
 
     Raises:
         EngineDeadError: the driver fell silent.
         Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
-    announced: deque[StepPlan] = deque()
-    last_step_id = NO_STEP
-    next_heartbeat = time.monotonic()
+    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s)
     gc.freeze()  # what the start left behind is not looked through again between two steps
-    with torch.inference_mode():
-        while True:
-            # A step's input may arrive as soon as its plan is announced: so be one ahead, but do not look in vain.
-            while len(announced) < _NUM_ANNOUNCED:
-                message = channel.receive(0.0 if announced else heartbeat_s)
-                if isinstance(message, Stop):
+    try:
+        with torch.inference_mode():
+            while True:
+                plan = reader.next_plan(heartbeat_s)
+                if isinstance(plan, Stop):
                     return
-                if message is None:
-                    break
-                plan = unpack(StepPlan, message)
-                stage.announce(plan)
-                announced.append(plan)
-            if announced:
-                plan = announced.popleft()
-                result = stage.step(plan)
-                last_step_id = plan.step_id
-                if result is not None:
-                    channel.send_result(pack(result))
-            if time.monotonic() >= next_heartbeat:
-                if channel.silence_s > silence_timeout_s:
+                if plan is not None:
+                    writer.put(plan.step_id, stage.step(plan))
+                elif channel.silence_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
-                channel.send_heartbeat(last_step_id)
-                next_heartbeat = time.monotonic() + heartbeat_s
+    finally:
+        reader.close()
+        writer.close()
+
+
+class _PlanReader:
+    """Receives, unpacks and announces plans on a thread of its own: a step's input may arrive from then on."""
+
+    def __init__(self, channel: StageChannel, stage: SteppedStage) -> None:
+        self._channel = channel
+        self._stage = stage
+        self._plans: queue.SimpleQueue[StepPlan | Stop | RayppError] = queue.SimpleQueue()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._read, name="plan-reader", daemon=True)
+        self._thread.start()
+
+    def next_plan(self, timeout_s: float) -> StepPlan | Stop | None:
+        """Return the next plan, Stop, or None when there is none in time.
+
+        Raises:
+            RayppError: a plan could not be announced.
+        """
+        try:
+            plan = self._plans.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(plan, RayppError):
+            raise plan
+        return plan
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closing = True
+        self._thread.join()
+
+    def _read(self) -> None:
+        while not self._is_closing:
+            message = self._channel.receive(_READER_POLL_S)
+            if message is None:
+                continue
+            if isinstance(message, Stop):
+                self._plans.put(message)
+                return
+            plan = unpack(StepPlan, message)
+            try:
+                self._stage.announce(plan)
+            except RayppError as error:
+                self._plans.put(error)
+                return
+            self._plans.put(plan)
+
+
+class _ResultWriter:
+    """Packs and sends results on a thread of its own, and a heartbeat when there is nothing else to say.
+
+    The heartbeat tells the last step that the main thread finished: one that hangs is noticed by that.
+    """
+
+    def __init__(self, channel: StageChannel, heartbeat_s: float) -> None:
+        self._channel = channel
+        self._heartbeat_s = heartbeat_s
+        self._results: queue.SimpleQueue[StepResult | Stop] = queue.SimpleQueue()
+        self._last_step_id = NO_STEP
+        self._thread = threading.Thread(target=self._write, name="result-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, step_id: int, result: StepResult | None) -> None:
+        """Note that a step is done, and send its result if there is one."""
+        self._last_step_id = step_id
+        if result is not None:
+            self._results.put(result)
+
+    def close(self) -> None:
+        """Send what is left, and end the thread."""
+        self._results.put(Stop())
+        self._thread.join()
+
+    def _write(self) -> None:
+        while True:
+            try:
+                result = self._results.get(timeout=self._heartbeat_s)
+            except queue.Empty:
+                self._channel.send_heartbeat(self._last_step_id)
+                continue
+            if isinstance(result, Stop):
+                return
+            self._channel.send_result(pack(result))

@@ -77,7 +77,10 @@ class Stage:
             self._sampler = Sampler(spec, self._device)
 
     def announce(self, plan: StepPlan) -> None:
-        """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already."""
+        """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already.
+
+        From another thread than `step`, if need be.
+        """
         if self._links.previous is not None:
             num_tokens = int(plan.num_scheduled_tokens.sum())
             num_bytes = self._schemas.hidden_states.num_bytes(len(plan.rows), num_tokens)

@@ -36,6 +36,8 @@ class FakeModel:
     def __init__(self, step_s: float, vocab_size: int) -> None:
         self._step_s = step_s
         self._vocab_size = vocab_size
+        self._logits = torch.zeros(0, vocab_size)
+        self._ones = torch.zeros(0, 1, dtype=torch.int64)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the token ids themselves, [T, 1]."""
@@ -54,5 +56,11 @@ class FakeModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits that are 1 at the next token and 0 elsewhere, [N, V]."""
-        successors = (hidden[:, 0].to(torch.int64) + 1) % self._vocab_size
-        return torch.nn.functional.one_hot(successors, self._vocab_size).to(torch.float32)
+        successors = (hidden.to(torch.int64) + 1) % self._vocab_size
+        # A row is all zeros but for the one that the last call left: clearing that is cheaper than making new rows.
+        if len(self._logits) < len(hidden):
+            self._logits = torch.zeros(len(hidden), self._vocab_size)
+            self._ones = successors[:0]
+        self._logits[: len(self._ones)].scatter_(1, self._ones, 0.0)
+        self._ones = successors
+        return self._logits[: len(hidden)].scatter_(1, successors, 1.0)

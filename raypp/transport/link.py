@@ -38,7 +38,7 @@ class LinkReceiver(Protocol):
     """The receiving end of an edge."""
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
-        """Say that the step's message, of `num_bytes`, will be wanted."""
+        """Say that the step's message, of `num_bytes`, will be wanted. From any one thread."""
 
     def wait(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once its message is there."""

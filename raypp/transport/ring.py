@@ -9,6 +9,7 @@ A connection sends a message once the receiver has posted its buffer; until then
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
@@ -100,15 +101,17 @@ class RingReceiver(Generic[TransferT]):
         self._posted: list[TransferT | None] = [None] * num_slots
         self._steps = [NO_STEP] * num_slots  # whose message is in the slot, or will be
         self._queued: list[deque[int]] = [deque() for _ in range(num_slots)]  # steps that wait for the slot
+        self._lock = threading.Lock()  # between the thread that posts and the one that waits and releases
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Receive the step's message as soon as its slot is free: now, or when the slot is released."""
         slot = step_id % len(self._slots)
         assert num_bytes <= len(self._slots[slot]), f"step {step_id}: {num_bytes} bytes exceed the slot"
-        if self._steps[slot] == NO_STEP:
-            self._post(step_id, slot)
-        else:
-            self._queued[slot].append(step_id)
+        with self._lock:
+            if self._steps[slot] == NO_STEP:
+                self._post(step_id, slot)
+            else:
+                self._queued[slot].append(step_id)
 
     def wait(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once its message is there."""
@@ -124,9 +127,10 @@ class RingReceiver(Generic[TransferT]):
         slot = step_id % len(self._slots)
         assert self._steps[slot] == step_id, f"step {step_id} is released; its slot has {self._steps[slot]}"
         assert self._posted[slot] is None, f"step {step_id} is released before it was waited for"
-        self._steps[slot] = NO_STEP
-        if self._queued[slot]:
-            self._post(self._queued[slot].popleft(), slot)
+        with self._lock:
+            self._steps[slot] = NO_STEP
+            if self._queued[slot]:
+                self._post(self._queued[slot].popleft(), slot)
 
     def abort(self) -> None:
         """End waits in progress, here and at the peer. From any thread."""
