@@ -6,9 +6,9 @@ Two workloads, greedy, EOS ignored, random prompt tokens, prefix caching off:
     batch      8 requests of 64 prompt and 128 output tokens, one stage
     requests   64 requests of 16 to 64 prompt and 16 to 256 output tokens, one and two stages; transformers runs them in
                static batches of 8, in order
-transformers runs with its defaults: KV cache, sdpa, float32, all cores. raypp has as many threads in total, the driver's
-counted: its stages share the cores but one. Runs alternate, medians are compared. The bare
-forward of one decode step of 8 rows is printed beside them: what is left is each side's own overhead.
+transformers runs with its defaults: KV cache, sdpa, float32, all cores. raypp has as many threads in total, with the
+driver's: its stages share the cores but one. Runs alternate, medians are compared. The bare forward of one decode step
+of 8 rows is printed beside them: what is left is each side's own overhead.
 """
 
 from __future__ import annotations
