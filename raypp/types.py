@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from raypp.errors import RequestError
+
+_MAX_NUMBER = 1e30  # what float32 holds with room to spare
 
 FinishReasonName = Literal["stop", "length", "abort", "error"]
 
@@ -52,21 +54,22 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the most likely one."""
     seed: int | None = None
-    """The text depends on the prompt, the parameters and this seed alone; None draws a fresh one."""
+    """The text depends on the prompt, the parameters and this seed alone; None draws one,
+    from a stream that begins with the engine's own seed."""
     stop: tuple[str, ...] | list[str] | str = ()
-    """The text ends before the first of these strings."""
+    """The text ends before the first of these strings. Kept as a tuple; None is none."""
     stop_token_ids: tuple[int, ...] | list[int] = ()
-    """The request ends with the first of these tokens."""
+    """The request ends with the first of these tokens. Kept as a tuple; None is none."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         _check("max_tokens", self.max_tokens, "an integer of at least 1", _is_int(self.max_tokens, 1))
-        _check("temperature", self.temperature, "a number of at least 0", _is_number(self.temperature, 0.0, math.inf))
+        _check("temperature", self.temperature, "a number from 0 to 1e30", _is_number(self.temperature, 0.0, math.inf))
         _check("top_p", self.top_p, "0 < top_p <= 1", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0)
         _check("top_k", self.top_k, "an integer of at least 1, or 0 (or -1) for all", _is_int(self.top_k, 0))
         _check("min_p", self.min_p, "0 <= min_p <= 1", _is_number(self.min_p, 0.0, 1.0))
@@ -80,13 +83,25 @@ class SamplingParams:
         _check("stop_token_ids", self.stop_token_ids, "token ids", all(_is_int(t, 0) for t in self.stop_token_ids))
 
 
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"SamplingParams.{name} is not a list", got=repr(value), expected="a list or a tuple")
+    return tuple(value)
+
+
 def _is_int(value: object, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (isinstance(value, int) or math.isfinite(value))
+        and low <= value <= high
+        and value <= _MAX_NUMBER
     )
 
 

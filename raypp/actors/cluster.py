@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raypp.errors import ResourceError
 
+_REACH_TIMEOUT_S = 5.0
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 
 
@@ -23,34 +26,58 @@ class Cluster:
     """A connection to Ray.
 
     Attributes:
-        owned: Whether this connection started Ray; only then does `disconnect` stop it.
+        owned: Whether this connection was made here; only then does `disconnect` end it. That stops a Ray that was
+            started for it, and only leaves a cluster that was there.
     """
 
     owned: bool
 
     @classmethod
     def connect(cls) -> Cluster:
-        """Use the Ray of this process, else the cluster of RAY_ADDRESS, else start a local one."""
+        """Use the Ray of this process, else the cluster of RAY_ADDRESS, else start a local one.
+
+        Raises:
+            ResourceError: the cluster cannot be reached, or Ray cannot start.
+        """
         if ray.is_initialized():
             return cls(owned=False)
-        address = os.environ.get("RAY_ADDRESS")
-        with _own_sigterm_handler():
-            if address:
-                ray.init(address=address, log_to_driver=False, configure_logging=False)
-            else:
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        _check_reachable(address)
+        local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
+        try:
+            with _own_sigterm_handler():
                 ray.init(
-                    address="local",
-                    include_dashboard=False,
+                    address=address,
                     log_to_driver=False,
                     configure_logging=False,
-                    object_store_memory=_LOCAL_OBJECT_STORE_BYTES,
+                    **(local if address == "local" else {}),
                 )
-        return cls(owned=not address)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise ResourceError(
+                "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
+            ) from error
+        return cls(owned=True)
 
     def disconnect(self) -> None:
-        """Stop Ray, if it was started here."""
+        """End the connection, if it was made here."""
         if self.owned and ray.is_initialized():
             ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Look whether anyone listens at a cluster's address: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ResourceError(
+            "the Ray cluster of RAY_ADDRESS cannot be reached",
+            got=f"{address}: {error}",
+            expected="host:port of a running cluster",
+            hint="start it, correct RAY_ADDRESS, or unset it to use a local Ray",
+        ) from error
 
 
 @contextmanager
@@ -73,12 +100,14 @@ def _exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)
 
 
-def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) -> PlacementGroup:
-    """Return a placement group that holds the bundles.
+def reserve_on_this_node(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
+    """Return a placement group that holds the bundles on the node of this process, to whose sockets all connect.
 
     Raises:
         ResourceError: the cluster cannot hold them, or does not within the time.
     """
+    here = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
+    bundles = [{name: amount for name, amount in {**b, here: 0.001}.items() if amount} for b in bundles]
     wanted: dict[str, float] = {}
     for bundle in bundles:
         for name, amount in bundle.items():
@@ -92,7 +121,7 @@ def reserve(bundles: list[dict[str, float]], strategy: str, timeout_s: float) ->
             expected=lacking,
             hint="add nodes, or ask for less (num_stages, stage_num_cpus)",
         )
-    group: PlacementGroup = placement_group(bundles, strategy=strategy)
+    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK")
     if not group.wait(timeout_s):
         remove_placement_group(group)
         free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]

@@ -18,7 +18,7 @@ import zmq
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.remote_errors import raypp_errors
+from raypp.actors.remote_errors import first_line, raypp_errors
 from raypp.actors.stage_actor import StageActor
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
@@ -105,7 +105,8 @@ class DriverActor:
         Raises:
             EngineDeadError, StageDiedError: the pipeline failed.
         """
-        runs = [stage.run.remote(HEARTBEAT_S, self._plan.config.faults.step_timeout_s) for stage in self._stages]
+        silence_timeout_s = max(self._plan.config.faults.step_timeout_s, 10 * HEARTBEAT_S)
+        runs = [stage.run.remote(HEARTBEAT_S, silence_timeout_s) for stage in self._stages]
         watcher = threading.Thread(target=self._watch, args=(runs,), name="stage-watcher", daemon=True)
         watcher.start()
         try:
@@ -126,7 +127,8 @@ class DriverActor:
 
     def trace(self) -> list[Lane]:
         """Return what the driver and the stages did when."""
-        events = ray.get([stage.trace.remote() for stage in self._stages])
+        timeout_s = self._plan.config.faults.close_timeout_s
+        events = ray.get([stage.trace.remote() for stage in self._stages], timeout=timeout_s)
         return [
             Lane(DRIVER_LANE, self._tracer.events()),
             *(Lane(f"stage {index}", of_stage) for index, of_stage in enumerate(events)),
@@ -176,17 +178,15 @@ class _RunError:
 def _run_error(stage_index: int, run: Any) -> _RunError | None:
     try:
         ray.get(run)
-    except ray.exceptions.RayActorError as death:
-        return _RunError(
-            StageDiedError(f"stage {stage_index} died", stage_index=stage_index, got=_first_line(death)), died=True
-        )
     except ray.exceptions.RayTaskError as failure:
         cause = failure.cause
+        if isinstance(cause, StageDiedError):  # it noticed a neighbour's end
+            return _RunError(cause, died=False)
         return _RunError(
-            StageDiedError(f"stage {stage_index} failed", stage_index=stage_index, got=repr(cause)), died=False
+            StageDiedError(f"stage {stage_index} failed", stage_index=stage_index, got=str(cause)), died=False
+        )
+    except ray.exceptions.RayError as death:
+        return _RunError(
+            StageDiedError(f"stage {stage_index} died", stage_index=stage_index, got=first_line(death)), died=True
         )
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from raypp.actors.cluster import Cluster, reserve
+from raypp.actors.cluster import Cluster, reserve_on_this_node
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, Hardware, plan_engine
-from raypp.errors import EngineDeadError, RayppError
+from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.tracing import write_chrome_trace
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
 
 _DRIVER_NUM_CPUS = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 def describe_engine(config: EngineConfig) -> dict[str, Any]:
@@ -48,6 +52,7 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
         ConfigError, ModelLoadError, ResourceError, DeadlineError, EngineDeadError: it cannot start. Nothing is left.
     """
     plan = plan_engine(config, Hardware.of_this_machine())
+    _check_trace_folder(config.observability.trace)
     cluster = Cluster.connect()
     handle = EngineHandle(plan, cluster)
     try:
@@ -111,13 +116,15 @@ class EngineHandle:
                 return
             self._closing.set()
             if ray.is_initialized():
-                self._end_actors()
-                self._cluster.disconnect()
+                try:
+                    self._end_actors()
+                finally:
+                    self._cluster.disconnect()
 
     def _start(self, stage_factory: StageFactory | None) -> None:
         parallel, faults = self._plan.config.parallel, self._plan.config.faults
         bundles = [{"CPU": _DRIVER_NUM_CPUS}] + [{"CPU": parallel.stage_num_cpus} for _ in self._plan.stages]
-        self._group = reserve(bundles, "STRICT_PACK", faults.start_timeout_s)
+        self._group = reserve_on_this_node(bundles, faults.start_timeout_s)
         self._driver = (
             ray.remote(DriverActor)
             .options(
@@ -137,7 +144,7 @@ class EngineHandle:
     def _end_actors(self) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
         try:
-            if self._run is not None:
+            if self._run is not None and not ray.wait([self._run], timeout=0)[0]:
                 self._write_trace(timeout_s)
                 self._driver.stop.remote()
                 ray.wait([self._run], timeout=timeout_s)
@@ -150,10 +157,12 @@ class EngineHandle:
 
     def _write_trace(self, timeout_s: float) -> None:
         path = self._plan.config.observability.trace
-        ended, _ = ray.wait([self._run], timeout=0)
-        if path is not None and not ended:
-            with raypp_errors():
-                write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=timeout_s))
+        if path is not None:
+            try:
+                with raypp_errors():
+                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=timeout_s))
+            except (OSError, RayppError) as error:  # what was generated is not worth less for it
+                logger.warning("no trace was written to %s: %s", path, error)
 
     def _wait_until_gone(self, timeout_s: float) -> None:
         """Wait for the processes to end, so that a new engine finds their memory free."""
@@ -177,4 +186,14 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    except PermissionError:  # another user's: it lives
+        return True
     return True
+
+
+def _check_trace_folder(path: str | None) -> None:
+    folder = Path(path).absolute().parent if path is not None else None
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(
+            "the trace cannot be written where it is wanted", got=path, expected="a file in a folder that exists"
+        )

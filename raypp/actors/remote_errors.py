@@ -22,8 +22,15 @@ def raypp_errors() -> Iterator[None]:
             "an actor of the engine failed", got=repr(error.cause), hint="this is a fault of raypp"
         ) from error
     except ray.exceptions.RayActorError as error:
-        raise EngineDeadError("an actor of the engine died", got=str(error).strip().splitlines()[0]) from error
+        raise EngineDeadError("an actor of the engine died", got=first_line(error)) from error
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineError(
             "the engine's actors did not answer in time", hint="raise start_timeout_s or close_timeout_s"
         ) from error
+    except ray.exceptions.RayError as error:
+        raise EngineDeadError("Ray ended an actor of the engine", got=first_line(error)) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return what Ray says first; the rest is for Ray's own log."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

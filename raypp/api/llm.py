@@ -116,7 +116,8 @@ class LLM:
             RequestError: one cannot be run; then none was.
             EngineDeadError: the engine died.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
         prepared = self._engine.preparer.chats(conversations, sampling_params, request_ids, chat_template_kwargs)
         return self._complete(prepared, use_tqdm)
 

@@ -16,6 +16,7 @@ from raypp.types import Prompt, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 
+_CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
 _PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
 
 
@@ -44,6 +45,7 @@ class RequestPreparer:
         Raises:
             RequestError: the first that cannot be run.
         """
+        _check_listed(prompts, f"a list of prompts, each {_PROMPT_FORMS}")
         ids = _request_ids(request_ids, len(prompts))
         all_params = _params_per_request(params, len(prompts))
         texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
@@ -66,6 +68,7 @@ class RequestPreparer:
         Raises:
             RequestError: the first that cannot be run.
         """
+        _check_listed(conversations, _CONVERSATION_FORM)
         ids = _request_ids(request_ids, len(conversations))
         all_params = _params_per_request(params, len(conversations))
         for conversation in conversations:
@@ -166,9 +169,15 @@ class RequestPreparer:
                 )
 
 
+def _check_listed(given: object, expected: str) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise RequestError("not a list", got=f"{repr(given)[:80]} ({type(given).__name__})", expected=expected)
+
+
 def _request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
     if given is None:
         return [f"req-{uuid.uuid4().hex}" for _ in range(num_requests)]
+    _check_listed(given, "a list of names")
     ids = list(given)
     for request_id in ids:
         if not isinstance(request_id, str) or not request_id:
@@ -220,7 +229,7 @@ def _text_of(prompt: object, request_id: str) -> str | None:
 
 
 def _check_conversation(conversation: object) -> None:
-    expected = 'a list of messages like {"role": "user", "content": "..."}'
+    expected = _CONVERSATION_FORM
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
         raise RequestError("not a conversation", got=repr(conversation)[:80], expected=expected)
     for message in conversation:

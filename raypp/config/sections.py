@@ -6,6 +6,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+LinkKind = Literal["local", "gloo", "ray_collective"]
+"""How a stage is joined to its neighbours; see `raypp.transport.open`."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
@@ -52,8 +55,8 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
-    transport: Literal["auto", "local", "gloo"] = "auto"
-    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs."""
+    transport: Literal["auto", "local", "gloo", "ray_collective"] = "auto"
+    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs. One stage is always local."""
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
     stage_num_threads: int | None = Field(default=None, ge=1)

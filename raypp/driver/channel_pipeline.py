@@ -6,7 +6,7 @@ import time
 
 import zmq
 
-from raypp.errors import StageDiedError
+from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.transport.step_channel import DriverChannel, Heartbeat, StageError, StageResult
 
@@ -26,7 +26,10 @@ class ChannelPipeline:
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan to every stage."""
-        self._channel.send_plan(pack(plan))
+        try:
+            self._channel.send_plan(pack(plan))
+        except DeadlineError as error:
+            raise EngineDeadError(error.message, got=error.got, hint=error.hint) from error
 
     def collect(self) -> list[StepResult]:
         """Return the results that have arrived; note the heartbeats."""
@@ -35,6 +38,7 @@ class ChannelPipeline:
             match message:
                 case StageResult(payload=payload):
                     results.append(unpack(StepResult, payload))
+                    self._last_heartbeat_s[-1], self._last_step_ids[-1] = time.monotonic(), results[-1].step_id
                 case Heartbeat(stage_index=stage_index, step_id=step_id):
                     self._last_heartbeat_s[stage_index] = time.monotonic()
                     self._last_step_ids[stage_index] = step_id
@@ -49,9 +53,9 @@ class ChannelPipeline:
         self._channel.send_heartbeat()
 
     def slowest_stage(self) -> tuple[int, float]:
-        """Return the stage heard of longest ago, and how long ago, in seconds."""
-        oldest = min(self._last_heartbeat_s)
-        return self._last_heartbeat_s.index(oldest), time.monotonic() - oldest
+        """Return the stage that finished the fewest steps, and how many seconds ago it was heard of."""
+        index = min(range(len(self._last_step_ids)), key=lambda i: (self._last_step_ids[i], self._last_heartbeat_s[i]))
+        return index, time.monotonic() - self._last_heartbeat_s[index]
 
     def close(self) -> None:
         """Tell the stages to stop."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from raypp.config.engine import EngineConfig
+from raypp.config.sections import LinkKind
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
@@ -19,6 +20,7 @@ from raypp.scheduler.limits import SchedulerLimits
 from raypp.stage.partition import partition_layers
 from raypp.stage.spec import StageSpec
 
+_LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -59,7 +61,7 @@ class EnginePlan:
     model: ModelConfig
     dtype: str
     device: str
-    transport: Literal["local", "gloo"]
+    transport: LinkKind
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
@@ -105,7 +107,7 @@ class EnginePlan:
             num_blocks=self.num_blocks,
             max_drafts=0,
             transport=self.transport,
-            link_timeout_s=self.config.faults.step_timeout_s,
+            link_timeout_s=self.config.faults.step_timeout_s + _LINK_MARGIN_S,
             trace=self.config.observability.trace is not None,
         )
 
@@ -240,7 +242,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return asked
 
 
-def _transport(config: EngineConfig) -> Literal["local", "gloo"]:
+def _transport(config: EngineConfig) -> LinkKind:
     if config.parallel.num_stages == 1:
         return "local"
-    return "gloo"
+    return "ray_collective" if config.parallel.transport == "ray_collective" else "gloo"

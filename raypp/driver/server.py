@@ -33,6 +33,8 @@ from raypp.driver.outbox import Outbox
 from raypp.errors import RayppError, RequestError, StageDiedError
 from raypp.scheduler.request import Request, RequestUpdate
 
+_MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
+
 HEARTBEAT_S = 0.5
 """How often driver and stages hear of each other when nothing else is said."""
 
@@ -110,8 +112,8 @@ class DriverServer:
     def _wake(self) -> None:
         try:
             self._wakeup_in.send(b"!")
-        except BlockingIOError:
-            return  # it is full of wake-ups already
+        except OSError:
+            return  # it is full of wake-ups already, or the loop has ended
 
     def _check_health(self) -> None:
         if self._failure is not None:
@@ -130,7 +132,7 @@ class DriverServer:
             )
 
     def _receive_from_clients(self) -> None:
-        while True:
+        for _ in range(_MESSAGES_PER_TURN):  # what is left keeps the poller from waiting
             try:
                 client, *frames = self._clients.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -90,7 +90,9 @@ def sample(
     Returns: int64 [R]. Never synchronizes with the host.
     """
     greedy = temperature == 0
-    logits = logits.to(torch.float32) / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    logits = logits.to(torch.float32)
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
+    logits = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
     if truncation is not None:
         logits = mask_truncated(logits, *truncation)
     noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_(greedy.unsqueeze(1), 0.0)

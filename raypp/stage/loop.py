@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from raypp.errors import EngineDeadError, RayppError
+from raypp.errors import EngineDeadError
 from raypp.messages import NO_STEP, StepPlan, StepResult, pack, unpack
 from raypp.transport.step_channel import StageChannel, Stop
 
@@ -67,7 +67,7 @@ class _PlanReader:
     def __init__(self, channel: StageChannel, stage: SteppedStage) -> None:
         self._channel = channel
         self._stage = stage
-        self._plans: queue.SimpleQueue[StepPlan | Stop | RayppError] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Stop | Exception] = queue.SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="plan-reader", daemon=True)
         self._thread.start()
@@ -76,13 +76,13 @@ class _PlanReader:
         """Return the next plan, Stop, or None when there is none in time.
 
         Raises:
-            RayppError: a plan could not be announced.
+            Exception: whatever went wrong with receiving or announcing it.
         """
         try:
             plan = self._plans.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if isinstance(plan, RayppError):
+        if isinstance(plan, Exception):
             raise plan
         return plan
 
@@ -92,20 +92,19 @@ class _PlanReader:
         self._thread.join()
 
     def _read(self) -> None:
-        while not self._is_closing:
-            message = self._channel.receive(_READER_POLL_S)
-            if message is None:
-                continue
-            if isinstance(message, Stop):
-                self._plans.put(message)
-                return
-            plan = unpack(StepPlan, message)
-            try:
+        try:
+            while not self._is_closing:
+                message = self._channel.receive(_READER_POLL_S)
+                if message is None:
+                    continue
+                if isinstance(message, Stop):
+                    self._plans.put(message)
+                    return
+                plan = unpack(StepPlan, message)
                 self._stage.announce(plan)
-            except RayppError as error:
-                self._plans.put(error)
-                return
-            self._plans.put(plan)
+                self._plans.put(plan)
+        except Exception as error:
+            self._plans.put(error)
 
 
 class _ResultWriter:
@@ -119,11 +118,18 @@ class _ResultWriter:
         self._heartbeat_s = heartbeat_s
         self._results: queue.SimpleQueue[StepResult | Stop] = queue.SimpleQueue()
         self._last_step_id = NO_STEP
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="result-writer", daemon=True)
         self._thread.start()
 
     def put(self, step_id: int, result: StepResult | None) -> None:
-        """Note that a step is done, and send its result if there is one."""
+        """Note that a step is done, and send its result if there is one.
+
+        Raises:
+            Exception: whatever kept an earlier one from being sent.
+        """
+        if self._error is not None:
+            raise self._error
         self._last_step_id = step_id
         if result is not None:
             self._results.put(result)
@@ -134,12 +140,15 @@ class _ResultWriter:
         self._thread.join()
 
     def _write(self) -> None:
-        while True:
-            try:
-                result = self._results.get(timeout=self._heartbeat_s)
-            except queue.Empty:
-                self._channel.send_heartbeat(self._last_step_id)
-                continue
-            if isinstance(result, Stop):
-                return
-            self._channel.send_result(pack(result))
+        try:
+            while True:
+                try:
+                    result = self._results.get(timeout=self._heartbeat_s)
+                except queue.Empty:
+                    self._channel.send_heartbeat(self._last_step_id)
+                    continue
+                if isinstance(result, Stop):
+                    return
+                self._channel.send_result(pack(result))
+        except Exception as error:
+            self._error = error

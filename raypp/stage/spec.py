@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from raypp.config.sections import LinkKind
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -27,7 +29,7 @@ class StageSpec:
     block_size: int
     num_blocks: int  # the null block included
     max_drafts: int
-    transport: Literal["local", "gloo"]
+    transport: LinkKind
     link_timeout_s: float
     trace: bool
 

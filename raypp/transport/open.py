@@ -14,10 +14,11 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
+from raypp.config.sections import LinkKind
 from raypp.errors import ConfigError
 from raypp.transport.gloo import GlooConnection, GlooDevice
 from raypp.transport.link import LinkReceiver, LinkSender
@@ -25,8 +26,6 @@ from raypp.transport.local import open_local_edge
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.ring import Connection, RingReceiver, RingSender
 from raypp.transport.schema import Schema, check_schemas
-
-LinkKind = Literal["local", "gloo", "ray_collective"]
 
 NUM_FORWARD_SLOTS = 3
 """A step is read while the next arrives, and one more evens out what stages of unequal speed do."""

@@ -26,13 +26,14 @@ def _settings(seed: int) -> dict:
     """Return an engine configuration; over the seeds all corners are met."""
     rng = random.Random(seed)
     block_size = (4, 8, 16)[seed % 3]
-    tight = seed % 4 == 3  # too few blocks for all requests at once: preemption
+    quad = seed // 4
+    tight = quad % 2 == 1  # too few blocks for all requests at once: preemption
     return {
         "num_stages": 1 + seed % 4,
         "block_size": block_size,
         "max_num_batched_tokens": rng.choice([16, 24, 40]),
         "min_prefill_chunk_tokens": rng.choice([3, 8]),
-        "enable_prefix_caching": seed % 2 == 0,
+        "enable_prefix_caching": (quad // 2 + seed) % 2 == 0,
         "max_model_len": 160,
         "max_num_seqs": rng.choice([6, 8, 12]),
         "num_kv_blocks": 1 + (320 if tight else 2400) // block_size,
@@ -72,7 +73,14 @@ def test_greedy_tokens_equal_transformers(family, tmp_path_factory):
         met["cached"] += stats.num_prefix_hit_tokens > 0
         met["uncached"] += not settings["enable_prefix_caching"]
         met["preempted"] += stats.num_preemptions > 0
+        met["preempted and cached"] += stats.num_preemptions > 0 and stats.num_prefix_hit_tokens > 0
+        met[f"preempted, {settings['num_stages']} stages"] += stats.num_preemptions > 0
+        met[f"cached, {settings['num_stages']} stages"] += stats.num_prefix_hit_tokens > 0
     print(f"\n{family}: {dict(met)}")
     comparison.assert_rare()
     for what in ("1 stages", "2 stages", "3 stages", "4 stages", "chunked", "cached", "uncached", "preempted"):
         assert met[what] >= 3, f"{what} was met only {met[what]} times"
+    for num_stages in (1, 2, 3, 4):
+        assert met[f"preempted, {num_stages} stages"] >= 1
+        assert met[f"cached, {num_stages} stages"] >= 1
+    assert met["preempted and cached"] >= 2

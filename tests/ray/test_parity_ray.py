@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
-
-from raypp import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "parity"))
 from exactness import ExactComparison
 from hf_models import FAMILIES, make_checkpoint
+
+from raypp import LLM, SamplingParams
 
 pytestmark = pytest.mark.ray
 
@@ -33,7 +30,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             num_kv_blocks=80,
             **options,
         ) as llm:
-            vocab_size = llm.model_info["vocab_size"]
+            vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
             prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(6)]
 
             def generate(prompts, lengths, llm=llm):
