@@ -142,6 +142,7 @@ class DriverServer:
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         match message:
             case OpenClient():
+                self._requests.setdefault(client, {})
                 self._on_connected()
             case AddRequests(requests):
                 for request in requests:

@@ -27,7 +27,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             num_stages=wanted_stages,
             max_model_len=160,
             skip_tokenizer_init=True,
-            num_kv_blocks=80,
+            num_kv_blocks=41,
             **options,
         ) as llm:
             vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
