@@ -48,7 +48,7 @@ class StepPlan:
 
     start_rows: Int32s  # [S] rows that a request takes over with this step
     start_prompt_lens: Int32s  # [S]
-    start_limits: Int32s  # [S] min(prompt + max_tokens, max_model_len): no KV at or past this position
+    start_limits: Int32s  # [S] min(prompt + max_tokens, max_model_len): the row ends before this position
     start_num_tokens: Int32s  # [S] known tokens: the prompt, and after a preemption the output so far
     start_token_ids: Int32s  # [sum of start_num_tokens]
     start_temperature: Float32s  # [S] 0 means greedy
