@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -38,9 +36,10 @@ _BLAME_S = 0.2  # neighbours of a dead stage fail too, a moment later or earlier
 class DriverActor:
     """Hosts the engine. `run` is endless; the other methods answer beside it."""
 
-    def __init__(self, plan: EnginePlan, factory: StageFactory | None) -> None:
+    def __init__(self, plan: EnginePlan, factory: StageFactory | None, meeting_place: str) -> None:
         self._plan = plan
         self._factory = factory
+        self._meeting_place = meeting_place  # a folder for socket files
         self._tracer = Tracer(DRIVER_LANE, enabled=plan.config.observability.trace is not None)
 
     def start(self, group: PlacementGroup) -> dict[str, Any]:
@@ -49,15 +48,6 @@ class DriverActor:
         Raises:
             ModelLoadError, ConfigError, DeadlineError, StageDiedError: a stage cannot start.
         """
-        # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
-        self._meeting_place = Path(tempfile.mkdtemp(prefix="raypp-"))
-        try:
-            return self._start(group)
-        except BaseException:
-            self._forget_meeting_place()
-            raise
-
-    def _start(self, group: PlacementGroup) -> dict[str, Any]:
         timeout_s = self._plan.config.faults.start_timeout_s
         num_stages = len(self._plan.stages)
         self._context = zmq.Context()

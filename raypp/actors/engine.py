@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +42,9 @@ def describe_engine(config: EngineConfig) -> dict[str, Any]:
     hardware = Hardware.of_this_machine()
     plan = plan_engine(config, hardware)
     return {
-        "config": config.model_dump(mode="json"),
+        "config": plan.resolved_config().model_dump(mode="json"),
         "plan": plan.describe(),
-        "hardware": {"num_cpu_cores": hardware.num_cpu_cores},
+        "hardware": asdict(hardware),
     }
 
 
@@ -79,6 +82,8 @@ class EngineHandle:
         self._group: PlacementGroup | None = None
         self._driver: Any = None
         self._run: Any = None
+        # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
+        self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
         self._processes: dict[str, Any] = {"driver": None, "stages": [], "encoders": []}
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
@@ -115,6 +120,7 @@ class EngineHandle:
             if self._closing.is_set():
                 return
             self._closing.set()
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
             if ray.is_initialized():
                 try:
                     self._end_actors()
@@ -133,7 +139,7 @@ class EngineHandle:
                 max_concurrency=4,  # run, and stop, trace beside it
                 max_restarts=0,
             )
-            .remote(self._plan, stage_factory)
+            .remote(self._plan, stage_factory, self._meeting_place)
         )
         with raypp_errors():
             started = ray.get(self._driver.start.remote(self._group), timeout=faults.start_timeout_s)

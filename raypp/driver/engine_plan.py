@@ -29,11 +29,13 @@ class Hardware:
     """The machine that stages will run on."""
 
     num_cpu_cores: int
+    memory_bytes: int = 0
 
     @classmethod
     def of_this_machine(cls) -> Hardware:
         """Return what this process may use."""
-        return cls(num_cpu_cores=len(os.sched_getaffinity(0)))
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return cls(num_cpu_cores=len(os.sched_getaffinity(0)), memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,17 @@ class EnginePlan:
             transport=self.transport,
             link_timeout_s=self.config.faults.step_timeout_s + _LINK_MARGIN_S,
             trace=self.config.observability.trace is not None,
+        )
+
+    def resolved_config(self) -> EngineConfig:
+        """Return the configuration with what was decided in place of what was left open."""
+        return self.config.with_settings(
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            num_kv_blocks=self.num_blocks,
+            layer_partition=[stage.num_layers for stage in self.stages],
+            transport=self.transport,
+            stage_num_threads=self.num_threads,
         )
 
     def describe(self) -> dict[str, Any]:
