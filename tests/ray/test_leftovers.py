@@ -79,7 +79,8 @@ def test_nothing_is_left(user, ending, signal_number, exit_codes):
     process, pids = user(ending)
     assert all(is_alive(pid) for pid in pids) or ending != "wait"
     if signal_number is not None:
-        os.kill(process.pid, signal_number)
+        # A terminal's Ctrl-C reaches the whole process group, Ray's workers included.
+        (os.killpg if signal_number == signal.SIGINT else os.kill)(process.pid, signal_number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode in exit_codes, errors
     if ending == "exception":
