@@ -40,7 +40,7 @@ class Running:
 
 @dataclass(eq=False)
 class FakeEngine:
-    """A step yields up to `tokens_per_step` tokens for every request, while `gate` is open."""
+    """A step yields up to `tokens_per_step` tokens for every request, while the gate is open or steps are granted."""
 
     script: Callable[[AddRequest], list[int]]
     """The tokens of a request; they end with an EOS or stop token, or go on to max_tokens."""
@@ -63,6 +63,7 @@ class FakeEngine:
         self.num_closed = 0
         self.stage_factory: object = None
         self._gate_is_open = True
+        self._steps_granted = 0
         self._watchers: list[Callable[[RayppError], None]] = []
         self._running: list[Running] = []
         self._known_clients: set[bytes] = set()
@@ -103,6 +104,10 @@ class FakeEngine:
     def set_gate(self, *, is_open: bool) -> None:
         self._orders_in.send_pyobj(is_open)
 
+    def grant_steps(self, count: int) -> None:
+        """Let this many steps through a closed gate: what is left of a request then stays left."""
+        self._orders_in.send_pyobj(count)
+
     def die_unseen(self, error: RayppError) -> None:
         """Only the watchers hear of it."""
         self.set_gate(is_open=False)
@@ -123,7 +128,7 @@ class FakeEngine:
         poller.register(self._orders_out, zmq.POLLIN)
         order: object = None
         while order != "close":
-            steps = self._gate_is_open and bool(self._running)
+            steps = (self._gate_is_open or self._steps_granted > 0) and bool(self._running)
             ready = dict(poller.poll(0 if steps else None))
             if self._orders_out in ready:
                 order = self._orders_out.recv_pyobj()
@@ -132,6 +137,7 @@ class FakeEngine:
                 client, *frames = self._clients.recv_multipart()
                 self._handle(client, frames)
             elif steps:
+                self._steps_granted = max(0, self._steps_granted - 1)
                 self._step()
             with self._changed:
                 self._changed.notify_all()
@@ -141,6 +147,8 @@ class FakeEngine:
     def _obey(self, order: object) -> None:
         if isinstance(order, bool):
             self._gate_is_open = order
+        elif isinstance(order, int):
+            self._steps_granted += order
         elif isinstance(order, RayppError):
             self._running.clear()
             for client in self._known_clients:

@@ -98,7 +98,7 @@ def test_leaving_early_aborts(make_engine: MakeEngine, way: str) -> None:
             reading = asyncio.create_task(read_one(llm))
             await seen(engine, lambda: len(engine.added) == 1)
             if way == "break":
-                engine.set_gate(is_open=True)
+                engine.grant_steps(1)
                 await reading
             else:
                 reading.cancel()
@@ -114,6 +114,8 @@ def test_abort_ends_the_iterator_with_what_there_is(make_engine: MakeEngine) -> 
 
     async def body() -> None:
         async with await AsyncLLM.create("tiny", launch=engine.launch) as llm:
+            engine.set_gate(is_open=False)
+            engine.grant_steps(1)
             outputs: list[RequestOutput] = []
             async for output in llm.generate("a", ENDLESS, "r"):
                 if not outputs:
