@@ -126,12 +126,16 @@ class DriverActor:
 
     def _make_stage(self, stage_index: int, group: PlacementGroup) -> Any:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1 + stage_index)
-        options = {
-            "num_cpus": self._plan.config.parallel.stage_num_cpus,
+        resources = self._plan.stage_resources()
+        options: dict[str, Any] = {
+            "num_cpus": resources["CPU"],
+            "num_gpus": resources.get("GPU", 0),
             "scheduling_strategy": strategy,
             "max_concurrency": 3,  # run, trace, and one to spare
             "max_restarts": 0,
         }
+        if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
+            options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
         remote = ray.remote(StageActor).options(**options)
         return remote.remote(self._plan.stage_spec(stage_index), self._plan.model, self._factory)
 

@@ -21,7 +21,8 @@ from raypp.actors.cluster import Cluster, reserve_on_this_node
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, Hardware, plan_engine
+from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.tracing import write_chrome_trace
 
@@ -128,8 +129,8 @@ class EngineHandle:
                     self._cluster.disconnect()
 
     def _start(self, stage_factory: StageFactory | None) -> None:
-        parallel, faults = self._plan.config.parallel, self._plan.config.faults
-        bundles = [{"CPU": _DRIVER_NUM_CPUS}] + [{"CPU": parallel.stage_num_cpus} for _ in self._plan.stages]
+        faults = self._plan.config.faults
+        bundles = [{"CPU": _DRIVER_NUM_CPUS}] + [self._plan.stage_resources() for _ in self._plan.stages]
         self._group = reserve_on_this_node(bundles, faults.start_timeout_s)
         self._driver = (
             ray.remote(DriverActor)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LinkKind = Literal["local", "gloo", "ray_collective"]
+LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 """How a stage is joined to its neighbours; see `raypp.transport.open`."""
 
 
@@ -55,8 +55,13 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
-    transport: Literal["auto", "local", "gloo", "ray_collective"] = "auto"
-    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs. One stage is always local."""
+    transport: Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"] = "auto"
+    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs, ipc on the GPUs of a node. One stage is
+    always local."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What stages compute on. `auto`: GPUs when there are any, else CPUs."""
+    stage_num_gpus: float = Field(default=1.0, gt=0, le=1)
+    """The share of a GPU that a stage asks Ray for, and of its memory that it may use. 0.5 puts two stages on one."""
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
     stage_num_threads: int | None = Field(default=None, ge=1)

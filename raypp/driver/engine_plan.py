@@ -5,13 +5,14 @@ Pure: reads the model's config.json and the machine's description, starts nothin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import LinkKind
+from raypp.driver.hardware import Hardware
+from raypp.driver.kv_memory import num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
@@ -22,20 +23,6 @@ from raypp.stage.spec import StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """The machine that stages will run on."""
-
-    num_cpu_cores: int
-    memory_bytes: int = 0
-
-    @classmethod
-    def of_this_machine(cls) -> Hardware:
-        """Return what this process may use."""
-        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return cls(num_cpu_cores=len(os.sched_getaffinity(0)), memory_bytes=memory_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +56,6 @@ class EnginePlan:
     num_threads: int  # compute threads of a stage
     stages: tuple[StageLayout, ...]
 
-    @property
-    def max_step_rows(self) -> int:
-        """The most rows of one step."""
-        return -(-self.config.scheduler.max_num_seqs // len(self.stages))
-
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
         return SchedulerLimits(
@@ -86,6 +68,14 @@ class EnginePlan:
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
         )
+
+    def stage_resources(self) -> dict[str, float]:
+        """Return what a stage asks Ray for."""
+        parallel = self.config.parallel
+        resources = {"CPU": parallel.stage_num_cpus}
+        if self.device == "cuda":
+            resources["GPU"] = parallel.stage_num_gpus
+        return resources
 
     def stage_spec(self, stage_index: int) -> StageSpec:
         """Return what a stage must be told."""
@@ -102,7 +92,7 @@ class EnginePlan:
             seed=self.config.model.seed,
             num_threads=self.num_threads,
             max_num_seqs=self.config.scheduler.max_num_seqs,
-            max_step_rows=self.max_step_rows,
+            max_step_rows=max_step_rows(self.config),
             max_step_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             block_size=self.config.cache.block_size,
@@ -117,6 +107,7 @@ class EnginePlan:
         """Return the configuration with what was decided in place of what was left open."""
         return self.config.with_settings(
             dtype=self.dtype,
+            device=self.device,
             max_model_len=self.max_model_len,
             num_kv_blocks=self.num_blocks,
             layer_partition=[stage.num_layers for stage in self.stages],
@@ -150,6 +141,11 @@ class EnginePlan:
         }
 
 
+def max_step_rows(config: EngineConfig) -> int:
+    """Return the most rows of one step."""
+    return -(-config.scheduler.max_num_seqs // config.parallel.num_stages)
+
+
 def plan_engine(
     config: EngineConfig,
     hardware: Hardware,
@@ -166,17 +162,33 @@ def plan_engine(
     model_path = find_model(config.model.model)
     model = load_model_config(model_path)
     num_stages = config.parallel.num_stages
-    dtype = "float32" if config.model.dtype == "auto" else config.model.dtype
+    device = _device(config, hardware)
+    dtype = _dtype(config, model, device)
     layers = _layers_per_stage(config, model, _DTYPE_BYTES[dtype])
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
-    num_blocks = _num_blocks(config, max(layers) * block_bytes)
+    weight_bytes = [
+        _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
+    ]
+    stage_block_bytes = [count * block_bytes for count in layers]
+    if device == "cpu":
+        num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
+    else:
+        num_blocks = num_blocks_on_gpus(
+            config,
+            hardware,
+            model,
+            dtype_bytes=_DTYPE_BYTES[dtype],
+            max_step_rows=max_step_rows(config),
+            weight_bytes=weight_bytes,
+            block_bytes=stage_block_bytes,
+        )
     starts = [sum(layers[:index]) for index in range(num_stages)]
     stages = tuple(
         StageLayout(
             stage_index=index,
             start_layer=start,
             end_layer=start + count,
-            weight_bytes=_weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]),
+            weight_bytes=weight_bytes[index],
             kv_cache_bytes=num_blocks * block_bytes * count,
         )
         for index, (start, count) in enumerate(zip(starts, layers, strict=True))
@@ -186,13 +198,32 @@ def plan_engine(
         model_path=str(model_path),
         model=model,
         dtype=dtype,
-        device="cpu",
-        transport=_transport(config),
+        device=device,
+        transport=_transport(config, device),
         max_model_len=_max_model_len(config, model, num_blocks),
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or max(1, (hardware.num_cpu_cores - 1) // num_stages),
         stages=stages,
     )
+
+
+def _device(config: EngineConfig, hardware: Hardware) -> str:
+    asked = config.parallel.device
+    if asked == "cuda" and not hardware.num_gpus:
+        raise ResourceError(
+            "there is no GPU for the stages",
+            got="device=cuda, and no GPU on this machine or in the cluster",
+            hint="device=cpu computes without one",
+        )
+    if asked != "auto":
+        return asked
+    return "cuda" if hardware.num_gpus else "cpu"
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if device == "cpu" else model.dtype
 
 
 def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> list[int]:
@@ -220,20 +251,6 @@ def _weight_bytes(model: ModelConfig, stage_index: int, num_stages: int, num_lay
     return total
 
 
-def _num_blocks(config: EngineConfig, largest_block_bytes: int) -> int:
-    if config.cache.num_kv_blocks is not None:
-        return config.cache.num_kv_blocks
-    num_blocks = config.cache.kv_cache_bytes // largest_block_bytes
-    if num_blocks < 2:
-        raise ResourceError(
-            "the KV cache holds not even one block",
-            got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
-            expected=f"at least {2 * largest_block_bytes} (the null block and one more)",
-            hint="raise kv_cache_bytes or lower block_size",
-        )
-    return num_blocks
-
-
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     held = (num_blocks - 1) * config.cache.block_size
     asked = config.model.max_model_len
@@ -255,7 +272,9 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return asked
 
 
-def _transport(config: EngineConfig) -> LinkKind:
+def _transport(config: EngineConfig, device: str) -> LinkKind:
     if config.parallel.num_stages == 1:
         return "local"
-    return "ray_collective" if config.parallel.transport == "ray_collective" else "gloo"
+    if config.parallel.transport != "auto":
+        return config.parallel.transport
+    return "gloo" if device == "cpu" else "ipc"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, Hardware, plan_engine
+from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 
 
@@ -66,3 +67,36 @@ def test_what_cannot_be_is_refused_with_the_numbers(settings, error, words):
 def test_no_such_model():
     with pytest.raises(ModelLoadError):
         plan_engine(EngineConfig.from_flat("/no/such/model"), Hardware(1))
+
+
+_H200_BYTES = 150_000_000_000
+
+
+def _gpu_plan(num_gpus: int = 2, **settings) -> EnginePlan:
+    hardware = Hardware(16, num_gpus=num_gpus, gpu_memory_bytes=_H200_BYTES)
+    return plan_engine(EngineConfig.from_flat("tiny", **settings), hardware)
+
+
+def test_gpus_are_used_when_there_are_any():
+    plan = _gpu_plan(num_stages=2)
+    assert (plan.device, plan.dtype, plan.transport) == ("cuda", "bfloat16", "ipc")
+    assert plan.stage_resources() == {"CPU": 0.01, "GPU": 1.0}
+    on_cpu = _gpu_plan(num_stages=2, device="cpu")
+    assert (on_cpu.device, on_cpu.dtype, on_cpu.transport) == ("cpu", "float32", "gloo")
+    assert on_cpu.stage_resources() == {"CPU": 0.01}
+
+
+def test_the_kv_cache_takes_what_weights_and_steps_leave_of_the_share():
+    whole, half = _gpu_plan(), _gpu_plan(stage_num_gpus=0.5)
+    assert 0.45 < half.num_blocks / whole.num_blocks < 0.5  # what is fixed weighs more on a half
+    total = whole.stages[0].weight_bytes + whole.stages[0].kv_cache_bytes
+    assert 0.85 * _H200_BYTES < total < 0.9 * _H200_BYTES
+    assert _gpu_plan(num_kv_blocks=1000).num_blocks == 1000
+
+
+def test_a_stage_that_does_not_fit_its_gpu_is_refused_with_the_numbers():
+    with pytest.raises(ResourceError, match="stage 0 does not fit") as caught:
+        _gpu_plan(gpu_memory_utilization=0.01)
+    assert "KV blocks" in str(caught.value.got)
+    with pytest.raises(ResourceError, match="there is no GPU"):
+        _plan(device="cuda")

@@ -1,0 +1,60 @@
+"""What the machine has that stages will run on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine that stages will run on."""
+
+    num_cpu_cores: int
+    memory_bytes: int = 0
+    num_gpus: int = 0
+    gpu_name: str = ""
+    gpu_memory_bytes: int = 0  # of the smallest GPU
+
+    @classmethod
+    def of_this_machine(cls) -> Hardware:
+        """Return what this process may use. Asks the driver's library, so that no GPU is touched."""
+        num_gpus, gpu_name, gpu_memory_bytes = _gpus()
+        return cls(
+            num_cpu_cores=len(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            num_gpus=num_gpus,
+            gpu_name=gpu_name,
+            gpu_memory_bytes=gpu_memory_bytes,
+        )
+
+
+def _gpus() -> tuple[int, str, int]:
+    """Return how many GPUs there are, the first one's name, and the bytes of the smallest."""
+    try:
+        import pynvml
+    except ImportError:  # the GPU extra is not installed: raypp could not compute on one
+        return 0, "", 0
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0, "", 0
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(pynvml.nvmlDeviceGetCount())]
+        if not handles:
+            return 0, "", 0
+        memory_bytes = min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
+        return len(handles), str(pynvml.nvmlDeviceGetName(handles[0])), memory_bytes
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _visible(count: int) -> list[int]:
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES leaves; ids in other forms than numbers leave all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return list(range(count))
+    indices = [int(part) for part in visible.split(",") if part.strip().isdigit()]
+    if visible.strip() and not indices:
+        return list(range(count))
+    return [index for index in indices if index < count]

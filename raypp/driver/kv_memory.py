@@ -1,0 +1,92 @@
+"""How many KV blocks the stages' memory holds: the minimum over the stages, since all of them use the same block ids.
+
+share of the device = weights + what a step's tensors take + graphs and libraries + KV blocks
+"""
+
+from __future__ import annotations
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.hardware import Hardware
+from raypp.errors import ResourceError
+from raypp.models.config import ModelConfig
+
+_LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
+_GRAPH_BYTES = 1 << 30  # captured graphs and their pool
+
+
+def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
+    """Return the KV blocks of every stage.
+
+    Args:
+        config: `num_kv_blocks`, else `kv_cache_bytes`, says how many.
+        block_bytes: What a block takes on each stage.
+
+    Raises:
+        ResourceError: not even one besides the null block.
+    """
+    if config.cache.num_kv_blocks is not None:
+        return config.cache.num_kv_blocks
+    num_blocks = config.cache.kv_cache_bytes // max(block_bytes)
+    if num_blocks < 2:
+        raise ResourceError(
+            "the KV cache holds not even one block",
+            got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
+            expected=f"at least {2 * max(block_bytes)} (the null block and one more)",
+            hint="raise kv_cache_bytes or lower block_size",
+        )
+    return num_blocks
+
+
+def num_blocks_on_gpus(
+    config: EngineConfig,
+    hardware: Hardware,
+    model: ModelConfig,
+    *,
+    dtype_bytes: int,
+    max_step_rows: int,
+    weight_bytes: list[int],
+    block_bytes: list[int],
+) -> int:
+    """Return the KV blocks of every stage; `num_kv_blocks` caps them.
+
+    Args:
+        config: The shares of a GPU.
+        hardware: Its memory.
+        model: Sizes of a step's tensors.
+        dtype_bytes: Of weights, activations and KV.
+        max_step_rows: The most rows of one step.
+        weight_bytes: Of each stage.
+        block_bytes: What a block takes on each stage.
+
+    Raises:
+        ResourceError: the memory does not suffice; says for what, with the numbers.
+    """
+    share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
+    usable_bytes = int(hardware.gpu_memory_bytes * share)
+    step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
+    fixed_bytes = _LIBRARY_BYTES + step_bytes + (0 if config.graphs.enforce_eager else _GRAPH_BYTES)
+    left = [usable_bytes - fixed_bytes - weights for weights in weight_bytes]
+    num_blocks = min(free // block for free, block in zip(left, block_bytes, strict=True))
+    asked = config.cache.num_kv_blocks
+    if num_blocks < max(2, asked or 2):
+        stage_index = min(range(len(left)), key=lambda index: left[index] // block_bytes[index])
+        raise ResourceError(
+            f"stage {stage_index} does not fit its share of a GPU",
+            got=f"{usable_bytes / 2**30:.2f} GiB ({share:.0%} of {hardware.gpu_memory_bytes / 2**30:.2f}): "
+            f"weights {weight_bytes[stage_index] / 2**30:.2f}, a step's tensors {step_bytes / 2**30:.2f}, "
+            f"libraries and graphs {(fixed_bytes - step_bytes) / 2**30:.2f}, in the rest {max(num_blocks, 0)} KV blocks",
+            expected=f"at least {asked or 2} KV blocks of {block_bytes[stage_index]} bytes",
+            hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
+            "or smaller max_num_batched_tokens or num_kv_blocks",
+        )
+    return asked or num_blocks
+
+
+def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_step_rows: int) -> int:
+    """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies."""
+    tokens = config.scheduler.max_num_batched_tokens
+    widest = 4 * model.hidden_size + 3 * model.intermediate_size
+    widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
+    layer_bytes = tokens * widest * dtype_bytes
+    logits_bytes = max_step_rows * model.vocab_size * (dtype_bytes + 4 * 4)
+    return max(layer_bytes, logits_bytes)
