@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from raypp.errors import StageDiedError as StageDiedError
     from raypp.tracing import bubble_fraction as bubble_fraction
     from raypp.types import CompletionOutput as CompletionOutput
+    from raypp.types import Logprob as Logprob
     from raypp.types import RequestMetrics as RequestMetrics
     from raypp.types import RequestOutput as RequestOutput
     from raypp.types import SamplingParams as SamplingParams
@@ -34,6 +35,7 @@ _MODULE_OF = {
     "EngineConfig": "raypp.config.engine",
     "SamplingParams": "raypp.types",
     "RequestOutput": "raypp.types",
+    "Logprob": "raypp.types",
     "CompletionOutput": "raypp.types",
     "RequestMetrics": "raypp.types",
     "RayppError": "raypp.errors",

@@ -4,13 +4,15 @@ Every message is one frozen dataclass of integers and numpy arrays (a struct of 
 writes it without pickle: a fixed header, then each array's bytes, 8-byte aligned. `unpack` makes views into the
 received bytes; they are read-only.
 
+What most steps do not carry is a message of its own inside of another one: an array of its packed bytes, mostly empty.
+
 R rows in the step, S rows that start, B new block-table entries, K drafts per decode row, N requests in a batch.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -26,6 +28,11 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
+
+NO_BYTES: Bytes = np.empty(0, np.uint8)
+"""Instead of a message inside of another one."""
+NO_BYTES.flags.writeable = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +63,37 @@ class StepPlan:
     start_top_k: Int32s  # [S] 0 means all
     start_min_p: Float32s  # [S]
     start_seed: Int64s  # [S]
+    start_extras: Bytes  # a packed `StartExtras` when any of these rows has parameters beyond those above
 
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
     block_ids: Int32s  # [B] KV block
+
+
+@dataclass(frozen=True, eq=False)
+class StartExtras:
+    """Sampling parameters that few requests have, of E of the rows that start with a plan.
+
+    Lists of one row after the other, with their lengths beside them.
+    """
+
+    rows: Int32s  # [E]
+    presence_penalty: Float32s  # [E]
+    frequency_penalty: Float32s  # [E]
+    repetition_penalty: Float32s  # [E]
+    min_lengths: Int32s  # [E] no end token is drawn for a position before this one: prompt + min_tokens
+    num_end_tokens: Int32s  # [E] 0 for rows without min_tokens
+    end_token_ids: Int32s
+    num_biased: Int32s  # [E]
+    bias_token_ids: Int32s
+    bias: Float32s
+    num_allowed: Int32s  # [E] 0 when all are
+    allowed_token_ids: Int32s
+    num_bad_words: Int32s  # [E]
+    bad_word_lens: Int32s
+    bad_word_token_ids: Int32s
+    num_logprobs: Int32s  # [E] most likely tokens to report beside the sampled one; -1: nothing at all
+    num_prompt_logprobs: Int32s  # [E] the same for prompt tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +104,26 @@ class StepResult:
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
     num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
     num_accepted: Int32s  # [R] drafts among them
+    logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them
+
+
+@dataclass(frozen=True, eq=False)
+class StepLogprobs:
+    """Log-probabilities of a step's tokens. L and M: the most that any of its rows asks for.
+
+    Column 0 is the token itself, the others the most likely tokens, best first.
+    """
+
+    indices: Int32s  # which of the step's rows; each has 1 + K positions if it decodes, else 1
+    token_ids: Int32s  # [sum of positions, 1 + L]
+    logprobs: Float32s  # [sum of positions, 1 + L]
+    ranks: Int32s  # [sum of positions] of the token itself; 1 is the most likely
+    prompt_indices: Int32s  # which of the step's rows
+    prompt_starts: Int32s  # position of the first prompt token that is reported
+    prompt_counts: Int32s  # consecutive prompt tokens that are
+    prompt_token_ids: Int32s  # [sum of prompt_counts, 1 + M]
+    prompt_logprobs: Float32s  # [sum of prompt_counts, 1 + M]
+    prompt_ranks: Int32s  # [sum of prompt_counts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +139,27 @@ class OutputBatch:
     num_preemptions: Int32s  # [N]
     num_draft_tokens: Int32s  # [N]
     num_accepted_tokens: Int32s  # [N]
+    logprobs: Bytes = field(
+        default_factory=lambda: NO_BYTES
+    )  # a packed `OutputLogprobs` when any request asks for them
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLogprobs:
+    """Log-probabilities of an `OutputBatch`, one request after the other, each with its own number of columns.
+
+    A request of width 1 + L has L most likely tokens beside the token itself.
+    """
+
+    widths: Int32s  # [N] 0: none
+    token_ids: Int32s  # [sum of num_tokens * widths]
+    logprobs: Float32s  # [sum of num_tokens * widths]
+    ranks: Int32s  # [sum of num_tokens where widths > 0]
+    prompt_widths: Int32s  # [N]
+    prompt_counts: Int32s  # [N] prompt tokens that are reported, in order
+    prompt_token_ids: Int32s  # [sum of prompt_counts * prompt_widths]
+    prompt_logprobs: Float32s  # [sum of prompt_counts * prompt_widths]
+    prompt_ranks: Int32s  # [sum of prompt_counts]
 
 
 Message = TypeVar("Message")
@@ -94,6 +169,7 @@ _DTYPES: dict[Any, np.dtype[Any]] = {
     Int64s: np.dtype("<i8"),
     Float32s: np.dtype("<f4"),
     Bools: np.dtype("?"),
+    Bytes: np.dtype("u1"),
 }
 
 
@@ -155,3 +231,8 @@ def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
         values[name] = array.reshape(rows, columns) if columns else array
         offset += -(-count * dtype.itemsize // 8) * 8
     return cls(**values)
+
+
+def pack_inside(message: Any) -> Bytes:
+    """Return the message's bytes as an array, to be carried by another message."""
+    return np.frombuffer(pack(message), np.uint8)

@@ -95,6 +95,7 @@ class EnginePlan:
             max_step_rows=max_step_rows(self.config),
             max_step_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
+            vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks,
             max_drafts=0,

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+
 import torch
+
+from raypp.ops.logits import BANNED
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -68,3 +72,36 @@ def paged_attention(
         out[start : start + query_len] = attention(q[start : start + query_len], keys, values, scale)
         start += query_len
     return out
+
+
+def changed_logits(
+    logits: torch.Tensor,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    bias: Mapping[int, float],
+    repetition: float,
+    frequency: float,
+    presence: float,
+    early_end_token_ids: Collection[int],
+    bad_words: Sequence[Sequence[int]],
+    allowed: Collection[int] | None,
+) -> torch.Tensor:
+    """Return what a request's parameters make of its logits [V] for the token after `prompt` and `output`, float32."""
+    values = logits.float().clone()
+    for token_id, value in bias.items():
+        values[token_id] += value
+    for token_id in {*prompt, *output}:
+        values[token_id] = values[token_id] / repetition if values[token_id] > 0 else values[token_id] * repetition
+    for token_id in set(output):
+        values[token_id] -= torch.tensor(frequency) * list(output).count(token_id)
+        values[token_id] -= presence
+    known = [*prompt, *output]
+    endings = [word[-1] for word in bad_words if known[len(known) - len(word) + 1 :] == list(word[:-1])]
+    for token_id in [*early_end_token_ids, *endings]:
+        values[token_id] = BANNED
+    if allowed is not None:
+        for token_id in range(len(values)):
+            if token_id not in allowed:
+                values[token_id] = -torch.inf
+    return values

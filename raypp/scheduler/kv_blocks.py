@@ -35,7 +35,9 @@ class KvBlocks:
         """Return the cached blocks that the request can start from. At least one token is left to compute."""
         if not self._limits.enable_prefix_caching:
             return []
-        num_blocks = (state.num_tokens - 1) // self._limits.block_size
+        # A cached token has no logits: what they say of the token after it must have been reported already.
+        num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
+        num_blocks = num_tokens // self._limits.block_size
         self._extend_hashes(state, num_blocks)
         return self._cache.longest_prefix(state.block_hashes[:num_blocks])
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from raypp.messages import NO_STEP, StepPlan
+from raypp.messages import NO_BYTES, NO_STEP, StepPlan
 from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.start_extras import pack_extras
 
 _MAX_INT32 = 2**31 - 1
 
@@ -69,6 +70,7 @@ def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
         "start_top_k": _int32s([min(p.top_k, _MAX_INT32) for p in params]),
         "start_min_p": np.array([p.min_p for p in params], np.float32),
         "start_seed": np.array([request.seed for request in requests], np.int64),
+        "start_extras": pack_extras(starting),
     }
 
 
@@ -106,5 +108,6 @@ _NO_STARTS = {
     "start_top_k": _empty(np.int32),
     "start_min_p": _empty(np.float32),
     "start_seed": _empty(np.int64),
+    "start_extras": NO_BYTES,
 }
 _NO_BLOCKS = {name: _empty(np.int32) for name in ("block_rows", "block_positions", "block_ids")}

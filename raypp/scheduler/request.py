@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raypp.types import FinishReason, SamplingParams
 
 
@@ -19,6 +22,8 @@ class Request:
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for it
     eos_token_ids: frozenset[int] = frozenset()
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
+    priority: int = 0  # smaller is served first
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler
     is_streamed: bool = False  # whether the client wants every token at once; opaque to the scheduler
@@ -33,8 +38,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of consecutive tokens: in column 0 of the token itself, then of the L most likely ones."""
+
+    token_ids: NDArray[np.int32]  # [n, 1 + L]
+    logprobs: NDArray[np.float32]  # [n, 1 + L]
+    ranks: NDArray[np.int32]  # [n] of the token itself; 1 is the most likely
+
+
+@dataclass(frozen=True, slots=True)
 class RequestUpdate:
     """What a collected step brought to one request."""
 
     request: Request
     new_token_ids: list[int]
+    logprobs: TokenLogprobs | None = None  # of the new tokens, if the request asks for them
+    prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens that come after those reported before

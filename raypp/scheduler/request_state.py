@@ -37,6 +37,8 @@ class RequestState:
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
     num_wanted_blocks: int = 0  # free blocks that the last attempt to admit it found wanting; 0 when there was none
 
+    num_scored_tokens: int = 0  # prompt tokens, without the first, whose log-probabilities were reported
+
     num_in_flight_yields: int = 0  # steps in flight that bring it tokens
     max_in_flight_tokens: int = 0  # the most tokens that these may bring
     last_step: int = NO_STEP  # the last dispatched step that contains it
@@ -46,6 +48,14 @@ class RequestState:
     def is_prefilling(self) -> bool:
         """Whether chunks of its prefill remain to be dispatched."""
         return self.num_prefilled_tokens < self.num_prefill_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt remain to be reported."""
+        request = self.request
+        return request.params.prompt_logprobs is not None and (
+            self.num_scored_tokens < len(request.prompt_token_ids) - 1
+        )
 
     def token_ids(self, start: int, end: int) -> list[int]:
         """Return its known tokens at positions `start` to `end`, the latter excluded."""

@@ -30,6 +30,7 @@ from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.stats import Counters, SchedulerStats
+from raypp.scheduler.step_logprobs import LogprobsOfStep
 from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import FinishReason
 
@@ -133,20 +134,24 @@ class Scheduler:
         assert len(num_valid) == len(step.decoding) + len(step.chunks)
         if step.num_drafts:
             self._count_drafts(step, result)
+        logprobs = LogprobsOfStep(result, len(step.decoding))
         updates: list[RequestUpdate] = []
         width = 1 + step.num_drafts
-        for state, tokens, count in zip(step.decoding, token_ids, num_valid, strict=False):
+        for index, (state, tokens, count) in enumerate(zip(step.decoding, token_ids, num_valid, strict=False)):
             state.num_in_flight_yields -= 1
             state.max_in_flight_tokens -= width
             if count and not state.request.finish_reason:
-                updates.append(self._take(state, tokens[:count]))
+                updates.append(self._take(state, tokens[:count], index, logprobs))
         for index, chunk in enumerate(step.chunks, len(step.decoding)):
+            state = chunk.state
             if chunk.is_last:
-                state, count = chunk.state, num_valid[index]
                 state.num_in_flight_yields -= 1
                 state.max_in_flight_tokens -= 1
-                if count and not state.request.finish_reason:
-                    updates.append(self._take(state, token_ids[index][:count]))
+            if state.request.finish_reason:
+                continue
+            count = num_valid[index] if chunk.is_last else 0
+            if count or state.scores_prompt:
+                updates.append(self._take(state, token_ids[index][:count], index, logprobs))
         return updates
 
     def stats(self) -> SchedulerStats:
@@ -211,7 +216,16 @@ class Scheduler:
         self._counters.num_steps += 1
         self._counters.num_prefill_chunks += len(step.chunks)
 
-    def _take(self, state: RequestState, token_ids: list[int]) -> RequestUpdate:
+    def _take(
+        self, state: RequestState, token_ids: list[int], index: int, step_logprobs: LogprobsOfStep
+    ) -> RequestUpdate:
+        """Take in what a step brought to one request; `index` is its row's in the step."""
+        params = state.request.params
+        prompt_logprobs = step_logprobs.of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
+        if prompt_logprobs is not None:
+            state.num_scored_tokens += len(prompt_logprobs.ranks)
+        if not token_ids:
+            return RequestUpdate(state.request, [], None, prompt_logprobs)
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
         if state.row == NO_ROW:
@@ -221,7 +235,8 @@ class Scheduler:
             self._kv.offer(state, state.num_tokens - 1)
         if state.request.finish_reason:
             self._end(state)
-        return RequestUpdate(state.request, taken)
+        logprobs = step_logprobs.of_output(index, len(taken), params.logprobs)
+        return RequestUpdate(state.request, taken, logprobs, prompt_logprobs)
 
     def _end(self, state: RequestState) -> None:
         del self._states[state.request.request_id]

@@ -1,62 +1,114 @@
-"""The last stage's sampler: each row's parameters in tables, and the cheapest tail that serves a step's rows."""
+"""The last stage's sampler: a token for every position that wants one, by the parameters of the position's row.
+
+    copy of the logits -> bias -> penalties -> bans -> temperature, truncation, draw -> tokens
+
+A step does what any of its rows needs (`Needs`), on all of them: it is neutral, bit by bit, for those without the
+parameter. So what a CUDA graph records for more needs serves a step with fewer, and rows do not feel each other.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from raypp.messages import StepPlan
+from raypp.messages import StartExtras, StepPlan
+from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
 from raypp.ops.sampling import sample, sample_greedy
+from raypp.stage.sampling_rows import Needs, SamplingRows
 from raypp.stage.spec import StageSpec
+from raypp.stage.token_history import MAX_BAD_WORD_TOKENS, TokenHistory
 
 
 class Sampler:
-    """Samples one token per wanted position."""
+    """Chooses tokens. N positions, of which a row may have several; V vocabulary."""
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
-        rows = spec.max_num_seqs
-        self._device = device
-        self._temperature = torch.zeros(rows, device=device)
-        self._top_p = torch.ones(rows, device=device)
-        self._top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._min_p = torch.zeros(rows, device=device)
-        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        # The host's own copy of what decides the tail, so that no step asks the device.
-        self._draws_np = np.zeros(rows, bool)
-        self._truncates_np = np.zeros(rows, bool)
+        self.rows = SamplingRows(spec, device)
+        self.history = TokenHistory(spec, device)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Take over the parameters of rows that start."""
-        rows_np = plan.start_rows
-        if not len(rows_np):
+    @property
+    def version(self) -> int:
+        """Changes when a table that `choose` reads appears or moves: graphs that recorded its address are void."""
+        return self.rows.version + self.history.version
+
+    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
+        """Take over the parameters and known tokens of rows that start."""
+        if not len(plan.start_rows):
             return
-        rows = torch.from_numpy(rows_np.astype(np.int64)).to(self._device)
-        for table, values in (
-            (self._temperature, plan.start_temperature),
-            (self._top_p, plan.start_top_p),
-            (self._top_k, plan.start_top_k),
-            (self._min_p, plan.start_min_p),
-            (self._seeds, plan.start_seed),
-        ):
-            table.index_copy_(0, rows, torch.from_numpy(values.copy()).to(self._device))
-        self._draws_np[rows_np] = plan.start_temperature > 0
-        self._truncates_np[rows_np] = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
+        self.rows.apply(plan, extras)
+        if extras is None:
+            return
+        ends = np.cumsum(plan.start_num_tokens).tolist()
+        for index, row in enumerate(plan.start_rows.tolist()):
+            needs = self.rows.needs(plan.start_rows[index : index + 1])
+            if needs.history:
+                token_ids = plan.start_token_ids[ends[index] - int(plan.start_num_tokens[index]) : ends[index]]
+                prompt_len = int(plan.start_prompt_lens[index])
+                self.history.start(row, token_ids, prompt_len, counts=Needs.PENALTIES in needs)
 
-    def __call__(self, logits: torch.Tensor, rows_np: np.ndarray, positions: torch.Tensor) -> torch.Tensor:
-        """Return the sampled token of each position, int64 [N].
+    def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
+        """Return what a step with these rows needs."""
+        return self.rows.needs(rows_np)
 
-        Shapes: logits [N, V]; rows_np [N], the row of each; positions [N] int64, of the token that is chosen.
+    def choose(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
+        """Return the token of each position, int64 [N]. Leaves the logits as they are. Never waits for the device.
+
+        With drafts, `history.place_drafts` comes before, so that each position sees the drafts in front of it.
+
+        Args:
+            logits: [N, V].
+            rows: [N] int64, the row of each.
+            positions: [N] int64, absolute, of the token that is chosen.
+            needs: At least what the rows need.
         """
-        if not self._draws_np[rows_np].any():
+        if needs.logits_change:
+            logits = self._changed(logits, rows, positions, needs)
+        if Needs.DRAW not in needs:
             return sample_greedy(logits)
-        rows = torch.from_numpy(rows_np.astype(np.int64)).to(self._device)
+        params = self.rows
         truncation = None
-        if self._truncates_np[rows_np].any():
-            truncation = tuple(table.index_select(0, rows) for table in (self._top_k, self._top_p, self._min_p))
-        return sample(
-            logits,
-            self._temperature.index_select(0, rows),
-            self._seeds.index_select(0, rows),
-            positions,
-            truncation,  # type: ignore[arg-type]
-        )
+        if Needs.TRUNCATE in needs:
+            top_k, top_p, min_p = (table.index_select(0, rows) for table in (params.top_k, params.top_p, params.min_p))
+            truncation = (top_k, top_p, min_p)
+        temperature, seeds = params.temperature.index_select(0, rows), params.seeds.index_select(0, rows)
+        return sample(logits, temperature, seeds, positions, truncation)
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        needs: Needs,
+        num_valid: torch.Tensor | None = None,
+    ) -> None:
+        """Take in what was kept of the tokens that were chosen; once per step, after `choose`.
+
+        Shapes: rows [R] int64; positions [R] int64, of each row's first new token; token_ids [R, W]; num_valid [R], how
+        many of them were kept, None when all were.
+        """
+        if needs.history:
+            self.history.commit(rows, positions, token_ids, num_valid)
+
+    def _changed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
+        """Return a changed copy of the logits, float32 [N, V]. Tables that are not there nobody needs."""
+        params, history = self.rows, self.history
+        logits = logits.to(torch.float32, copy=True)
+        if Needs.BIAS in needs and params.bias.is_there:
+            add_bias(logits, params.bias_token_ids.gather(rows), params.bias.gather(rows))
+        if Needs.PENALTIES in needs and history.has_counts:
+            weights = (t.index_select(0, rows) for t in (params.repetition, params.frequency, params.presence))
+            penalize(logits, *history.counts(rows, positions), *weights)
+        if Needs.MIN_TOKENS in needs and params.end_token_ids.is_there:
+            end_token_ids = params.end_token_ids.gather(rows)
+            is_early = positions < params.min_lengths.index_select(0, rows)
+            ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
+        if Needs.BAD_WORDS in needs and params.bad_words.is_there:
+            words = params.bad_words.gather(rows)
+            is_banned = completes_bad_word(words, history.before(rows, positions, MAX_BAD_WORD_TOKENS - 1))
+            ban(logits, words[:, :, -1].clamp(min=0).to(torch.int64), is_banned)
+        if Needs.ALLOWED in needs and params.allowed.is_there:
+            allow_only(logits, params.allowed.gather(rows))
+        return logits

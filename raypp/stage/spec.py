@@ -26,6 +26,7 @@ class StageSpec:
     max_step_rows: int  # rows of one step
     max_step_tokens: int  # tokens of one step
     max_model_len: int
+    vocab_size: int
     block_size: int
     num_blocks: int  # the null block included
     max_drafts: int

@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import StartExtras, StepPlan, StepResult, unpack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
+from raypp.stage.logprobs import LogprobReporter
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
@@ -75,6 +76,7 @@ class Stage:
             self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages)
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
+            self._logprobs = LogprobReporter(spec, self._device)
 
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already.
@@ -101,8 +103,10 @@ class Stage:
         decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
         self._block_tables.apply(plan)
         blocks = self._block_tables.gather(shape, max([decode_len, *prefill_lens]))
-        if self._spec.is_last:
-            self._sampler.apply(plan)
+        if self._spec.is_last and len(plan.start_rows):
+            extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
+            self._sampler.apply(plan, extras)
+            self._logprobs.apply(plan, extras)
 
         waiting = now_ns()
         if self._spec.is_first:
@@ -135,7 +139,8 @@ class Stage:
 
         result = None
         if self._spec.is_last:
-            result = self._finish(plan, shape, logits, positions.index_select(0, shape.logits_indices).add_(1))
+            positions = positions.index_select(0, shape.logits_indices).add_(1)
+            result = self._finish(plan, shape, hidden, logits, positions)
         else:
             self._send(plan, shape, num_computed_tokens, hidden)
         if self._links.previous is not None:
@@ -160,13 +165,19 @@ class Stage:
         views["hidden_states"].copy_(hidden)
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_tokens))
 
-    def _finish(self, plan: StepPlan, shape: StepShape, logits: torch.Tensor, positions: torch.Tensor) -> StepResult:
+    def _finish(
+        self, plan: StepPlan, shape: StepShape, hidden: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor
+    ) -> StepResult:
         """Sample, feed back to the first stage, and return the result.
 
-        Shapes: logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield a token.
+        Shapes: hidden [T, H]; logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield
+        a token.
         """
-        rows_np = shape.rows_np if shape.all_sample else shape.rows_np[shape.sampled_np]
-        token_ids = self._sampler(logits, rows_np, positions).to(torch.int32).unsqueeze(1)
+        needs = self._sampler.needs(shape.logits_rows_np)
+        chosen = self._sampler.choose(logits, shape.logits_rows, positions, needs)
+        self._sampler.commit(shape.logits_rows, positions, chosen.unsqueeze(1), needs)
+        logprobs = self._logprobs.report(plan, shape, logits, chosen, hidden, self._model.compute_logits)
+        token_ids = chosen.to(torch.int32).unsqueeze(1)
         lengths = (positions + 1).to(torch.int32)
         link, schema = self._links.feedback_out, self._schemas.feedback
         assert link is not None
@@ -184,4 +195,5 @@ class Stage:
             token_ids=result_token_ids,
             num_valid=shape.samples_np.astype(np.int32),
             num_accepted=np.zeros(shape.num_rows, np.int32),
+            logprobs=logprobs,
         )

@@ -31,6 +31,8 @@ class StepShape:
     token_rows: torch.Tensor  # [T] int64, each token's index into the step's rows
     token_offsets: torch.Tensor  # [T] int64, index within the row's tokens of this step
     logits_indices: torch.Tensor  # [N] int64, into the step's tokens: all of decode rows, the last of final chunks
+    logits_rows: torch.Tensor  # [N] int64, the row of each
+    logits_rows_np: NDArray[np.int64]  # [N]
     samples_np: NDArray[np.bool_]  # [R]
     sampled_np: NDArray[np.int64]  # rows that yield a token, as indices into the step's rows
     sampled: torch.Tensor  # the same
@@ -100,6 +102,7 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
     final_chunks = np.flatnonzero(plan.samples[num_decode_rows:]) + num_decode_rows
     logits_indices = np.concatenate((np.arange(num_decode_rows * query_len), query_start_loc[final_chunks + 1] - 1))
     rows_np, sampled_np = plan.rows.astype(np.int64), np.flatnonzero(plan.samples)
+    logits_rows_np = np.concatenate((np.repeat(rows_np[:num_decode_rows], query_len), rows_np[final_chunks]))
 
     def upload(array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -116,6 +119,8 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
         token_rows=upload(token_rows),
         token_offsets=upload(np.arange(num_tokens) - query_start_loc[token_rows]),
         logits_indices=upload(logits_indices),
+        logits_rows=upload(logits_rows_np),
+        logits_rows_np=logits_rows_np,
         samples_np=plan.samples,
         sampled_np=sampled_np,
         sampled=upload(sampled_np),

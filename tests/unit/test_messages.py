@@ -10,9 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from raypp.messages import OutputBatch, StepPlan, StepResult, pack, unpack
+from raypp.messages import (
+    OutputBatch,
+    OutputLogprobs,
+    StartExtras,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    pack,
+    pack_inside,
+    unpack,
+)
 
-DTYPES = {"Int32s": np.int32, "Int64s": np.int64, "Float32s": np.float32, "Bools": np.bool_}
+DTYPES = {"Int32s": np.int32, "Int64s": np.int64, "Float32s": np.float32, "Bools": np.bool_, "Bytes": np.uint8}
 
 
 def messages(cls):
@@ -31,7 +41,7 @@ def messages(cls):
     return st.builds(cls, **values)
 
 
-@pytest.mark.parametrize("cls", [StepPlan, StepResult, OutputBatch])
+@pytest.mark.parametrize("cls", [StepPlan, StepResult, OutputBatch, StartExtras, StepLogprobs, OutputLogprobs])
 @given(data=st.data())
 def test_unpacking_gives_what_was_packed(cls, data):
     message = data.draw(messages(cls))
@@ -50,3 +60,11 @@ def test_an_array_of_another_type_is_a_fault():
     result = StepResult(0, np.zeros((1, 1), np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))
     with pytest.raises(AssertionError, match="token_ids"):
         pack(result)
+
+
+def test_a_message_inside_of_another_one():
+    inner = StepResult(3, np.array([[5]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
+    outer = StepResult(4, np.array([[6]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), pack_inside(inner))
+    assert len(inner.logprobs) == 0
+    again = unpack(StepResult, unpack(StepResult, pack(outer)).logprobs.data)
+    assert (again.step_id, again.token_ids.tolist()) == (3, [[5]])

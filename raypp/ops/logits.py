@@ -1,0 +1,84 @@
+"""What a request's parameters make of its logits before a token is chosen: bias, penalties, bans.
+
+All functions work in place on float32 logits and leave a row as it is, bit by bit, when its parameters are neutral: so
+rows with different parameters share a call, and a row's tokens do not depend on its neighbours. None synchronizes with
+the host, and all shapes are known to it, so any of them may be recorded in a CUDA graph.
+
+N positions at which a token is chosen (a row may have several), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BANNED = -1e30
+"""The logit of a banned token. Finite, and still above a token that is not allowed at all: when bans leave nothing of
+what is allowed, the choice is made among that, not among everything."""
+
+ANY_TOKEN = -1
+"""Stands in `bad_words` before the beginning of a short word, and matches every token."""
+
+NO_TOKEN = -2
+"""Stands in a history before the beginning of a sequence, and matches no word's token."""
+
+
+def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor) -> None:
+    """Add to the logits of some tokens of each row.
+
+    Shapes: logits [N, V]; token_ids [N, B] int64; bias [N, B] float32. Unused places repeat one of the row's entries,
+    or are token 0 with bias 0.
+    """
+    logits.scatter_(1, token_ids, logits.gather(1, token_ids).add_(bias))
+
+
+def penalize(
+    logits: torch.Tensor,
+    output_counts: torch.Tensor,
+    in_prompt: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> None:
+    """Make tokens that were seen already less likely: repetition first, then frequency, then presence.
+
+    Repetition (Keskar et al., arXiv:1909.05858) counts prompt and output, the other two only the output.
+
+    Shapes: logits [N, V]; output_counts [N, V] int32, how often each token was generated; in_prompt [N, V] bool;
+    repetition (1 is neutral), frequency, presence [N] float32.
+    """
+    was_generated = output_counts > 0
+    factor = repetition.unsqueeze(1)
+    weakened = torch.where(logits > 0, logits / factor, logits * factor)
+    torch.where(was_generated | in_prompt, weakened, logits, out=logits)
+    logits.sub_(output_counts * frequency.unsqueeze(1))
+    logits.sub_(was_generated * presence.unsqueeze(1))
+
+
+def ban(logits: torch.Tensor, token_ids: torch.Tensor, is_banned: torch.Tensor) -> None:
+    """Take tokens out of each row's choice where `is_banned`.
+
+    Shapes: logits [N, V]; token_ids [N, E] int64, in the vocabulary also where not banned; is_banned [N, E] bool.
+    """
+    limits = torch.where(is_banned, BANNED, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, token_ids, limits, "amin")
+
+
+def allow_only(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
+    """Take all tokens out of each row's choice whose bit is not set.
+
+    Shapes: logits [N, V]; bitmask [N, ceil(V / 32)] int32: token t is bit t % 32 of word t // 32.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bitmask.device)
+    bits = (bitmask.unsqueeze(2) >> shifts) & 1
+    logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def completes_bad_word(bad_words: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """Return where the last token of a bad word would complete it, bool [N, W].
+
+    Shapes: bad_words [N, W, L], each word at the end of its place, with ANY_TOKEN before it, and nothing but ANY_TOKEN
+    where there is no word; history [N, L - 1], the tokens before each position, NO_TOKEN before the first one.
+    """
+    beginnings, endings = bad_words[:, :, :-1], bad_words[:, :, -1]
+    matches = (beginnings == history.unsqueeze(1)) | (beginnings == ANY_TOKEN)
+    return matches.all(dim=2) & (endings != ANY_TOKEN)

@@ -1,0 +1,209 @@
+"""`SamplingParams`: how the tokens of one request are chosen, and when it ends. Names are those of vllm's.
+
+    logits -> bias -> penalties -> bans -> temperature -> top-k, top-p, min-p -> draw
+       +----> logprobs, of what the model itself said
+
+Everything that can be wrong with the parameters alone is found here; what depends on the model (its vocabulary, its
+tokenizer) is found by `raypp.api.prepare`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypp.errors import RequestError
+
+_MAX_NUMBER = 1e30  # what float32 holds with room to spare
+_MAX_BIAS = 1e6
+"""More than any logit, and far less than what a ban takes away: a bias may decide a draw, but not undo a ban."""
+
+TokenIds = tuple[int, ...] | list[int]
+Strings = tuple[str, ...] | list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Raises RequestError on a value that makes no sense, and on values that contradict each other.
+    """
+
+    n: int = 1
+    """Continuations of the prompt. They share the KV of the prompt, and each has a seed of its own."""
+    max_tokens: int = 16
+    """The most tokens to generate, per continuation."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token is drawn, and no stop string looked for, before this many tokens."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 (or -1) keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    seed: int | None = None
+    """The text depends on the prompt, the parameters and this seed alone; None draws one,
+    from a stream that begins with the engine's own seed. The first of n continuations has this seed itself."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that was generated already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for every time that it was generated."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in the prompt or the output are divided by it, negative ones multiplied."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of these tokens. Keys may be str, as JSON has them; None is none."""
+    allowed_token_ids: TokenIds | None = None
+    """No other token is drawn. None: all are."""
+    bad_words: Strings = ()
+    """Words that the output does not hold: a token that would complete one, counted over prompt and output, is not
+    drawn. A word counts as the tokenizer writes it alone and after a space. None is none."""
+
+    logprobs: int | None = None
+    """Log-probabilities to return per output token: of the token itself and of this many most likely ones, before bias,
+    penalties, bans and temperature. 0 is the token's alone, -1 the whole vocabulary, None none."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt; the prompt is then computed as a whole, none of it found in the cache."""
+
+    stop: Strings | str = ()
+    """The text ends before the first of these strings. Kept as a tuple; None is none."""
+    stop_token_ids: TokenIds = ()
+    """The request ends with the first of these tokens. Kept as a tuple; None is none."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence token."""
+    include_stop_str_in_output: bool = False
+    """The text holds the stop string, or the text of the stop token, that ended it."""
+    skip_special_tokens: bool = True
+    """Special tokens have no text."""
+    detokenize: bool = True
+    """Make text. Without it texts are empty and there can be no stop strings."""
+
+    def __post_init__(self) -> None:
+        """Bring values into their kept form, and check them."""
+        self._set("stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        self._set("bad_words", _as_tuple("bad_words", self.bad_words))
+        self._set("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        self._set("logit_bias", _as_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+        if self.top_k == -1:
+            self._set("top_k", 0)
+        self._check_values()
+        self._check_together()
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_values(self) -> None:
+        _check("n", self.n, "an integer of at least 1", _is_int(self.n, 1))
+        _check("max_tokens", self.max_tokens, "an integer of at least 1", _is_int(self.max_tokens, 1))
+        _check("min_tokens", self.min_tokens, "an integer of at least 0", _is_int(self.min_tokens, 0))
+        _check("temperature", self.temperature, "a number from 0 to 1e30", _is_number(self.temperature, 0.0, math.inf))
+        _check("top_p", self.top_p, "0 < top_p <= 1", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0)
+        _check("top_k", self.top_k, "an integer of at least 1, or 0 (or -1) for all", _is_int(self.top_k, 0))
+        _check("min_p", self.min_p, "0 <= min_p <= 1", _is_number(self.min_p, 0.0, 1.0))
+        _check(
+            "seed",
+            self.seed,
+            "an integer from -2**63 to 2**63 - 1, or None",
+            self.seed is None or (_is_int(self.seed, -(2**63)) and self.seed < 2**63),
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, "a number from -2 to 2", _is_number(value, -2.0, 2.0))
+        penalty = self.repetition_penalty
+        _check("repetition_penalty", penalty, "a number above 0, at most 1e4", _is_number(penalty, 1e-4, 1e4))
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(name, value, "an integer of at least 0, or -1 for all, or None", value is None or _is_int(value, -1))
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            _check(name, value, "non-empty strings", all(isinstance(s, str) and s for s in value))
+        _check(
+            "bad_words", self.bad_words, "words with something else than spaces", all(map(str.strip, self.bad_words))
+        )
+        _check("stop_token_ids", self.stop_token_ids, "token ids", all(_is_int(t, 0) for t in self.stop_token_ids))
+        allowed = self.allowed_token_ids
+        _check(
+            "allowed_token_ids",
+            allowed,
+            "token ids, at least one, or None",
+            allowed is None or (len(allowed) > 0 and all(_is_int(t, 0) for t in allowed)),
+        )
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            value = getattr(self, name)
+            _check(name, value, "True or False", isinstance(value, bool))
+
+    def _check_together(self) -> None:
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "SamplingParams contradict each other",
+                got=f"min_tokens={self.min_tokens} and max_tokens={self.max_tokens}",
+                expected="min_tokens <= max_tokens",
+            )
+        if self.n > 1 and self.is_greedy:
+            raise RequestError(
+                "SamplingParams contradict each other",
+                got=f"n={self.n} and temperature=0",
+                expected="n=1 for greedy sampling",
+                hint="all continuations would be the same; raise the temperature",
+            )
+        if self.stop and not self.detokenize:
+            raise RequestError(
+                "SamplingParams contradict each other",
+                got="stop strings and detokenize=False",
+                expected="detokenize=True",
+                hint="stop strings are found in the text; stop_token_ids need none",
+            )
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"SamplingParams.{name} is not a list", got=repr(value), expected="a list or a tuple")
+    return tuple(value)
+
+
+def _as_bias(value: object) -> dict[int, float]:
+    if value is None:
+        return {}
+    expected = f"a dict from token ids to numbers from -{_MAX_BIAS:g} to {_MAX_BIAS:g}"
+    if not isinstance(value, Mapping):
+        raise RequestError("SamplingParams.logit_bias is not a dict", got=repr(value), expected=expected)
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        ok = _is_int(token_id, 0) and token_id not in bias and _is_number(number, -_MAX_BIAS, _MAX_BIAS)
+        _check("logit_bias", {key: number}, expected, ok)
+        bias[token_id] = float(number)
+    return bias
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (isinstance(value, int) or math.isfinite(value))
+        and low <= value <= high
+        and value <= _MAX_NUMBER
+    )
+
+
+def _check(name: str, value: object, expected: str, ok: bool) -> None:
+    if not ok:
+        raise RequestError(f"SamplingParams.{name} is out of range", got=repr(value), expected=expected)

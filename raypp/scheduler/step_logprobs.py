@@ -1,0 +1,63 @@
+"""The log-probabilities that came with a step's result, row by row."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+
+from raypp.messages import StepLogprobs, StepResult, unpack
+from raypp.scheduler.request import TokenLogprobs
+
+
+class LogprobsOfStep:
+    """Looks up what a row of a step reported."""
+
+    def __init__(self, result: StepResult, num_decode_rows: int) -> None:
+        """Read a result's log-probabilities, if it has any."""
+        self._message = unpack(StepLogprobs, result.logprobs.data) if len(result.logprobs) else None
+        if self._message is None:
+            return
+        width = result.token_ids.shape[1]
+        indices = self._message.indices.tolist()
+        lengths = [width if index < num_decode_rows else 1 for index in indices]
+        self._first = dict(zip(indices, accumulate([0, *lengths]), strict=False))
+        counts = self._message.prompt_counts.tolist()
+        starts = zip(accumulate([0, *counts]), counts, self._message.prompt_starts.tolist(), strict=False)
+        self._prompt = dict(zip(self._message.prompt_indices.tolist(), starts, strict=True))
+
+    def of_output(self, index: int, num_tokens: int, num_top: int | None) -> TokenLogprobs | None:
+        """Return those of a row's first new tokens; None when it asked for none.
+
+        Args:
+            index: Of the row in its step.
+            num_tokens: New tokens that were kept.
+            num_top: `SamplingParams.logprobs` of the row's request.
+        """
+        message = self._message
+        if message is None or num_top is None or index not in self._first:
+            return None
+        first = self._first[index]
+        return _of(message.token_ids, message.logprobs, message.ranks, first, first + num_tokens, num_top)
+
+    def of_prompt(self, index: int, num_scored_tokens: int, num_top: int | None) -> TokenLogprobs | None:
+        """Return those of a row's prompt tokens that come after the first `num_scored_tokens` ones; None without any.
+
+        A prefill that is done again after a preemption reports again what was reported already.
+        """
+        message = self._message
+        if message is None or num_top is None or index not in self._prompt:
+            return None
+        first, count, start = self._prompt[index]
+        num_old = num_scored_tokens + 1 - start  # token 0 is not reported
+        assert num_old >= 0, "prompt tokens were skipped"
+        if num_old >= count:
+            return None
+        columns = (message.prompt_token_ids, message.prompt_logprobs, message.prompt_ranks)
+        return _of(*columns, first + num_old, first + count, num_top)
+
+
+def _of(
+    token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, start: int, end: int, num_top: int
+) -> TokenLogprobs:
+    return TokenLogprobs(token_ids[start:end, : 1 + num_top], logprobs[start:end, : 1 + num_top], ranks[start:end])

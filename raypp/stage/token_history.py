@@ -1,0 +1,138 @@
+"""What was seen so far, as far as choosing the next token depends on it: counts for penalties, and the last tokens.
+
+The last stage keeps it, for the rows that need it. With speculation a position is judged before it is known whether the
+drafts in front of it are right: they are put among the last tokens, and counted on the way, for the positions after
+them alone. `commit` then takes in what was really kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raypp.ops.logits import NO_TOKEN
+from raypp.stage.spec import StageSpec
+
+MAX_BAD_WORD_TOKENS = 64
+"""Tokens of one bad word; `raypp.api.prepare` refuses longer ones."""
+
+
+class TokenHistory:
+    """Token counts and the last tokens by row. R rows of a step, D of them with drafts, N positions, V vocabulary."""
+
+    def __init__(self, spec: StageSpec, device: torch.device) -> None:
+        self._num_rows = spec.max_num_seqs
+        self._vocab_size = spec.vocab_size
+        self._max_drafts = spec.max_drafts
+        self._device = device
+        # The token at position p is at p modulo the width. Drafts, and what a refused draft left, lie in front of the
+        # true ones and must not overwrite those that a bad word may begin with.
+        self._width = MAX_BAD_WORD_TOKENS + 2 * (spec.max_drafts + 1)
+        self._last = torch.full((self._num_rows, self._width), NO_TOKEN, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(self._num_rows, dtype=torch.int64, device=device)  # tokens that were counted
+        self._counts: torch.Tensor | None = None  # [rows, V] int32, how often each token was generated
+        self._in_prompt: torch.Tensor | None = None  # [rows, V] bool
+        self.version = 0  # changes when a table appears
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether any row ever needed counts."""
+        return self._counts is not None
+
+    def start(self, row: int, token_ids: NDArray[np.int32], prompt_len: int, *, counts: bool) -> None:
+        """Begin a row.
+
+        Args:
+            row: The row.
+            token_ids: Its known tokens.
+            prompt_len: How many of them are the prompt.
+            counts: Whether it needs counts; the last tokens are always kept.
+        """
+        first = max(0, len(token_ids) - self._width)
+        places = torch.from_numpy(np.arange(first, len(token_ids)) % self._width).to(self._device)
+        self._last[row, places] = torch.from_numpy(token_ids[first:].copy()).to(self._device)
+        self._lengths[row] = len(token_ids)
+        if counts:
+            table, in_prompt = self._count_tables()
+            known = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+            table[row] = torch.bincount(known[prompt_len:], minlength=self._vocab_size).to(torch.int32)
+            in_prompt[row] = False
+            in_prompt[row, known[:prompt_len]] = True
+
+    def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor) -> None:
+        """Let the positions after drafts see them.
+
+        Shapes: rows [D] int64; positions [D] int64, of each row's first draft; draft_ids [D, K].
+        """
+        self._write(rows, positions, draft_ids)
+
+    def commit(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None = None,
+    ) -> None:
+        """Take in the tokens that a step yielded.
+
+        Shapes: rows [R] int64; positions [R] int64, of each row's first new token; token_ids [R, W]; num_valid [R], how
+        many of them count, None when all do.
+        """
+        self._write(rows, positions, token_ids)
+        width = token_ids.shape[1]
+        if num_valid is None:
+            is_valid = torch.ones(token_ids.shape, dtype=torch.int32, device=self._device)
+            self._lengths.index_copy_(0, rows, positions + width)
+        else:
+            is_valid = (torch.arange(width, device=self._device) < num_valid.unsqueeze(1)).to(torch.int32)
+            self._lengths.index_copy_(0, rows, positions + num_valid)
+        if self._counts is not None:
+            places = (rows.unsqueeze(1) * self._vocab_size + token_ids.clamp(min=0)).view(-1)
+            self._counts.view(-1).index_add_(0, places, is_valid.view(-1))
+
+    def counts(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what was seen before each position.
+
+        Shapes: rows, positions [N] int64.
+
+        Returns:
+            How often each token was generated, int32 [N, V], and whether it is in the prompt, bool [N, V].
+        """
+        assert self._counts is not None, "no row needs counts"
+        assert self._in_prompt is not None
+        counts = self._counts.index_select(0, rows)
+        if self._max_drafts:
+            drafted = positions.unsqueeze(1) - 1 - torch.arange(self._max_drafts, device=self._device)
+            token_ids = self._read(rows, drafted).clamp_(min=0).to(torch.int64)
+            is_uncounted = drafted >= self._lengths.index_select(0, rows).unsqueeze(1)
+            counts.scatter_add_(1, token_ids, is_uncounted.to(torch.int32))
+        return counts, self._in_prompt.index_select(0, rows)
+
+    def before(self, rows: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the last tokens before each position, NO_TOKEN before the first one: int32 [N, num_tokens].
+
+        Shapes: rows, positions [N] int64; num_tokens < MAX_BAD_WORD_TOKENS.
+        """
+        return self._read(rows, positions.unsqueeze(1) + torch.arange(-num_tokens, 0, device=self._device))
+
+    def _read(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        token_ids = self._last[rows.unsqueeze(1), positions % self._width]
+        return token_ids.masked_fill_(positions < 0, NO_TOKEN)
+
+    def _write(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        places = (positions.unsqueeze(1) + torch.arange(token_ids.shape[1], device=self._device)) % self._width
+        self._last[rows.unsqueeze(1), places] = token_ids.to(torch.int32)
+
+    def _count_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._counts is None or self._in_prompt is None:
+            shape = (self._num_rows, self._vocab_size)
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
+            self.version += 1
+        return self._counts, self._in_prompt
+
+
+def count_table_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Return the bytes that the first request with penalties makes the last stage allocate."""
+    return max_num_seqs * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)

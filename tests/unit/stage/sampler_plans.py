@@ -1,0 +1,69 @@
+"""Plans that only start rows, and stages that only sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from raypp.messages import StartExtras, StepPlan, pack, unpack
+from raypp.scheduler.cohorts import Cohort
+from raypp.scheduler.in_flight import Chunk, InFlightStep
+from raypp.scheduler.plan_builder import build_plan
+from raypp.scheduler.request import Request
+from raypp.scheduler.request_state import RequestState
+from raypp.stage.sampler import Sampler
+from raypp.stage.spec import StageSpec
+
+VOCAB_SIZE = 70
+
+
+def spec(*, max_num_seqs: int = 8, max_drafts: int = 0) -> StageSpec:
+    return StageSpec(
+        stage_index=0,
+        num_stages=1,
+        start_layer=0,
+        end_layer=1,
+        model_path="",
+        load_format="dummy",
+        dtype="float32",
+        device="cpu",
+        seed=0,
+        num_threads=1,
+        max_num_seqs=max_num_seqs,
+        max_step_rows=max_num_seqs,
+        max_step_tokens=1024,
+        max_model_len=1024,
+        vocab_size=VOCAB_SIZE,
+        block_size=16,
+        num_blocks=100,
+        max_drafts=max_drafts,
+        transport="local",
+        link_timeout_s=1.0,
+        trace=False,
+    )
+
+
+def start_plan(requests: Sequence[Request], rows: Sequence[int]) -> tuple[StepPlan, StartExtras | None]:
+    """Return a plan that starts requests in rows, as a stage receives it; their output so far is known already."""
+    chunks = []
+    for request, row in zip(requests, rows, strict=True):
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        ends = frozenset(request.params.stop_token_ids) | request.eos_token_ids
+        state = RequestState(request, 0, 1024, ends, num_tokens, row=row)
+        chunks.append(Chunk(state, 0, num_tokens, is_last=True, is_first=True))
+    plan = unpack(StepPlan, pack(build_plan(InFlightStep(0, Cohort(0), 0, [], chunks))))
+    return plan, unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
+
+
+def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) -> None:
+    sampler.apply(*start_plan(requests, rows))
+
+
+def choose(
+    sampler: Sampler, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], needs=None
+) -> list[int]:
+    """Return the chosen tokens."""
+    needs = sampler.needs(np.array(rows)) if needs is None else needs
+    return sampler.choose(logits, torch.tensor(rows), torch.tensor(positions), needs).tolist()

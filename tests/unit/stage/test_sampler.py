@@ -1,0 +1,188 @@
+"""The sampler's rows against the plain twin: any parameters beside any others, over steps, drafts and reused rows."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampler_plans import VOCAB_SIZE, choose, spec, start, start_plan
+
+from raypp.ops import reference
+from raypp.ops.sampling import sample
+from raypp.scheduler.request import Request
+from raypp.stage.sampler import Sampler
+from raypp.stage.sampling_rows import Needs
+from raypp.types import SamplingParams
+
+EVERYTHING = Needs(127)
+token_ids = st.integers(0, VOCAB_SIZE - 1)
+
+
+def some(strategy: st.SearchStrategy, neutral: object) -> st.SearchStrategy:
+    return st.just(neutral) | strategy
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    """Return a request in the middle of its life; few different tokens, so that what they do is met often."""
+    few = st.integers(0, 9)
+    prompt = draw(st.lists(few, min_size=1, max_size=12))
+    output = draw(st.lists(few, max_size=12))
+    temperature = draw(st.sampled_from([0.0, 0.7, 1.3]))
+    params = SamplingParams(
+        max_tokens=30,
+        min_tokens=draw(some(st.integers(0, 14), 0)),
+        temperature=temperature,
+        top_k=draw(some(st.integers(1, 20), 0)),
+        top_p=draw(some(st.floats(0.1, 1.0), 1.0)),
+        min_p=draw(some(st.floats(0.0, 0.5), 0.0)),
+        presence_penalty=draw(some(st.floats(-2, 2), 0.0)),
+        frequency_penalty=draw(some(st.floats(-2, 2), 0.0)),
+        repetition_penalty=draw(some(st.floats(0.5, 2), 1.0)),
+        logit_bias=draw(some(st.dictionaries(token_ids, st.floats(-5, 5), max_size=9), {})),
+        allowed_token_ids=draw(some(st.lists(token_ids, min_size=1, max_size=9), None)),
+        stop_token_ids=draw(st.lists(token_ids, max_size=3)),
+    )
+    words = draw(some(st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple), ()))
+    seed = draw(st.integers(-(2**63), 2**63 - 1))
+    request = Request("r", prompt, params, seed, frozenset({1}), bad_word_token_ids=words)
+    request.output_token_ids = output
+    return request
+
+
+def expected_token(request: Request, logits: torch.Tensor, output: list[int]) -> int:
+    """Return what the twin chooses for the token after `output`."""
+    params = request.params
+    ends = {*params.stop_token_ids, *request.eos_token_ids} if len(output) < params.min_tokens else ()
+    changed = reference.changed_logits(
+        logits,
+        request.prompt_token_ids,
+        output,
+        bias=params.logit_bias,
+        repetition=params.repetition_penalty,
+        frequency=params.frequency_penalty,
+        presence=params.presence_penalty,
+        early_end_token_ids=ends,
+        bad_words=request.bad_word_token_ids,
+        allowed=params.allowed_token_ids,
+    )
+    position = len(request.prompt_token_ids) + len(output)
+    truncation = (torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p]))
+    return int(
+        sample(
+            changed.unsqueeze(0),
+            torch.tensor([params.temperature]),
+            torch.tensor([request.seed]),
+            torch.tensor([position]),
+            truncation,
+        )
+    )
+
+
+def lengths(some_requests: list[Request]) -> list[int]:
+    return [len(r.prompt_token_ids) + len(r.output_token_ids) for r in some_requests]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 6))
+def test_rows_with_any_parameters_share_steps(some_requests, seed, num_steps):
+    sampler, generator = Sampler(spec(), torch.device("cpu")), torch.Generator().manual_seed(seed)
+    rows = random.Random(seed).sample(range(8), len(some_requests))
+    # Previous owners of the rows must leave nothing behind.
+    start(sampler, some_requests[::-1], rows)
+    start(sampler, some_requests, rows)
+    needs = sampler.needs(np.array(rows))
+    for _ in range(num_steps):
+        logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) * 2
+        given_logits, positions = logits.clone(), lengths(some_requests)
+        chosen = choose(sampler, logits, rows, positions)
+        assert torch.equal(logits, given_logits), "the model's logits were changed"
+        assert chosen == choose(sampler, logits, rows, positions, EVERYTHING), "what nobody needs is not neutral"
+        for request, token_id, row_logits in zip(some_requests, chosen, logits, strict=True):
+            assert token_id == expected_token(request, row_logits, request.output_token_ids)
+            request.output_token_ids.append(token_id)
+        sampler.commit(torch.tensor(rows), torch.tensor(positions), torch.tensor(chosen).unsqueeze(1), needs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 2**32), st.integers(1, 5))
+def test_drafts_count_for_the_positions_after_them_alone(some_requests, seed, num_drafts):
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sampler = Sampler(spec(max_drafts=num_drafts), torch.device("cpu"))
+    rows = rng.sample(range(8), len(some_requests))
+    start(sampler, some_requests, rows)
+    needs = sampler.needs(np.array(rows))
+    width = 1 + num_drafts
+    flat_rows = [row for row in rows for _ in range(width)]
+    for _ in range(4):
+        positions = lengths(some_requests)
+        drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
+        flat_positions = [position + offset for position in positions for offset in range(width)]
+        if needs.history:
+            sampler.history.place_drafts(torch.tensor(rows), torch.tensor(positions), torch.tensor(drafts))
+        logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator) * 2
+        chosen = choose(sampler, logits, flat_rows, flat_positions)
+        kept = []
+        for index, (request, draft) in enumerate(zip(some_requests, drafts, strict=True)):
+            for offset in range(width):
+                at = index * width + offset
+                output = request.output_token_ids + draft[:offset]
+                assert chosen[at] == expected_token(request, logits[at], output)
+            kept.append(rng.randint(1, width))
+        new = [chosen[index * width : (index + 1) * width] for index in range(len(rows))]
+        sampler.commit(torch.tensor(rows), torch.tensor(positions), torch.tensor(new), needs, torch.tensor(kept))
+        for request, tokens, count in zip(some_requests, new, kept, strict=True):
+            request.output_token_ids += tokens[:count]
+
+
+def test_what_nobody_needs_is_not_allocated():
+    sampler = Sampler(spec(), torch.device("cpu"))
+    start(sampler, [Request("r", [1, 2], SamplingParams(temperature=0.5, top_k=3), 0)], [0])
+    rows = sampler.rows
+    tables = (rows.end_token_ids, rows.bias_token_ids, rows.bias, rows.bad_words, rows.allowed)
+    assert not any(table.is_there for table in tables)
+    assert not sampler.history.has_counts
+    assert sampler.version == 0
+    assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
+    start(sampler, [Request("r", [1, 2], SamplingParams(presence_penalty=0.5), 0)], [1])
+    assert sampler.history.has_counts
+    assert sampler.version == 1
+    start(sampler, [Request("r", [1, 2], SamplingParams(logit_bias={t: 1.0 for t in range(9)}), 0)], [1])
+    assert sampler.version == 3
+    assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE, "the neighbours' needs are not its own"
+
+
+def test_greedy_rows_need_nothing():
+    sampler = Sampler(spec(), torch.device("cpu"))
+    start(sampler, [Request("r", [1], SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
+    assert sampler.needs(np.array([0])) == Needs.GREEDY
+    _, extras = start_plan([Request("r", [1], SamplingParams(), 0)], [0])
+    assert extras is None
+
+
+@pytest.mark.parametrize("num_entries", [1, 3, 64])
+def test_a_table_that_grows_keeps_what_it_held(num_entries):
+    sampler, logits = Sampler(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
+    greedy = {"temperature": 0.0}
+    start(sampler, [Request("r", [1], SamplingParams(logit_bias={0: 5.0, 7: 6.0}, **greedy), 0)], [3])
+    wide = {t: 0.1 for t in range(num_entries)} | {69: 9.0}
+    start(sampler, [Request("r", [1], SamplingParams(logit_bias=wide, **greedy), 0)], [5])
+    assert choose(sampler, logits, [3, 5], [1, 1]) == [7, 69]
+
+
+def test_a_long_bad_word_is_found_across_prompt_and_output():
+    word = tuple(range(64))
+    request = Request("r", list(range(60)), SamplingParams(temperature=0.0), 0, bad_word_token_ids=(word,))
+    sampler = Sampler(spec(), torch.device("cpu"))
+    start(sampler, [request], [2])
+    needs = sampler.needs(np.array([2]))
+    for position in range(60, 64):
+        logits = torch.zeros(1, VOCAB_SIZE)
+        logits[0, position], logits[0, 68] = 2.0, 1.0
+        (token_id,) = choose(sampler, logits, [2], [position])
+        assert token_id == (68 if position == 63 else position)
+        sampler.commit(torch.tensor([2]), torch.tensor([position]), torch.tensor([[token_id]]), needs)
