@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import ray
 
 from raypp.tracing import TraceEvent, Tracer
 
@@ -14,11 +17,20 @@ if TYPE_CHECKING:
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
+def _local_device(device: str) -> str:
+    """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""
+    if device != "cuda":
+        return device
+    assigned = str(ray.get_gpu_ids()[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"cuda:{visible.split(',').index(assigned) if visible else assigned}"
+
+
 class StageActor:
     """Hosts one stage. `run` is endless; the other methods answer beside it."""
 
     def __init__(self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> None:
-        self._spec = spec
+        self._spec = replace(spec, device=_local_device(spec.device))
         self._config = config
         self._factory = factory
         self._rendezvous: RendezvousServer | None = None

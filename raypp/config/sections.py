@@ -56,8 +56,8 @@ class ParallelSection(Section):
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
     transport: Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"] = "auto"
-    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs, ipc on the GPUs of a node. One stage is
-    always local."""
+    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs, ipc on the GPUs of a node.
+    One stage is always local."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What stages compute on. `auto`: GPUs when there are any, else CPUs."""
     stage_num_gpus: float = Field(default=1.0, gt=0, le=1)

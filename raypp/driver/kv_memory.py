@@ -74,7 +74,7 @@ def num_blocks_on_gpus(
             f"stage {stage_index} does not fit its share of a GPU",
             got=f"{usable_bytes / 2**30:.2f} GiB ({share:.0%} of {hardware.gpu_memory_bytes / 2**30:.2f}): "
             f"weights {weight_bytes[stage_index] / 2**30:.2f}, a step's tensors {step_bytes / 2**30:.2f}, "
-            f"libraries and graphs {(fixed_bytes - step_bytes) / 2**30:.2f}, in the rest {max(num_blocks, 0)} KV blocks",
+            f"libraries and graphs {(fixed_bytes - step_bytes) / 2**30:.2f}; the rest: {max(num_blocks, 0)} KV blocks",
             expected=f"at least {asked or 2} KV blocks of {block_bytes[stage_index]} bytes",
             hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
             "or smaller max_num_batched_tokens or num_kv_blocks",

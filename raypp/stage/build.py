@@ -23,8 +23,10 @@ StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
 
 
 def configure_torch(spec: StageSpec) -> None:
-    """Set this process's compute threads."""
+    """Set this process's compute threads, and its GPU before anything else touches one."""
     torch.set_num_threads(spec.num_threads)
+    if spec.device != "cpu":
+        torch.cuda.set_device(spec.device)
 
 
 def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> StageModel:
@@ -65,6 +67,7 @@ def build_stage(
         feedback=schemas.feedback_messages(spec),
         rendezvous=rendezvous,
         deadline_s=spec.link_timeout_s,
+        device=torch.device(spec.device),
     )
     return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
 

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 
 from raypp.errors import EngineDeadError
-from raypp.messages import NO_STEP, StepPlan, StepResult, pack, unpack
+from raypp.messages import NO_STEP, StepPlan, pack, unpack
+from raypp.stage.pending_result import PendingResult
 from raypp.transport.step_channel import StageChannel, Stop
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
@@ -27,8 +28,8 @@ class SteppedStage(Protocol):
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon. From another thread than `step`."""
 
-    def step(self, plan: StepPlan) -> StepResult | None:
-        """Execute a plan; return its result on the last stage."""
+    def step(self, plan: StepPlan) -> PendingResult | None:
+        """Execute a plan, or queue it on the device; return its result to be on the last stage."""
 
 
 def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float, silence_timeout_s: float) -> None:
@@ -108,7 +109,7 @@ class _PlanReader:
 
 
 class _ResultWriter:
-    """Packs and sends results on a thread of its own, and a heartbeat when there is nothing else to say.
+    """Waits for results, packs and sends them on a thread of its own; sends a heartbeat when there is nothing else.
 
     The heartbeat tells the last step that the main thread finished: one that hangs is noticed by that.
     """
@@ -116,13 +117,13 @@ class _ResultWriter:
     def __init__(self, channel: StageChannel, heartbeat_s: float) -> None:
         self._channel = channel
         self._heartbeat_s = heartbeat_s
-        self._results: queue.SimpleQueue[StepResult | Stop] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[PendingResult | Stop] = queue.SimpleQueue()
         self._last_step_id = NO_STEP
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="result-writer", daemon=True)
         self._thread.start()
 
-    def put(self, step_id: int, result: StepResult | None) -> None:
+    def put(self, step_id: int, result: PendingResult | None) -> None:
         """Note that a step is done, and send its result if there is one.
 
         Raises:
@@ -149,6 +150,6 @@ class _ResultWriter:
                     continue
                 if isinstance(result, Stop):
                     return
-                self._channel.send_result(pack(result))
+                self._channel.send_result(pack(result.wait()))
         except Exception as error:
             self._error = error

@@ -19,6 +19,7 @@ from raypp.messages import StartExtras, StepPlan, StepResult, unpack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.logprobs import LogprobReporter
+from raypp.stage.pending_result import PendingResult, to_host
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
@@ -92,7 +93,7 @@ class Stage:
         """Close the links, once what was sent is out."""
         self._links.close()
 
-    def step(self, plan: StepPlan) -> StepResult | None:
+    def step(self, plan: StepPlan) -> PendingResult | None:
         """Execute a plan that was announced; return its result on the last stage. Under `torch.inference_mode`.
 
         Raises:
@@ -167,7 +168,7 @@ class Stage:
 
     def _finish(
         self, plan: StepPlan, shape: StepShape, hidden: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor
-    ) -> StepResult:
+    ) -> PendingResult:
         """Sample, feed back to the first stage, and return the result.
 
         Shapes: hidden [T, H]; logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield
@@ -188,12 +189,15 @@ class Stage:
         else:
             views["length"].fill_(-1).index_copy_(0, shape.sampled, lengths)
             views["token_ids"].fill_(-1).index_copy_(0, shape.sampled, token_ids)
-        result_token_ids = views["token_ids"].numpy().copy()
+        result_token_ids = to_host(views["token_ids"])
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
-        return StepResult(
-            step_id=plan.step_id,
-            token_ids=result_token_ids,
-            num_valid=shape.samples_np.astype(np.int32),
-            num_accepted=np.zeros(shape.num_rows, np.int32),
-            logprobs=logprobs,
+        return PendingResult(
+            self._device,
+            lambda: StepResult(
+                step_id=plan.step_id,
+                token_ids=result_token_ids.numpy(),
+                num_valid=shape.samples_np.astype(np.int32),
+                num_accepted=np.zeros(shape.num_rows, np.int32),
+                logprobs=logprobs,
+            ),
         )

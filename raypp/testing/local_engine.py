@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.scheduler.request import Request
@@ -29,6 +31,7 @@ class LocalEngine:
             len(specs),
             forward=schemas.forward_messages(specs[0]),
             feedback=schemas.feedback_messages(specs[0]),
+            device=torch.device(specs[0].device),
         )
         silent = Tracer("local", enabled=False)
         stages = [

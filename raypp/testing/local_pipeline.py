@@ -35,7 +35,7 @@ class LocalPipeline:
                 stage.announce(plan)
                 result = stage.step(plan)
         assert result is not None
-        return [unpack(StepResult, pack(result))]
+        return [unpack(StepResult, pack(result.wait()))]
 
     def close(self) -> None:
         """Forget the plans that were not executed."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
 from raypp.config.sections import LinkKind
@@ -26,6 +27,8 @@ from raypp.transport.local import open_local_edge
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.ring import Connection, RingReceiver, RingSender
 from raypp.transport.schema import Schema, check_schemas
+
+_CPU = torch.device("cpu")
 
 NUM_FORWARD_SLOTS = 3
 """A step is read while the next arrives, and one more evens out what stages of unequal speed do."""
@@ -86,6 +89,7 @@ def open_stage_links(
     own_host: str = "127.0.0.1",
     open_timeout_s: float = 600.0,
     deadline_s: float = 60.0,
+    device: torch.device = _CPU,
 ) -> StageLinks:
     """Open the links of one stage; returns when its neighbours have opened theirs.
 
@@ -101,13 +105,14 @@ def open_stage_links(
         own_host: An address of this node that the neighbours can reach.
         open_timeout_s: How long the stages may take to meet.
         deadline_s: How long a wait on a link may take.
+        device: Where the messages are written and read.
 
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
         DeadlineError: a stage did not come.
     """
     if num_stages == 1:
-        sender, receiver = open_local_edge(_num_feedback_slots(1), feedback.slot_bytes)
+        sender, receiver = open_local_edge(_num_feedback_slots(1), feedback.slot_bytes, device=device)
         return StageLinks(None, None, receiver, sender)
     if kind == "local" or rendezvous is None:
         raise ConfigError(
@@ -132,10 +137,12 @@ def open_stage_links(
     return links
 
 
-def open_local_links(num_stages: int, *, forward: MessageSpec, feedback: MessageSpec) -> list[StageLinks]:
+def open_local_links(
+    num_stages: int, *, forward: MessageSpec, feedback: MessageSpec, device: torch.device = _CPU
+) -> list[StageLinks]:
     """Return the links of all stages of a pipeline that one thread runs, step by step."""
-    forwards = [open_local_edge(NUM_FORWARD_SLOTS, forward.slot_bytes) for _ in range(num_stages - 1)]
-    feedback_out, feedback_in = open_local_edge(_num_feedback_slots(num_stages), feedback.slot_bytes)
+    forwards = [open_local_edge(NUM_FORWARD_SLOTS, forward.slot_bytes, device=device) for _ in range(num_stages - 1)]
+    feedback_out, feedback_in = open_local_edge(_num_feedback_slots(num_stages), feedback.slot_bytes, device=device)
     return [
         StageLinks(
             previous=forwards[index - 1][1] if index > 0 else None,
