@@ -24,7 +24,9 @@ def measure(num_stages: int, num_requests: int, num_steps: int, step_ms: float) 
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "trace.json")
         factory = FakeStage(step_ms=step_ms)
-        with LLM("tiny", num_stages=num_stages, max_num_seqs=num_stages, stage_factory=factory, trace=path) as llm:
+        with LLM(
+            "tiny", num_stages=num_stages, max_num_seqs=num_stages, device="cpu", stage_factory=factory, trace=path
+        ) as llm:
             params = SamplingParams(max_tokens=num_steps // num_requests, temperature=0.0, ignore_eos=True)
             llm.generate([{"prompt_token_ids": [100 * (1 + i)]} for i in range(num_requests)], params)
         return bubble_fraction(path)

@@ -15,7 +15,7 @@ from raypp.stage.spec import StageSpec
 
 @dataclass(frozen=True)
 class FakeStage:
-    """A stage factory: `LLM(..., stage_factory=FakeStage(step_ms=5))` runs every stage on a `FakeModel`.
+    """A stage factory: `LLM(..., device="cpu", stage_factory=FakeStage(step_ms=5))` runs every stage on a `FakeModel`.
 
     Args:
         step_ms: How long each stage's forward takes, milliseconds.

@@ -19,6 +19,7 @@ def _run(num_requests: int, num_tokens: int, path) -> list[list[int]]:
         "tiny",
         num_stages=NUM_STAGES,
         max_num_seqs=NUM_STAGES,
+        device="cpu",
         stage_factory=FakeStage(step_ms=5),
         trace=str(path),
     ) as llm:
