@@ -3,8 +3,7 @@
     first stage: embedding     every stage: layers [start_layer, end_layer)     last stage: final norm, LM head
 
 Between layers, as between stages, one tensor travels: the residual stream. A family brings its layer class, no more.
-The objects are plain, not `torch.nn.Module`s: nothing is trained, and each of a layer's eight calls would take 1.8 us
-longer.
+The objects are plain, not `torch.nn.Module`s: nothing is trained, and each of a layer's calls would take 1.8 us longer.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from raypp.models.config import ModelConfig
 from raypp.models.rope import inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.attention import AttentionBatch, paged_attention
-from raypp.ops.linear import Linear
-from raypp.ops.norm import RMSNorm
-from raypp.ops.rotary import Rotation, rotation
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.backend import KernelSet, Projection
+from raypp.ops.rotary import Rotation
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -30,14 +28,27 @@ _EMBEDDING = "model.embed_tokens.weight"
 class DecoderLayer(Protocol):
     """One layer of a family. What lies before and after attention are pure functions, so that graphs can hold them."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         """Read the layer's weights, from below its own prefix."""
 
-    def before_attention(self, hidden: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q [T, Hq, D], k [T, Hk, D], v [T, Hk, D] of the residual stream [T, H]."""
+    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values, [T, (Hq + 2 Hk) * D], of the residual stream [T, H]."""
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        attention: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention's output, [T, Hq * D], and write the cache; see `raypp.ops.backend.Attention`."""
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq, D]."""
+        """Return the residual stream after the layer, [T, H].
+
+        Shapes: hidden [T, H], may be overwritten; attended [T, Hq * D].
+        """
 
 
 class DecoderModel:
@@ -55,6 +66,7 @@ class DecoderModel:
         end_layer: int,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: KernelSet,
     ) -> None:
         assert 0 <= start_layer < end_layer <= config.num_layers
         self.hidden_size = config.hidden_size
@@ -65,12 +77,11 @@ class DecoderModel:
         self._layer_indices = range(start_layer, end_layer)
         self._dtype = dtype
         self._device = device
-        self._scale = config.head_dim**-0.5
+        self._kernels = kernels
         self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
         self._layers: list[DecoderLayer] = []
         self._embedding: torch.Tensor | None = None
-        self._final_norm: RMSNorm | None = None
-        self._lm_head: Linear | None = None
+        self._lm_head: Projection | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -96,11 +107,12 @@ class DecoderModel:
         if self.is_first:
             self._embedding = weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
         self._layers = [
-            self._layer_class(config, weights.below(f"model.layers.{index}.")) for index in self._layer_indices
+            self._layer_class(config, weights.below(f"model.layers.{index}."), self._kernels)
+            for index in self._layer_indices
         ]
         if self.is_last:
-            self._final_norm = RMSNorm(weights.tensor("model.norm.weight", config.hidden_size), config.rms_norm_eps)
-            self._lm_head = Linear(self._lm_head_weight(weights))
+            final_norm = weights.tensor("model.norm.weight", config.hidden_size)
+            self._lm_head = self._kernels.norm_linear(final_norm, config.rms_norm_eps, self._lm_head_weight(weights))
 
     def _lm_head_weight(self, weights: WeightReader) -> torch.Tensor:
         config = self._config
@@ -123,18 +135,20 @@ class DecoderModel:
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H]; write their KV caches.
 
-        Shapes: hidden [T, H], left as it is; positions [T] int64; kv_caches one per layer, see `raypp.ops.kv_cache`.
+        Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64; kv_caches one per layer, see
+        `raypp.ops.kv_cache`.
         """
-        by = rotation(positions, self._inverse_frequencies, self._dtype)
+        by = self._kernels.rotation(positions, self._inverse_frequencies)
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            q, k, v = layer.before_attention(hidden, by)
-            attended = paged_attention(q, k, v, kv_cache, attention, self._scale)
+            attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention)
             hidden = layer.after_attention(hidden, attended)
         return hidden
 
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
+        self._kernels.plan_attention(attention, ring_entry)
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, [N, V], of the model's type. Last stage only. Shapes: hidden [N, H]."""
-        norm, lm_head = self._final_norm, self._lm_head
-        assert norm is not None, "not the last stage, or no weights yet"
-        assert lm_head is not None
-        return lm_head(norm(hidden))
+        assert self._lm_head is not None, "not the last stage, or no weights yet"
+        return self._lm_head(hidden)

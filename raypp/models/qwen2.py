@@ -12,39 +12,45 @@ import torch
 from raypp.models.config import ModelConfig
 from raypp.models.mlp import GatedMLP
 from raypp.models.weights import WeightReader
-from raypp.ops.linear import Linear
-from raypp.ops.norm import RMSNorm
-from raypp.ops.rotary import Rotation, apply_rotary
+from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.backend import KernelSet
+from raypp.ops.rotary import Rotation
 
 
 class Qwen2Layer:
     """One layer; see `raypp.models.decoder.DecoderLayer`."""
 
-    def __init__(self, config: ModelConfig, weights: WeightReader) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
         hidden, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        self._head_split = (config.num_heads, config.num_kv_heads)
-        self._qkv_shape = (-1, config.num_heads + 2 * config.num_kv_heads, head_dim)
-        self._qk_v_split = (config.num_heads + config.num_kv_heads, config.num_kv_heads)
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
 
         attention, rows = weights.below("self_attn."), (q_size, kv_size, kv_size)
         qkv = attention.stacked(("q_proj.weight", "k_proj.weight", "v_proj.weight"), rows, hidden)
         qkv_bias = attention.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows)
 
-        self._input_norm = RMSNorm(weights.tensor("input_layernorm.weight", hidden), eps)
-        self._qkv = Linear(qkv, qkv_bias)
-        self._output = Linear(attention.tensor("o_proj.weight", hidden, q_size))
-        self._mlp_norm = RMSNorm(weights.tensor("post_attention_layernorm.weight", hidden), eps)
-        self._mlp = GatedMLP(config, weights.below("mlp."))
+        input_norm = weights.tensor("input_layernorm.weight", hidden)
+        mlp_norm = weights.tensor("post_attention_layernorm.weight", hidden)
+        output = attention.tensor("o_proj.weight", hidden, q_size)
+        self._qkv = kernels.norm_linear(input_norm, eps, qkv, qkv_bias)
+        self._attention = kernels.attention(Heads(config.num_heads, config.num_kv_heads, head_dim))
+        self._output = kernels.add_linear(output)
+        self._mlp = GatedMLP(config, mlp_norm, weights.below("mlp."), kernels)
 
-    def before_attention(self, hidden: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]. Shapes: hidden [T, H]."""
-        qkv = self._qkv(self._input_norm(hidden)).view(self._qkv_shape)
-        qk, v = qkv.split_with_sizes(self._qk_v_split, 1)
-        q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
-        return q, k, v
+    def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
+        return self._qkv(hidden)
+
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        attention: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        return self._attention(qkv, by, kv_cache, attention, out)
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq, D]."""
-        hidden = self._output(attended.flatten(1)).add_(hidden)
-        return self._mlp(self._mlp_norm(hidden)).add_(hidden)
+        """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
+        return self._mlp(self._output(attended, hidden))

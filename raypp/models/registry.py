@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
     from raypp.models.decoder import DecoderLayer, DecoderModel
+    from raypp.ops.backend import KernelSet
 
 LAYER_CLASSES = {
     "LlamaForCausalLM": "raypp.models.llama.LlamaLayer",
@@ -39,7 +40,13 @@ def layer_class_of(architecture: str) -> type[DecoderLayer]:
 
 
 def build_model(
-    config: ModelConfig, *, start_layer: int, end_layer: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    *,
+    start_layer: int,
+    end_layer: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: KernelSet | None = None,
 ) -> DecoderModel:
     """Return the layers [start_layer, end_layer) of a model, still without weights.
 
@@ -49,8 +56,10 @@ def build_model(
         end_layer: One past the last layer; with `config.num_layers` come the final norm and the LM head.
         dtype: Of weights and activations.
         device: Where they are.
+        kernels: What it computes with; None: what `raypp.ops.backend.choose_kernels` takes for one-token decode rows.
     """
     from raypp.models.decoder import DecoderModel
+    from raypp.ops.backend import choose_kernels
 
     return DecoderModel(
         config,
@@ -59,6 +68,7 @@ def build_model(
         end_layer=end_layer,
         dtype=dtype,
         device=device,
+        kernels=kernels or choose_kernels(device, dtype),
     )
 
 

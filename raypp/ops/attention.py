@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache, for a step that mixes decode and prefill rows.
+"""What attention over the paged KV cache must know, for a step that mixes decode and prefill rows.
 
 A step's tokens lie in one dimension, decode rows first. All decode rows have the same number of query tokens, 1 + K;
 prefill rows have any. Queries attend causally to their row's cache, this step's tokens included.
@@ -6,11 +6,33 @@ prefill rows have any. Queries attend causally to their row's cache, this step's
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from raypp.ops.cpu_attention import AttentionPlan, plan_attention, run_attention
+
+@dataclass(frozen=True, eq=False)
+class HeadNorm:
+    """The norm of each query and key head before it is rotated (Qwen3)."""
+
+    q_weight: torch.Tensor  # [D]
+    k_weight: torch.Tensor  # [D]
+    eps: float
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """The heads of a layer: how its projection is cut, and what happens to them before attention."""
+
+    num_heads: int  # Hq
+    num_kv_heads: int  # Hk, a divisor of Hq
+    head_dim: int  # D
+    norm: HeadNorm | None = None
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the scores."""
+        return float(self.head_dim**-0.5)
 
 
 @dataclass(eq=False, slots=True)
@@ -30,36 +52,5 @@ class AttentionBatch:
     max_decode_seq_len: int
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
-    _plan: AttentionPlan | None = field(default=None, init=False, repr=False)
-
-
-def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch, scale: float
-) -> torch.Tensor:
-    """Write the step's keys and values into the cache and return the attention's output, [T, Hq, D].
-
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk; kv_cache [2, num_blocks, Hk, block_size, D], written in
-    place. What a row computes past the end of its block table is finite and meaningless; nobody reads it.
-
-    Args:
-        q: Queries.
-        k: Keys of the step's tokens.
-        v: Values of the step's tokens.
-        kv_cache: The layer's cache, see `raypp.ops.kv_cache`.
-        batch: The step.
-        scale: Multiplies the scores, usually D ** -0.5.
-    """
-    plan = batch._plan
-    if plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
-        plan = batch._plan = plan_attention(
-            kv_cache,
-            num_heads=q.shape[1],
-            num_decode_rows=batch.num_decode_rows,
-            decode_query_len=batch.decode_query_len,
-            seq_lens=batch.seq_lens,
-            block_tables=batch.block_tables,
-            slot_mapping=batch.slot_mapping,
-            prefill_query_lens=batch.prefill_query_lens,
-            prefill_seq_lens=batch.prefill_seq_lens,
-        )
-    return run_attention(q, k, v, kv_cache, plan, scale)
+    plan: object = None
+    """What the kernel set made ready of this for all layers; see `raypp.ops.backend.KernelSet.plan_attention`."""

@@ -1,4 +1,4 @@
-"""The CPU path of `paged_attention`: plain torch, few calls per layer, everything shared by the layers computed once.
+"""The CPU path of attention: plain torch, few calls per layer, everything shared by the layers computed once.
 
     decode rows   in groups of similar length whose gathered KV fits the CPU's cache:
                   one gather per group, then batched products with a query head group per KV head
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.ops.attention import AttentionBatch
 from raypp.ops.kv_cache import cache_rows, write_kv_cache
 
 GROUP_BYTES = 2 << 20
@@ -52,6 +53,39 @@ class AttentionPlan:
     decode_query_len: int
     decode_groups: list[DecodeGroup]
     prefill_rows: list[PrefillRow]
+
+
+def paged_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch, scale: float
+) -> torch.Tensor:
+    """Write the step's keys and values into the cache and return the attention's output, [T, Hq, D].
+
+    Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk; kv_cache [2, num_blocks, Hk, block_size, D], written in
+    place. What a row computes past the end of its block table is finite and meaningless; nobody reads it.
+
+    Args:
+        q: Queries.
+        k: Keys of the step's tokens.
+        v: Values of the step's tokens.
+        kv_cache: The layer's cache, see `raypp.ops.kv_cache`.
+        batch: The step.
+        scale: Multiplies the scores, usually D ** -0.5.
+    """
+    plan = batch.plan
+    if plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
+        plan = batch.plan = plan_attention(
+            kv_cache,
+            num_heads=q.shape[1],
+            num_decode_rows=batch.num_decode_rows,
+            decode_query_len=batch.decode_query_len,
+            seq_lens=batch.seq_lens,
+            block_tables=batch.block_tables,
+            slot_mapping=batch.slot_mapping,
+            prefill_query_lens=batch.prefill_query_lens,
+            prefill_seq_lens=batch.prefill_seq_lens,
+        )
+    assert isinstance(plan, AttentionPlan)
+    return run_attention(q, k, v, kv_cache, plan, scale)
 
 
 def plan_attention(

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from raypp.ops.attention import Heads
 from raypp.ops.logits import BANNED
 
 
@@ -105,3 +106,78 @@ def changed_logits(
             if token_id not in allowed:
                 values[token_id] = -torch.inf
     return values
+
+
+def append_heads(
+    qkv: torch.Tensor,
+    heads: Heads,
+    positions: torch.Tensor,
+    inverse_frequencies: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+) -> torch.Tensor:
+    """Normalize and rotate the heads of a projection, write keys and values to their slots; return q, [T, Hq, D].
+
+    Shapes: qkv [T, (Hq + 2 Hk) * D]; positions, slot_mapping [T]; kv_cache [2, num_blocks, Hk, block_size, D]. Computed
+    in float32, rounded once.
+    """
+    num_heads, num_kv_heads, dtype = heads.num_heads, heads.num_kv_heads, qkv.dtype
+    split = (num_heads, num_kv_heads, num_kv_heads)
+    q, k, v = qkv.view(len(qkv), -1, heads.head_dim).float().split_with_sizes(split, 1)
+    if heads.norm is not None:
+        q = rms_norm(q, heads.norm.q_weight, heads.norm.eps)
+        k = rms_norm(k, heads.norm.k_weight, heads.norm.eps)
+    q, k = (apply_rotary(x, positions, inverse_frequencies).to(dtype) for x in (q, k))
+    block_size = kv_cache.shape[3]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        kv_cache[0, slot // block_size, :, slot % block_size] = k[token]
+        kv_cache[1, slot // block_size, :, slot % block_size] = v[token].to(dtype)
+    return q
+
+
+def decode_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """Return the attention of decode rows whose keys and values are in the cache already, [R * query_len, Hq, D].
+
+    Shapes: q [R * query_len, Hq, D]; kv_cache [2, num_blocks, Hk, block_size, D]; seq_lens [R]; block_tables [R, W].
+    Lengths past a table's end are cut there.
+    """
+    out = torch.empty_like(q)
+    for row, (table, seq_len) in enumerate(zip(block_tables.long(), seq_lens.tolist(), strict=True)):
+        keys, values = (side[table].transpose(1, 2).flatten(0, 1)[:seq_len] for side in kv_cache)
+        tokens = slice(row * query_len, (row + 1) * query_len)
+        out[tokens] = attention(q[tokens], keys, values, scale)
+    return out
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return norm(x) W^T + b, its gate, or its sum with the residual stream; computed in float32, rounded once.
+
+    Shapes: x [T, K]; weight [N, K]; bias [N]; norm_weight [K]; residual [T, N]. With a gate the result is [T, N / 2].
+    """
+    y = x.float()
+    if norm_weight is not None:
+        y = rms_norm(y, norm_weight, eps)
+    y = y @ weight.float().T
+    if bias is not None:
+        y += bias.float()
+    if is_gated:
+        y = silu_and_mul(y)
+    if residual is not None:
+        y += residual.float()
+    return y.to(x.dtype)

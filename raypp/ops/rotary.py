@@ -11,10 +11,14 @@ import torch
 
 
 class Rotation(NamedTuple):
-    """What a step's tokens are rotated by. T tokens, D head_dim."""
+    """What a step's tokens are rotated by. T tokens, D head_dim.
 
-    cos: torch.Tensor  # [T, 1, 1, D / 2]
-    signed_sin: torch.Tensor  # [T, 1, 2, D / 2]: minus sine for the first half of a head, sine for the second
+    Of `rotation`: cos [T, 1, 1, D / 2]; sin [T, 1, 2, D / 2], minus the sine for the first half of a head, the sine for
+    the second. Kernels have shapes of their own, see `raypp.ops.kernels.heads`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
 def rotation(positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
@@ -32,4 +36,4 @@ def apply_rotary(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
     """Return the heads rotated. Shapes: heads [T, any number, D]; so queries and keys are one call."""
     halves = heads.view(heads.shape[0], heads.shape[1], 2, -1)
     # (a, b) -> (a cos - b sin, b cos + a sin), as one product and one fused addition over both halves.
-    return torch.addcmul(halves * by.cos, halves.flip(-2), by.signed_sin).view(heads.shape)
+    return torch.addcmul(halves * by.cos, halves.flip(-2), by.sin).view(heads.shape)

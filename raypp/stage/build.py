@@ -10,6 +10,7 @@ import torch
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_model
 from raypp.models.weights import CheckpointWeights, DummyWeights
+from raypp.ops.backend import choose_kernels
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
@@ -37,12 +38,17 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     """
     if factory is not None:
         return factory(spec, config)
+    dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    kernels = choose_kernels(
+        device,
+        dtype,
+        block_size=spec.block_size,
+        max_rows=spec.max_step_rows,
+        max_query_len=1 + spec.max_drafts,
+        num_ring_entries=spec.num_ring_entries,
+    )
     model = build_model(
-        config,
-        start_layer=spec.start_layer,
-        end_layer=spec.end_layer,
-        dtype=getattr(torch, spec.dtype),
-        device=torch.device(spec.device),
+        config, start_layer=spec.start_layer, end_layer=spec.end_layer, dtype=dtype, device=device, kernels=kernels
     )
     source = DummyWeights(spec.seed) if spec.load_format == "dummy" else CheckpointWeights(Path(spec.model_path))
     model.load_weights(source)

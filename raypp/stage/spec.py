@@ -45,6 +45,11 @@ class StageSpec:
         return self.stage_index == self.num_stages - 1
 
     @property
+    def num_ring_entries(self) -> int:
+        """Steps whose host buffers may be in use at a time: those in flight."""
+        return 2 * self.num_stages
+
+    @property
     def blocks_per_row(self) -> int:
         """Entries of a row's block table."""
         return -(-self.max_model_len // self.block_size)

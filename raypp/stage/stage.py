@@ -46,6 +46,9 @@ class StageModel(Protocol):
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H]. positions [T] int64."""
 
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        """Do the host's part of the step's attention; `ring_entry` says which of its buffers are free."""
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
 
@@ -130,6 +133,8 @@ class Stage:
             prefill_query_lens=shape.prefill_query_lens,
             prefill_seq_lens=prefill_lens,
         )
+
+        self._model.plan_attention(attention, plan.step_id % self._spec.num_ring_entries)
 
         started = now_ns()
         hidden = self._model.embed(entering) if self._spec.is_first else entering

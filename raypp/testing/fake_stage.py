@@ -54,6 +54,9 @@ class FakeModel:
         time.sleep(self._step_s)
         return hidden
 
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        """There is no attention to plan."""
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits that are 1 at the next token and 0 elsewhere, [N, V]."""
         successors = (hidden.to(torch.int64) + 1) % self._vocab_size

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from raypp.ops import cpu_attention, reference
-from raypp.ops.attention import AttentionBatch, paged_attention
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.kv_cache import allocate_kv_cache
 
 HEAD_DIM = 8
@@ -92,14 +93,14 @@ def test_decode_in_groups(monkeypatch, query_len, group_bytes):
     monkeypatch.setattr(cpu_attention, "GROUP_BYTES", group_bytes)
     step = Step((9, 30, 4, 17, 30, 3, 8, 12), ((5, 11),), query_len=query_len)
     step.check()
-    assert len(step.batch._plan.decode_groups) > 1
+    assert len(step.batch.plan.decode_groups) > 1
 
 
 def test_groups_hold_rows_of_similar_length(monkeypatch):
     monkeypatch.setattr(cpu_attention, "GROUP_BYTES", 4096)
     step = Step((90, 3, 5, 88, 4, 91, 6))
     step.check()
-    members = [sorted(group.tokens.tolist()) for group in step.batch._plan.decode_groups]
+    members = [sorted(group.tokens.tolist()) for group in step.batch.plan.decode_groups]
     assert members == [[1, 2, 4, 6], [3], [0], [5]]
 
 
@@ -126,9 +127,9 @@ def test_half_precision(dtype, tolerance):
 def test_layers_share_one_plan():
     step = Step((9, 17), ((5, 11),))
     step.check()
-    plan = step.batch._plan
+    plan = step.batch.plan
     step.check()
-    assert step.batch._plan is plan
+    assert step.batch.plan is plan
 
 
 def test_a_row_past_its_table_hurts_nobody():

@@ -1,0 +1,141 @@
+"""The kernels of a device, chosen once at start: what a layer is made of.
+
+A layer is five operations. Each is made once, with its weights, and takes the fastest way for the rows it is given.
+
+    hidden -> norm_linear -> attention -> add_linear -> norm_gated_linear -> add_linear -> hidden
+              q, k, v        rotary,      + hidden      silu(gate) * up      + hidden
+                             cache
+
+Two sets exist: `raypp.ops.torch_kernels` runs everywhere and is the CPU's, `raypp.ops.cuda_kernels` has Triton and
+FlashInfer.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.rotary import Rotation
+
+_LOG = logging.getLogger(__name__)
+
+
+class Projection(Protocol):
+    """A product with a weight, and what goes before or after."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, N]. Shapes: x [T, K] contiguous."""
+
+
+class AddedProjection(Protocol):
+    """A product that is added to the residual stream."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return residual + x W^T, [T, H]. Shapes: x [T, K] contiguous; residual [T, H], may be overwritten."""
+
+
+class Attention(Protocol):
+    """From a projection to the attention's output; the KV cache is written on the way. A break point of graphs."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output, [T, Hq * D]; in `out` if that is given.
+
+        Shapes: qkv [T, (Hq + 2 Hk) * D]: queries, keys, values; by: the step's, of the same kernel set; kv_cache
+        [2, num_blocks, Hk, block_size, D]. T may be more than the batch's tokens: the rest of `out` is left alone.
+        What a row computes past the end of its block table is finite and meaningless; nobody reads it.
+        """
+
+
+class KernelSet(Protocol):
+    """Makes operations of weights."""
+
+    name: str
+
+    def norm_linear(
+        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Projection:
+        """Return x -> norm(x) W^T + b. Shapes: norm_weight [K]; weight [N, K]; bias [N]."""
+
+    def norm_gated_linear(
+        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> Projection:
+        """Return x -> silu(gate) * up of norm(x) W^T + b. Shapes: norm_weight [K]; weight [2 I, K], the gate first."""
+
+    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
+        """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""
+
+    def attention(self, heads: Heads) -> Attention:
+        """Return the attention of a layer with these heads."""
+
+    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
+        """Return what `Attention` rotates a step's tokens by, once for all layers. Shapes: positions [T] int64."""
+
+    def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
+        """Do the host's part of a step's attention, before its first layer. Nothing for steps of decode rows alone.
+
+        Args:
+            batch: Gets its `plan`.
+            ring_entry: Which of the plan buffers to use; free again when the step that used it last has finished.
+        """
+
+    def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each row's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
+
+    def sample(
+        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a draw per row, int64 [N]; see `raypp.ops.sampling.sample`, without truncation."""
+
+
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    max_rows: int = 256,
+    max_query_len: int = 1,
+    num_ring_entries: int = 1,
+) -> KernelSet:
+    """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
+
+    Args:
+        device: Where the stage computes.
+        dtype: Of weights and activations.
+        block_size: Of the KV cache.
+        max_rows: The most decode rows of a step.
+        max_query_len: The most query tokens of a decode row, 1 + K.
+        num_ring_entries: Steps whose attention may be planned at a time.
+    """
+    from raypp.ops.torch_kernels import TorchKernels
+
+    if device.type != "cuda":
+        return TorchKernels(dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        _LOG.warning("%s on a GPU is computed by plain torch, without CUDA graphs: the kernels are for 16 bits", dtype)
+        return TorchKernels(dtype)
+    if find_spec("triton") is None:
+        _LOG.warning(
+            "Triton is not installed: plain torch computes, slowly and without CUDA graphs (pip install triton)"
+        )
+        return TorchKernels(dtype)
+    from raypp.ops.cuda_kernels import CudaKernels
+
+    return CudaKernels(
+        device,
+        dtype,
+        block_size=block_size,
+        max_rows=max_rows,
+        max_query_len=max_query_len,
+        num_ring_entries=num_ring_entries,
+    )

@@ -1,0 +1,151 @@
+"""Attention on a GPU: append to the cache, then decode rows by one kernel and prefill rows by another.
+
+all tokens      norm, rotation, KV append                       one Triton launch
+decode rows     Triton (split context) or FlashInfer's XQA      lengths on the device, capturable
+prefill rows    FlashInfer's planned prefill, else torch        lengths from the host: a break point of graphs
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.flashinfer_attention import (
+    FlashInferPrefill,
+    XqaDecode,
+    missing_for_flashinfer,
+    missing_for_xqa,
+)
+from raypp.ops.kernels.decode_attention import TritonDecode
+from raypp.ops.kernels.heads import append_heads
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.rotary import Rotation
+from raypp.ops.sdpa_prefill import SdpaPrefill
+
+_LOG = logging.getLogger(__name__)
+
+
+class Decode(Protocol):
+    """Attention of decode rows."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_len: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Write the output to `out`; see `raypp.ops.kernels.decode_attention.TritonDecode`."""
+
+
+class Prefill(Protocol):
+    """Attention of prefill rows."""
+
+    def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
+        """Return the plan of the batch's prefill rows."""
+
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the output to `out`; see `raypp.ops.flashinfer_attention.FlashInferPrefill`."""
+
+
+@dataclass(frozen=True)
+class CudaAttentionPlan:
+    """What the host made ready of a step."""
+
+    num_prefill_tokens: int
+    prefill: object
+
+
+class CudaAttention:
+    """The attention of all layers of a model, which have the same heads but for their norms.
+
+    Args:
+        heads: Of any layer.
+        block_size: Of the KV cache.
+        dtype: Of activations and cache.
+        max_rows: The most decode rows of a step.
+        max_query_len: The most query tokens of a decode row, 1 + K.
+        num_ring_entries: Steps that may be planned at a time.
+        device: Where it runs.
+        workspace: Shared with other kernels.
+        decode: Which decode kernel: "triton" or "xqa".
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        *,
+        block_size: int,
+        dtype: torch.dtype,
+        max_rows: int,
+        max_query_len: int,
+        num_ring_entries: int,
+        device: Device,
+        workspace: Workspace,
+        decode: str = "triton",
+    ) -> None:
+        self._device = device
+        torch_device = device.torch_device
+        self._decode: Decode = TritonDecode(
+            heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
+        )
+        if decode == "xqa":
+            capability = torch.cuda.get_device_capability(torch_device)
+            missing = missing_for_xqa(heads.num_heads, heads.num_kv_heads, block_size, capability)
+            if missing is None:
+                self._decode = XqaDecode(max_rows, max_query_len, torch_device)
+            else:
+                _LOG.warning("decode attention runs in Triton: %s", missing)
+        missing = missing_for_flashinfer(heads.head_dim)
+        self._prefill: Prefill
+        if missing is None:
+            self._prefill = FlashInferPrefill(heads, block_size, dtype, num_ring_entries, torch_device)
+        else:
+            _LOG.warning("prefill attention runs in plain torch, several times slower: %s", missing)
+            self._prefill = SdpaPrefill(heads, block_size)
+
+    def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
+        """Set the batch's plan."""
+        prefill = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
+        batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), prefill)
+
+    def run(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return one layer's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
+        if out is None:
+            out = torch.empty(len(q), heads.num_heads * heads.head_dim, dtype=q.dtype, device=q.device)
+        out_heads = out.view(q.shape)
+        num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
+        num_decode_tokens = num_rows * query_len
+        if num_rows:
+            self._decode(
+                q[:num_decode_tokens],
+                kv_cache,
+                batch.seq_lens[:num_rows],
+                batch.block_tables[:num_rows],
+                query_len,
+                heads.scale,
+                out_heads[:num_decode_tokens],
+            )
+        if batch.prefill_query_lens:
+            plan = batch.plan
+            assert isinstance(plan, CudaAttentionPlan), "prefill rows need plan_attention"
+            tokens = slice(num_decode_tokens, num_decode_tokens + plan.num_prefill_tokens)
+            self._prefill.run(plan.prefill, q[tokens], kv_cache, out_heads[tokens])
+        return out

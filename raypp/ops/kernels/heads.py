@@ -1,0 +1,158 @@
+"""From a projection to attention in one launch: heads are normalized (Qwen3) and rotated, keys and values appended.
+
+Twin: `raypp.ops.reference.append_heads`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.attention import Heads
+from raypp.ops.kernels.launch import Device, start
+from raypp.ops.rotary import Rotation
+
+_HEADS_PER_PROGRAM = 4
+
+
+def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, device: Device) -> Rotation:
+    """Return the cosine and sine of each token's angles, both float32 [T, D / 2].
+
+    Shapes: positions [T] int64; inverse_frequencies [D / 2] float32. Once per step, for all layers.
+    """
+    num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]
+    table = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
+    by = Rotation(table[0], table[1])
+    if num_tokens:
+        _rotation_table[(num_tokens,)](
+            positions,
+            inverse_frequencies,
+            by.cos,
+            by.sin,
+            half,
+            BLOCK=triton.next_power_of_2(half),
+            OVERLAPS=device.has_dependent_launch,
+            num_warps=1,
+            **device.launch_options,
+        )
+    return by
+
+
+def append_heads(
+    qkv: torch.Tensor,
+    heads: Heads,
+    by: Rotation,
+    slot_mapping: torch.Tensor,
+    kv_cache: torch.Tensor,
+    device: Device,
+) -> torch.Tensor:
+    """Return the queries, [T, Hq, D], and write keys and values to their slots.
+
+    Shapes: qkv [T, (Hq + 2 Hk) * D] contiguous: queries, keys, values; by: see `rotation_table`; slot_mapping [T]
+    int64; kv_cache [2, num_blocks, Hk, block_size, D]. Tokens of the same slot (in the null block): any may win.
+    """
+    num_tokens, head_dim = qkv.shape[0], heads.head_dim
+    q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not num_tokens:
+        return q
+    norm = heads.norm
+    num_all = heads.num_heads + 2 * heads.num_kv_heads
+    _append_heads[(num_tokens, triton.cdiv(num_all, _HEADS_PER_PROGRAM))](
+        qkv,
+        qkv if norm is None else norm.q_weight,
+        qkv if norm is None else norm.k_weight,
+        0.0 if norm is None else norm.eps,
+        by.cos,
+        by.sin,
+        slot_mapping,
+        q,
+        kv_cache,
+        kv_cache.stride(0),
+        NUM_HEADS=heads.num_heads,
+        NUM_KV_HEADS=heads.num_kv_heads,
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=kv_cache.shape[3],
+        HEADS=_HEADS_PER_PROGRAM,
+        HAS_NORM=norm is not None,
+        OVERLAPS=device.has_dependent_launch,
+        num_warps=1,
+        **device.launch_options,
+    )
+    return q
+
+
+@triton.jit
+def _rotation_table(positions, inverse_frequencies, cos, sin, half, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    pair = tl.arange(0, BLOCK)
+    inside = pair < half
+    token = tl.program_id(0)
+    frequency = tl.load(inverse_frequencies + pair, mask=inside, other=0.0)
+    start(OVERLAPS)
+    angle = tl.load(positions + token).to(tl.float32) * frequency
+    tl.store(cos + token * half + pair, tl.cos(angle), mask=inside)
+    tl.store(sin + token * half + pair, tl.sin(angle), mask=inside)
+
+
+@triton.jit
+def _append_heads(
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    cos,
+    sin,
+    slot_mapping,
+    q,
+    kv_cache,
+    side_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    D: tl.constexpr = 2 * HALF
+    ALL: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    inside = (head < ALL)[:, None] & (pair < HALF)[None, :]
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = head >= NUM_HEADS + NUM_KV_HEADS
+    if HAS_NORM:
+        valid = pair < HALF
+        q_first = tl.load(q_weight + pair, mask=valid, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight + HALF + pair, mask=valid, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight + pair, mask=valid, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight + HALF + pair, mask=valid, other=0.0).to(tl.float32)
+    start(OVERLAPS)
+    cell = qkv + token * (ALL * D) + head[:, None] * D + pair[None, :]
+    first_in = tl.load(cell, mask=inside, other=0.0)
+    second_in = tl.load(cell + HALF, mask=inside, other=0.0)
+    c = tl.load(cos + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    slot = tl.load(slot_mapping + token)
+    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        first *= scale * tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
+        second *= scale * tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
+    dtype = q.dtype.element_ty
+    turned_first, turned_second = (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
+    q_cell = q + token * (NUM_HEADS * D) + head[:, None] * D + pair[None, :]
+    tl.store(q_cell, turned_first, mask=inside & is_query[:, None])
+    tl.store(q_cell + HALF, turned_second, mask=inside & is_query[:, None])
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
+    kv_cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset) * D + is_value.to(tl.int64) * side_stride
+    kv_cell = kv_cache + kv_cell[:, None] + pair[None, :]
+    tl.store(kv_cell, turned_first, mask=inside & is_key[:, None])
+    tl.store(kv_cell + HALF, turned_second, mask=inside & is_key[:, None])
+    tl.store(kv_cell, first_in, mask=inside & is_value[:, None])
+    tl.store(kv_cell + HALF, second_in, mask=inside & is_value[:, None])

@@ -1,0 +1,133 @@
+"""Plain torch, on any device: the CPU's kernels, and what a GPU falls back to.
+
+On a GPU attention asks the device for lengths in every step, so these cannot be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.ops.activation import silu_and_mul
+from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.cpu_attention import paged_attention
+from raypp.ops.linear import Linear
+from raypp.ops.norm import RMSNorm
+from raypp.ops.rotary import Rotation, apply_rotary, rotation
+from raypp.ops.sampling import sample, sample_greedy
+
+
+class TorchKernels:
+    """See `raypp.ops.backend.KernelSet`.
+
+    Args:
+        dtype: Of weights and activations.
+    """
+
+    name = "torch"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def norm_linear(
+        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> NormLinear:
+        """Return x -> norm(x) W^T + b."""
+        return NormLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))
+
+    def norm_gated_linear(
+        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> NormGatedLinear:
+        """Return x -> silu(gate) * up of norm(x) W^T + b."""
+        return NormGatedLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))
+
+    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddLinear:
+        """Return (x, residual) -> residual + x W^T + b."""
+        return AddLinear(Linear(weight, bias))
+
+    def attention(self, heads: Heads) -> TorchAttention:
+        """Return the attention of a layer with these heads."""
+        return TorchAttention(heads)
+
+    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
+        """Return the step's rotation, in the precision of the activations."""
+        return rotation(positions, inverse_frequencies, self._dtype)
+
+    def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
+        """Do nothing: the first layer plans, since it sees the cache."""
+
+    def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each row's most likely token."""
+        return sample_greedy(logits)
+
+    def sample(
+        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a draw per row."""
+        return sample(logits, temperature, seeds, positions)
+
+
+class NormLinear:
+    """Norm, then product."""
+
+    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
+        self._norm = norm
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, N]. Shapes: x [T, K]."""
+        return self._linear(self._norm(x))
+
+
+class NormGatedLinear:
+    """Norm, product, gate."""
+
+    def __init__(self, norm: RMSNorm, linear: Linear) -> None:
+        self._norm = norm
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, I]. Shapes: x [T, K]."""
+        return silu_and_mul(self._linear(self._norm(x)))
+
+
+class AddLinear:
+    """Product and sum."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return [T, H]. Shapes: x [T, K]; residual [T, H], left as it is."""
+        return self._linear(x).add_(residual)
+
+
+class TorchAttention:
+    """Norm and rotation of the heads, KV cache, attention."""
+
+    def __init__(self, heads: Heads) -> None:
+        num_heads, num_kv_heads, norm = heads.num_heads, heads.num_kv_heads, heads.norm
+        self._qkv_shape = (-1, num_heads + 2 * num_kv_heads, heads.head_dim)
+        self._qk_v_split = (num_heads + num_kv_heads, num_kv_heads)
+        self._head_split = (num_heads, num_kv_heads)
+        self._scale = heads.scale
+        self._norm: RMSNorm | None = None
+        if norm is not None:  # one weight per head: both norms are one call
+            q_weight = norm.q_weight.expand(num_heads, heads.head_dim)
+            k_weight = norm.k_weight.expand(num_kv_heads, heads.head_dim)
+            self._norm = RMSNorm(torch.cat((q_weight, k_weight)), norm.eps)
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        by: Rotation,
+        kv_cache: torch.Tensor,
+        batch: AttentionBatch,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
+        if self._norm is not None:
+            qk = self._norm(qk)
+        q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
+        attended = paged_attention(q, k, v, kv_cache, batch, self._scale).flatten(1)
+        return attended if out is None else out.copy_(attended)
