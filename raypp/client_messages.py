@@ -53,6 +53,8 @@ class AddRequest:
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for the request
     eos_token_ids: tuple[int, ...]
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
+    priority: int = 0  # smaller is served first
     is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
 
 
@@ -159,6 +161,8 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
                     params=SamplingParams(**dict(zip(_PARAM_NAMES, values["params"], strict=True))),
                     seed=values["seed"],
                     eos_token_ids=tuple(values["eos_token_ids"]),
+                    bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
+                    priority=values["priority"],
                     is_streamed=values["is_streamed"],
                 )
             )
@@ -207,6 +211,8 @@ def _add_header(request: AddRequest) -> dict[str, Any]:
         "params": [getattr(request.params, name) for name in _PARAM_NAMES],
         "seed": request.seed,
         "eos_token_ids": request.eos_token_ids,
+        "bad_word_token_ids": request.bad_word_token_ids,
+        "priority": request.priority,
         "is_streamed": request.is_streamed,
     }
 

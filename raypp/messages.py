@@ -24,6 +24,9 @@ NULL_BLOCK = 0
 NO_STEP = -1
 """A `step_id` that never was."""
 
+MAX_BAD_WORD_TOKENS = 64
+"""Tokens of one bad word: the last stage remembers that many."""
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]
@@ -124,6 +127,15 @@ class StepLogprobs:
     prompt_token_ids: Int32s  # [sum of prompt_counts, 1 + M]
     prompt_logprobs: Float32s  # [sum of prompt_counts, 1 + M]
     prompt_ranks: Int32s  # [sum of prompt_counts]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLogprobs:
+    """Log-probabilities of n consecutive tokens: in column 0 of the token itself, then of the L most likely ones."""
+
+    token_ids: Int32s  # [n, 1 + L]
+    logprobs: Float32s  # [n, 1 + L]
+    ranks: Int32s  # [n] of the token itself; 1 is the most likely
 
 
 @dataclass(frozen=True, eq=False)

@@ -69,7 +69,12 @@ class AsyncLLM:
         return self._engine.config
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
@@ -77,13 +82,14 @@ class AsyncLLM:
             prompt: A str or `{"prompt_token_ids": [...]}`.
             params: How to sample.
             request_id: Its public id; made up by default.
+            priority: Smaller is served first.
 
         Raises:
             RequestError: it cannot be run.
             EngineDeadError: the engine died.
         """
         request_ids = None if request_id is None else [request_id]
-        return self._stream(self._engine.preparer.prompts([prompt], params, request_ids))
+        return self._stream(self._engine.preparer.prompts([prompt], params, request_ids, priority))
 
     def chat(
         self,
@@ -91,6 +97,7 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise as `generate`.
@@ -99,10 +106,12 @@ class AsyncLLM:
             messages: A list of `{"role": ..., "content": ...}`.
             params: How to sample.
             request_id: Its public id; made up by default.
+            priority: Smaller is served first.
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
         """
         request_ids = None if request_id is None else [request_id]
-        return self._stream(self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs))
+        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+        return self._stream(prepared)
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has. An id that is not running is ignored."""

@@ -11,6 +11,7 @@ and nothing of the pending tokens is given out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 _INCOMPLETE = "\ufffd"
@@ -23,25 +24,25 @@ class Decoder(Protocol):
 
     @property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that have no text."""
+        """The tokens that `skip_special_tokens` leaves out."""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
 
 
 class Detokenizer:
     """The text of one request. What `add` and `finish` return, joined, is the decoding of all tokens at once."""
 
-    def __init__(self, decoder: Decoder) -> None:
-        self._decode = decoder.decode
-        self._special_token_ids = decoder.special_token_ids
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
+        self._decode = partial(decoder.decode, skip_special_tokens=skip_special_tokens)
+        self._skipped_token_ids = decoder.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text is out
         self._context_text_len = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Take in tokens and return the text that they complete; no character of it will change any more."""
-        pending = [t for t in token_ids if t not in self._special_token_ids]
+        pending = [t for t in token_ids if t not in self._skipped_token_ids]
         if not pending:
             return ""
         window = self._window

@@ -10,12 +10,16 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raypp.api.client import EngineClient
 from raypp.api.launch import OpenEngine
+from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.running_completion import RunningCompletion
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.client_messages import (
     AbortRequests,
@@ -32,6 +36,8 @@ from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestErro
 from raypp.messages import OutputBatch
 from raypp.types import RequestOutput
 
+_log = logging.getLogger(__name__)
+
 _REQUESTS_PER_MESSAGE = 64
 """The driver takes in one message between two steps: a long list must not make it late."""
 
@@ -45,8 +51,8 @@ class Frontend:
         self._engine = engine
         self._death: RayppError | None = None
         self._numbers = itertools.count()
-        self._running: dict[int, RunningRequest] = {}
-        self._handle_of: dict[str, int] = {}
+        self._requests: dict[str, RunningRequest] = {}
+        self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._client = EngineClient(engine.handle.client_address, self._on_message)
         engine.handle.watch(self._on_death_elsewhere)
@@ -95,12 +101,16 @@ class Frontend:
         def on_change(request: RunningRequest) -> None:
             nonlocal num_left
             num_left -= 1
-            if on_end is not None:
-                on_end()
+            error: Exception | None = request.error
+            try:
+                if on_end is not None:
+                    on_end()
+            except Exception as its_own:  # the caller's function, and the caller's to hear of
+                error = error or its_own
             if all_ended.done():
                 return
-            if request.error is not None:
-                all_ended.set_exception(request.error)
+            if error is not None:
+                all_ended.set_exception(error)
             elif num_left == 0:
                 all_ended.set_result(None)
 
@@ -113,7 +123,7 @@ class Frontend:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests with what they have; ids that are not running are ignored."""
-        self._abort([self._running[self._handle_of[r]] for r in request_ids if r in self._handle_of])
+        self._abort([self._requests[r] for r in request_ids if r in self._requests])
 
     async def stats(self, timeout_s: float) -> dict[str, Any]:
         """Return the engine's figures.
@@ -151,52 +161,75 @@ class Frontend:
     ) -> list[RunningRequest]:
         self._check_alive()
         for item in prepared:
-            if item.request_id in self._handle_of:
+            if item.request_id in self._requests:
                 raise RequestError("a request of this id is running already", request_id=item.request_id)
-        engine = self._engine
         running = []
         for start in range(0, len(prepared), _REQUESTS_PER_MESSAGE):
             messages = []
             for item in prepared[start : start + _REQUESTS_PER_MESSAGE]:
-                handle = next(self._numbers)
-                request = RunningRequest(item, handle, engine.tokenizer, stream=stream, on_change=on_change)
-                self._running[handle] = request
-                self._handle_of[item.request_id] = handle
+                handles = [next(self._numbers) for _ in range(item.params.n)]
+                request = RunningRequest(item, handles, self._engine.tokenizer, stream=stream, on_change=on_change)
+                self._requests[item.request_id] = request
+                self._completions |= {c.handle: (request, c) for c in request.completions}
                 running.append(request)
-                messages.append(
-                    AddRequest(
-                        item.request_id,
-                        handle,
-                        item.prompt_token_ids,
-                        item.params,
-                        item.seed,
-                        engine.eos_token_ids,
-                        is_streamed=stream or bool(item.params.stop),
-                    )
-                )
+                messages += [self._message(item, completion, stream) for completion in request.completions]
             self._client.send(AddRequests(messages))
         return running
 
+    def _message(self, item: PreparedRequest, completion: RunningCompletion, stream: bool) -> AddRequest:
+        """Return what the engine is told of a continuation: to it, each is a request of its own."""
+        params = item.params
+        if completion.index > 0 and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # the first one brings them
+        return AddRequest(
+            completion.engine_id,
+            completion.handle,
+            item.prompt_token_ids,
+            params,
+            item.seed_of(completion.index),
+            self._engine.eos_token_ids,
+            item.bad_word_token_ids,
+            item.priority,
+            is_streamed=stream or bool(params.stop),
+        )
+
     def _abort(self, requests: Iterable[RunningRequest]) -> None:
         unfinished = [request for request in requests if not request.is_ended]
+        engine_ids = [completion.engine_id for request in unfinished for completion in request.unfinished]
+        self._abort_in_engine(engine_ids)
         for request in unfinished:
             self._forget(request)
-            request.abort()
-        if unfinished and self._death is None:
-            self._client.send(AbortRequests([request.request_id for request in unfinished]))
+            try:
+                request.abort()
+            except Exception as error:  # the last of its text
+                request.fail(_text_error(request.request_id, error))
+
+    def _abort_in_engine(self, engine_ids: list[str]) -> None:
+        if engine_ids and self._death is None:
+            self._client.send(AbortRequests(engine_ids))
 
     def _forget(self, request: RunningRequest) -> None:
-        del self._running[request.handle]
-        del self._handle_of[request.request_id]
+        del self._requests[request.request_id]
+        for completion in request.completions:
+            self._completions.pop(completion.handle, None)
+
+    def _fail(self, request: RunningRequest, error: RayppError, *, but: int | None = None) -> None:
+        """End a request with an error; the engine need not be told of the continuation with the handle `but`."""
+        self._forget(request)
+        engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
+        request.fail(error)
+        self._abort_in_engine(engine_ids)
 
     def _on_message(self, message: DriverMessage) -> None:
         match message:
             case OutputBatch():
                 self._on_outputs(message)
             case Rejected(handle, error):
-                if (request := self._running.get(handle)) is not None:
-                    self._forget(request)
-                    request.fail(error)
+                if handle in self._completions:
+                    request, _ = self._completions[handle]
+                    if isinstance(error, RequestError):
+                        error.request_id = request.request_id
+                    self._fail(request, error, but=handle)
             case StatsReply(call_id, stats):
                 reply = self._stats_calls.get(call_id)
                 if reply is not None and not reply.done():
@@ -207,31 +240,46 @@ class Frontend:
     def _on_outputs(self, batch: OutputBatch) -> None:
         now_s = time.monotonic()
         token_ids = batch.token_ids.tolist()
-        stopped_by_text = []
+        stopped_by_text: list[str] = []
         start = 0
         columns = (
             batch.handles.tolist(),
             batch.num_tokens.tolist(),
             batch.finish_reasons.tolist(),
             batch.stop_token_ids.tolist(),
-            batch.num_cached_tokens.tolist(),
-            batch.num_preemptions.tolist(),
-            batch.num_draft_tokens.tolist(),
-            batch.num_accepted_tokens.tolist(),
+            logprobs_per_request(batch),
+            zip(
+                batch.num_cached_tokens.tolist(),
+                batch.num_preemptions.tolist(),
+                batch.num_draft_tokens.tolist(),
+                batch.num_accepted_tokens.tolist(),
+                strict=True,
+            ),
         )
-        for handle, num_tokens, reason, stop_token_id, *counters in zip(*columns, strict=True):
-            end = start + num_tokens
-            request = self._running.get(handle)
-            if request is not None:  # else it was aborted while this was on its way
-                request.count(*counters)
-                request.update(token_ids[start:end], reason, stop_token_id, now_s)
-                if request.is_ended:
-                    self._forget(request)
-                    if not reason:
-                        stopped_by_text.append(request.request_id)
-            start = end
-        if stopped_by_text:
-            self._client.send(AbortRequests(stopped_by_text))
+        for handle, num_tokens, reason, stop_token_id, (logprobs, prompt_logprobs), counters in zip(
+            *columns, strict=True
+        ):
+            new_token_ids = token_ids[start : start + num_tokens]
+            start += num_tokens
+            if handle not in self._completions:
+                continue  # it was aborted while this was on its way
+            request, completion = self._completions[handle]
+            completion.counters = counters
+            try:
+                completion.update(new_token_ids, reason, stop_token_id, logprobs)
+                request.add_prompt_logprobs(prompt_logprobs)
+            except Exception as error:  # whatever a tokenizer makes of these tokens: the other requests go on
+                _log.exception("request %s cannot be continued", request.request_id)
+                self._fail(request, _text_error(request.request_id, error), but=handle if reason else None)
+                continue
+            if completion.is_ended:
+                del self._completions[handle]
+                if not reason:
+                    stopped_by_text.append(completion.engine_id)
+            if not request.unfinished:
+                self._forget(request)
+            request.note_update(num_tokens, now_s)
+        self._abort_in_engine(stopped_by_text)
 
     def _on_death_elsewhere(self, error: RayppError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know
@@ -241,9 +289,19 @@ class Frontend:
         if self._death is not None:
             return
         self._death = error
-        for request in list(self._running.values()):
+        for request in list(self._requests.values()):
             self._forget(request)
             request.fail(copy.copy(error))
         for reply in self._stats_calls.values():
             if not reply.done():
                 reply.set_exception(copy.copy(error))
+
+
+def _text_error(request_id: str, error: Exception) -> RequestError:
+    return RequestError(
+        "the tokens of this request cannot be turned into text",
+        request_id=request_id,
+        got=f"{type(error).__name__}: {error}",
+        expected="a tokenizer that decodes every token of the model",
+        hint="detokenize=False returns the tokens alone",
+    )

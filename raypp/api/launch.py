@@ -85,12 +85,17 @@ def open_engine(
     try:
         info = handle.model_info
         tokenizer = None if config.model.skip_tokenizer_init else Tokenizer(info["model_path"])
-        preparer = RequestPreparer(
-            tokenizer, vocab_size=info["vocab_size"], max_model_len=info["max_model_len"], seed=config.model.seed
-        )
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
+        preparer = RequestPreparer(
+            tokenizer,
+            vocab_size=info["vocab_size"],
+            max_model_len=info["max_model_len"],
+            seed=config.model.seed,
+            max_logprobs=config.model.max_logprobs,
+            eos_token_ids=eos_token_ids,
+        )
     except BaseException:
         handle.close()
         raise

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
-from raypp.api.prepare import Params
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
@@ -77,6 +77,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         request_ids: Sequence[str] | None = None,
+        priority: Priority = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Continue prompts and return the outputs, in order. Ctrl-C aborts them.
@@ -85,6 +86,7 @@ class LLM:
             prompts: One or more, each a str or `{"prompt_token_ids": [...]}`.
             sampling_params: One for all, or one per prompt.
             request_ids: Their public ids, to abort them by; made up by default.
+            priority: One for all, or one per prompt; smaller is served first, 0 by default.
             use_tqdm: Show a progress bar.
 
         Raises:
@@ -92,7 +94,8 @@ class LLM:
             EngineDeadError: the engine died.
         """
         listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        return self._complete(self._engine.preparer.prompts(listed, sampling_params, request_ids), use_tqdm)
+        prepared = self._engine.preparer.prompts(listed, sampling_params, request_ids, priority)
+        return self._complete(prepared, use_tqdm)
 
     def chat(
         self,
@@ -100,6 +103,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         request_ids: Sequence[str] | None = None,
+        priority: Priority = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
@@ -109,6 +113,7 @@ class LLM:
             messages: One conversation, or several: lists of `{"role": ..., "content": ...}`.
             sampling_params: One for all, or one per conversation.
             request_ids: Their public ids, to abort them by; made up by default.
+            priority: One for all, or one per conversation; smaller is served first, 0 by default.
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
             use_tqdm: Show a progress bar.
 
@@ -118,7 +123,9 @@ class LLM:
         """
         is_one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
-        prepared = self._engine.preparer.chats(conversations, sampling_params, request_ids, chat_template_kwargs)
+        prepared = self._engine.preparer.chats(
+            conversations, sampling_params, request_ids, chat_template_kwargs, priority
+        )
         return self._complete(prepared, use_tqdm)
 
     def abort(self, request_id: str) -> None:

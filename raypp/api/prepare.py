@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from raypp.api.running_request import PreparedRequest
+from raypp.api.check_params import ParamsChecker
+from raypp.api.running_request import COMPLETION_SEPARATOR, PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.types import Prompt, SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Priority = int | Sequence[int] | None
 
 _CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
 _PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
@@ -23,7 +26,16 @@ _PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
 class RequestPreparer:
     """Validates, renders and tokenizes. May be used from several threads."""
 
-    def __init__(self, tokenizer: Tokenizer | None, *, vocab_size: int, max_model_len: int, seed: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        seed: int,
+        max_logprobs: int = 20,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
         """Prepare requests for one model.
 
         Args:
@@ -31,14 +43,23 @@ class RequestPreparer:
             vocab_size: Token ids are below it.
             max_model_len: The most tokens of a request, prompt and output together.
             seed: Of the seeds drawn for requests that bring none.
+            max_logprobs: The most log-probabilities that a request may ask for per token; -1: any number.
+            eos_token_ids: The tokens that end a text.
         """
         self._tokenizer = tokenizer
+        self._params_checker = ParamsChecker(
+            tokenizer, vocab_size=vocab_size, max_logprobs=max_logprobs, eos_token_ids=eos_token_ids
+        )
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._seeds = random.Random(seed)
 
     def prompts(
-        self, prompts: Sequence[Prompt], params: Params = None, request_ids: Sequence[str] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        request_ids: Sequence[str] | None = None,
+        priority: Priority = None,
     ) -> list[PreparedRequest]:
         """Return requests that continue prompts; all are checked before any is returned.
 
@@ -54,7 +75,7 @@ class RequestPreparer:
             next(encoded) if text is not None else self._checked_token_ids(prompt, request_id)
             for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
         ]
-        return self._finish(ids, texts, token_ids, all_params)
+        return self._finish(ids, texts, token_ids, all_params, _priorities(priority, len(ids)))
 
     def chats(
         self,
@@ -62,6 +83,7 @@ class RequestPreparer:
         params: Params = None,
         request_ids: Sequence[str] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        priority: Priority = None,
     ) -> list[PreparedRequest]:
         """Return requests that answer conversations; all are checked before any is returned.
 
@@ -75,7 +97,8 @@ class RequestPreparer:
             _check_conversation(conversation)
         tokenizer = self._needed_tokenizer("a conversation")
         texts = [tokenizer.render_chat(conversation, template_kwargs or {}) for conversation in conversations]
-        return self._finish(ids, texts, self._encode(texts, add_special_tokens=False), all_params)
+        token_ids = self._encode(texts, add_special_tokens=False)
+        return self._finish(ids, texts, token_ids, all_params, _priorities(priority, len(ids)))
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -121,16 +144,32 @@ class RequestPreparer:
         texts: Sequence[str | None],
         token_ids: list[list[int]],
         params: list[SamplingParams],
+        priorities: list[int],
     ) -> list[PreparedRequest]:
-        for request_id, ids, param in zip(request_ids, token_ids, params, strict=True):
+        prepared = []
+        for request_id, text, ids, given, priority in zip(
+            request_ids, texts, token_ids, params, priorities, strict=True
+        ):
             self._check_prompt(request_id, ids)
-            self._check_params(request_id, param)
-        return [
-            PreparedRequest(
-                request_id, text, ids, param, param.seed if param.seed is not None else self._seeds.getrandbits(63)
+            checked, bad_words = self._params_checker.checked(request_id, given)
+            self._check_room(request_id, ids, checked)
+            prepared.append(PreparedRequest(request_id, text, ids, checked, bad_words, priority))
+        return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none
+
+    def _with_seed(self, request: PreparedRequest) -> PreparedRequest:
+        seed = request.params.seed
+        return replace(request, seed=self._seeds.getrandbits(63) if seed is None else seed)
+
+    def _check_room(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+        room = self._max_model_len - len(token_ids)
+        if params.min_tokens > room:
+            raise RequestError(
+                "a prompt leaves no room for min_tokens",
+                request_id=request_id,
+                got=f"{len(token_ids)} prompt tokens and min_tokens={params.min_tokens}",
+                expected=f"at most max_model_len = {self._max_model_len} together",
+                hint="shorten the prompt, lower min_tokens or raise max_model_len",
             )
-            for request_id, text, ids, param in zip(request_ids, texts, token_ids, params, strict=True)
-        ]
 
     def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
         if not token_ids:
@@ -152,22 +191,6 @@ class RequestPreparer:
                 hint="the tokenizer does not belong to this model",
             )
 
-    def _check_params(self, request_id: str, params: SamplingParams) -> None:
-        if params.stop and self._tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer, and the engine was made with skip_tokenizer_init",
-                request_id=request_id,
-                hint="use stop_token_ids",
-            )
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise RequestError(
-                    "an entry of stop_token_ids is outside of the vocabulary",
-                    request_id=request_id,
-                    got=token_id,
-                    expected=f"0 to {self._vocab_size - 1}",
-                )
-
 
 def _check_listed(given: object, expected: str) -> None:
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -180,8 +203,10 @@ def _request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
     _check_listed(given, "a list of names")
     ids = list(given)
     for request_id in ids:
-        if not isinstance(request_id, str) or not request_id:
-            raise RequestError("a request_id is not a name", got=repr(request_id), expected="a non-empty str")
+        if not isinstance(request_id, str) or not request_id or COMPLETION_SEPARATOR in request_id:
+            raise RequestError(
+                "a request_id is not a name", got=repr(request_id), expected="a non-empty str without NUL characters"
+            )
     if len(ids) != num_requests or len(set(ids)) != num_requests:
         raise RequestError("request_ids do not fit the prompts", got=ids, expected=f"{num_requests} different ones")
     return ids
@@ -206,6 +231,17 @@ def _params_per_request(params: Params, num_requests: int) -> list[SamplingParam
             expected="one SamplingParams for all, or one per prompt",
         )
     return result
+
+
+def _priorities(given: Priority, num_requests: int) -> list[int]:
+    expected = "an integer from -2**31 to 2**31 - 1 for all, or one per prompt; smaller is served first"
+    listed = [given or 0] * num_requests if given is None or isinstance(given, int) else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != num_requests:
+        raise RequestError("priorities do not fit the prompts", got=repr(given)[:80], expected=expected)
+    for priority in listed:
+        if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**31) <= priority < 2**31:
+            raise RequestError("a priority is not a number", got=repr(priority), expected=expected)
+    return list(listed)
 
 
 def _text_of(prompt: object, request_id: str) -> str | None:

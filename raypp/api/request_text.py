@@ -1,4 +1,4 @@
-"""The text of one request: detokenized as the tokens come, ended by a stop string, shown as far as it is certain."""
+"""The text of one continuation: detokenized as tokens come, ended by a stop string, shown as far as it is certain."""
 
 from __future__ import annotations
 
@@ -9,37 +9,58 @@ from raypp.api.stop import StopChecker
 
 
 class RequestText:
-    """Grows with the tokens of one request."""
+    """Grows with the tokens of one continuation."""
 
-    def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(decoder)
+    def __init__(
+        self,
+        decoder: Decoder,
+        stops: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            decoder: Makes text of tokens.
+            stops: Strings that end the text.
+            skip_special_tokens: Whether special tokens have no text.
+            include_stop: Whether the text holds the string that ended it.
+        """
+        self._detokenizer = Detokenizer(decoder, skip_special_tokens=skip_special_tokens)
         self._stop_checker = StopChecker(stops) if stops else None
+        self._include_stop = include_stop
         self._text = ""
         self._is_finished = False
 
-    def add(self, token_ids: Sequence[int]) -> str | None:
-        """Take in tokens; return the stop string that they complete, if any. The text then ends before it."""
-        return self._append(self._detokenizer.add(token_ids))
+    def add(self, token_ids: Sequence[int], *, may_stop: bool = True) -> str | None:
+        """Take in tokens; return the stop string that they complete, if any: the text then ends there.
 
-    def finish(self) -> str | None:
+        Args:
+            token_ids: New tokens.
+            may_stop: False: a stop string that they complete is text like any other.
+        """
+        return self._append(self._detokenizer.add(token_ids), may_stop)
+
+    def finish(self, *, may_stop: bool = True) -> str | None:
         """Take in that no more tokens come; return the stop string that the last characters complete, if any."""
         self._is_finished = True
-        return self._append(self._detokenizer.finish())
+        return self._append(self._detokenizer.finish(), may_stop)
 
     @property
     def visible(self) -> str:
         """The text so far, without what may yet turn out to be the beginning of a stop string."""
-        if self._is_finished or self._stop_checker is None:
+        if self._is_finished or self._stop_checker is None or self._include_stop:
             return self._text
         return self._text[: self._stop_checker.num_safe(self._text)]
 
-    def _append(self, new_text: str) -> str | None:
+    def _append(self, new_text: str, may_stop: bool) -> str | None:
         self._text += new_text
-        if self._stop_checker is None:
+        if self._stop_checker is None or not may_stop:
             return None
         match = self._stop_checker.find(self._text, len(new_text))
         if match is None:
             return None
-        self._text = self._text[: match.text_len]
+        self._text = self._text[: match.text_len + (len(match.stop) if self._include_stop else 0)]
         self._is_finished = True
         return match.stop

@@ -1,29 +1,21 @@
-"""One request on its way through the engine, as its client sees it."""
+"""One request on its way through the engine, as its client sees it: its continuations, its clock, its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 
+from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
-from raypp.api.request_text import RequestText
+from raypp.api.running_completion import RunningCompletion
 from raypp.errors import RayppError
-from raypp.types import (
-    CompletionOutput,
-    FinishReason,
-    FinishReasonName,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-)
+from raypp.messages import TokenLogprobs
+from raypp.types import Logprobs, RequestMetrics, RequestOutput, SamplingParams
 
-_REASON_NAMES: dict[int, FinishReasonName] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "abort",
-    FinishReason.ERROR: "error",
-}
+COMPLETION_SEPARATOR = "\0"
+"""Stands between a request's id and a continuation's index in the engine's names; no id holds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +26,25 @@ class PreparedRequest:
     prompt: str | None  # None when it came as token ids
     prompt_token_ids: list[int]
     params: SamplingParams
-    seed: int  # params.seed, or the one drawn for it
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
+    priority: int = 0
+    seed: int = 0  # params.seed, or the one drawn for it
+
+    def seed_of(self, index: int) -> int:
+        """Return the seed of a continuation; the first one's is the request's own."""
+        if index == 0:
+            return self.seed
+        digest = blake2b(f"{self.seed}:{index}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
 
 class RunningRequest:
-    """Collects what the engine yields for one request, until it ends in a finish reason or an error.
-
-    Text is made while the tokens come only where somebody needs it then: for streaming, or to look for stop strings.
-    Otherwise the tokens are decoded once, at the end.
-    """
+    """Collects what the engine yields for one request, until all its continuations have ended or it failed."""
 
     def __init__(
         self,
         prepared: PreparedRequest,
-        handle: int,
+        handles: Sequence[int],
         decoder: Decoder | None,
         *,
         stream: bool,
@@ -57,71 +54,62 @@ class RunningRequest:
 
         Args:
             prepared: What is sent.
-            handle: The number that outputs name it by.
-            decoder: Makes its text; None leaves it empty.
+            handles: The numbers that outputs name its continuations by.
+            decoder: Makes its texts; None leaves them empty.
             stream: Whether outputs are asked for before the end.
             on_change: Called when there is something to see: with every update when streaming, else at the end.
         """
-        stops = prepared.params.stop
         self.request_id = prepared.request_id
-        self.handle = handle
-        self.token_ids: list[int] = []
-        self.finish_reason: FinishReasonName | None = None
-        self.stop_reason: int | str | None = None
         self.error: RayppError | None = None
-        self.metrics = RequestMetrics(arrival_time_s=time.time())
-        self._arrival_s = self._first_token_s = time.monotonic()
+        names = [self.request_id]
+        if len(handles) > 1:
+            names = [f"{self.request_id}{COMPLETION_SEPARATOR}{index}" for index in range(len(handles))]
+        self.completions = [
+            RunningCompletion(index, name, handle, prepared.params, decoder, streams=stream)
+            for index, (name, handle) in enumerate(zip(names, handles, strict=True))
+        ]
         self._prepared = prepared
         self._decoder = decoder
-        self._text = RequestText(decoder, stops) if decoder is not None and (stream or stops) else None
-        self._checks_stops = bool(stops)
-        self._final_text = ""
         self._stream = stream
         self._on_change = on_change
+        self._arrival_time_s = time.time()
+        self._arrival_s = time.monotonic()
+        self._first_token_s: float | None = None
+        self._finish_s: float | None = None
+        self._prompt_logprobs: list[Logprobs | None] | None = (
+            None if prepared.params.prompt_logprobs is None else [None]
+        )
 
     @property
     def is_ended(self) -> bool:
         """Whether nothing more will come."""
-        return self.finish_reason is not None or self.error is not None
+        return self.error is not None or self._finish_s is not None
 
-    def update(self, token_ids: list[int], reason: int, stop_token_id: int, now_s: float) -> None:
-        """Take in what one step brought.
+    @property
+    def unfinished(self) -> list[RunningCompletion]:
+        """The continuations that have not ended."""
+        return [completion for completion in self.completions if not completion.is_ended]
 
-        Args:
-            token_ids: New tokens. The token that ends a request with STOP is among them, but has no text.
-            reason: FinishReason.
-            stop_token_id: The entry of `stop_token_ids` that ended it, or -1.
-            now_s: Monotonic time of arrival.
-        """
-        if token_ids and not self.token_ids:
+    def add_prompt_logprobs(self, prompt_logprobs: TokenLogprobs | None) -> None:
+        """Take in those of the next prompt tokens, if any."""
+        if self._prompt_logprobs is not None and prompt_logprobs is not None:
+            self._prompt_logprobs += decoded_logprobs(prompt_logprobs, self._decoder)
+
+    def note_update(self, num_tokens: int, now_s: float) -> None:
+        """Take in that one of the continuations was updated with so many new tokens, at a monotonic time."""
+        if num_tokens and self._first_token_s is None:
             self._first_token_s = now_s
-            self.metrics.ttft_s = now_s - self._arrival_s
-            self.metrics.first_token_time_s = self.metrics.arrival_time_s + self.metrics.ttft_s
-        if self._text is not None:
-            stop = self._add_with_text(self._text, token_ids, reason)
-            if stop is not None:
-                self._end("stop", stop, now_s)
-                return
-        else:
-            self.token_ids += token_ids
-        if reason:
-            self._end(_REASON_NAMES[reason], stop_token_id if stop_token_id >= 0 else None, now_s)
-        elif self._stream:
+        if not self.unfinished:
+            self._finish_s = now_s
+        if self._stream or self._finish_s is not None:
             self._on_change(self)
-
-    def count(self, num_cached: int, num_preemptions: int, num_drafted: int, num_accepted: int) -> None:
-        """Take in the engine's counters of this request."""
-        metrics = self.metrics
-        metrics.num_cached_tokens = num_cached
-        metrics.num_preemptions = num_preemptions
-        metrics.num_draft_tokens = num_drafted
-        metrics.num_accepted_tokens = num_accepted
 
     def abort(self) -> None:
         """End it with what it has."""
-        if self._text is not None:
-            self._text.finish()
-        self._end("abort", None, time.monotonic())
+        for completion in self.unfinished:
+            completion.abort()
+        self._finish_s = time.monotonic()
+        self._on_change(self)
 
     def fail(self, error: RayppError) -> None:
         """End it with an error."""
@@ -131,43 +119,29 @@ class RunningRequest:
     def output(self) -> RequestOutput:
         """Return what there is so far."""
         prepared = self._prepared
-        completion = CompletionOutput(
-            index=0,
-            text=self._text.visible if self._text is not None else self._final_text,
-            token_ids=self.token_ids.copy(),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
         return RequestOutput(
             request_id=self.request_id,
             prompt=prepared.prompt,
             prompt_token_ids=prepared.prompt_token_ids,
-            outputs=[completion],
+            outputs=[completion.output() for completion in self.completions],
             finished=self.is_ended,
-            metrics=replace(self.metrics),
+            metrics=self._metrics(),
+            prompt_logprobs=None if self._prompt_logprobs is None else self._prompt_logprobs.copy(),
         )
 
-    def _add_with_text(self, text: RequestText, token_ids: list[int], reason: int) -> str | None:
-        """Take in tokens and their text; return the stop string that ends it. Tokens after that one are dropped."""
-        num_with_text = len(token_ids) - 1 if reason == FinishReason.STOP else len(token_ids)
-        if self._checks_stops:
-            for index, token_id in enumerate(token_ids[:num_with_text]):
-                stop = text.add((token_id,))
-                if stop is not None:
-                    self.token_ids += token_ids[: index + 1]
-                    return stop
-        else:
-            text.add(token_ids[:num_with_text])
-        self.token_ids += token_ids
-        return text.finish() if reason else None
-
-    def _end(self, reason: FinishReasonName, stop_reason: int | str | None, now_s: float) -> None:
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-        if self._text is None and self._decoder is not None:
-            self._final_text = self._decoder.decode(self.token_ids[:-1] if reason == "stop" else self.token_ids)
-        metrics, num_tokens = self.metrics, len(self.token_ids)
-        metrics.finish_time_s = metrics.arrival_time_s + (now_s - self._arrival_s)
-        if num_tokens > 1:
-            metrics.tpot_s = (now_s - self._first_token_s) / (num_tokens - 1)
-        self._on_change(self)
+    def _metrics(self) -> RequestMetrics:
+        metrics = RequestMetrics(arrival_time_s=self._arrival_time_s)
+        counters = [completion.counters for completion in self.completions]
+        metrics.num_cached_tokens = counters[0][0]
+        metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens = (
+            sum(of_kind) for of_kind in list(zip(*counters, strict=True))[1:]
+        )
+        if self._first_token_s is not None:
+            metrics.ttft_s = self._first_token_s - self._arrival_s
+            metrics.first_token_time_s = self._arrival_time_s + metrics.ttft_s
+        if self._finish_s is not None:
+            metrics.finish_time_s = self._arrival_time_s + (self._finish_s - self._arrival_s)
+            num_tokens = max(len(completion.token_ids) for completion in self.completions)
+            if num_tokens > 1 and self._first_token_s is not None:
+                metrics.tpot_s = (self._finish_s - self._first_token_s) / (num_tokens - 1)
+        return metrics

@@ -83,9 +83,9 @@ class Tokenizer:
             ) from error
         return text
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out, spaces as they are."""
-        text: str = self._decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens, by default without special ones, spaces as they are."""
+        text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     @cached_property

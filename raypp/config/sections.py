@@ -29,6 +29,8 @@ class ModelSection(Section):
     """The most tokens of a request, prompt and output together. None: what the model was made for."""
     seed: int = Field(default=0, ge=0)
     """Of dummy weights and of the seeds drawn for requests that bring none."""
+    max_logprobs: int = Field(default=20, ge=-1)
+    """The most log-probabilities that a request may ask for per token. -1: any number, up to the whole vocabulary."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, texts are empty."""
 

@@ -8,15 +8,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.messages import OutputBatch
+from raypp.driver.output_logprobs import pack_logprobs
+from raypp.messages import OutputBatch, TokenLogprobs
 from raypp.scheduler.request import Request, RequestUpdate
 
 HOLD_S = 0.05
 """How old held tokens get while steps end."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """What one request is still to be told."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def take(self, update: RequestUpdate) -> None:
+        self.token_ids += update.new_token_ids
+        if update.logprobs is not None:
+            self.logprobs.append(update.logprobs)
+        if update.prompt_logprobs is not None:
+            self.prompt_logprobs.append(update.prompt_logprobs)
 
 
 class Outbox:
@@ -31,7 +49,7 @@ class Outbox:
         """
         self._send = send
         self._hold_s = hold_s
-        self._held: dict[bytes, dict[Request, list[int]]] = {}
+        self._held: dict[bytes, dict[Request, _Held]] = {}
         self._last_sent_s: dict[bytes, float] = {}
 
     def put(self, updates: Iterable[RequestUpdate]) -> None:
@@ -40,11 +58,11 @@ class Outbox:
         now_s = time.monotonic()
         for update in updates:
             request = update.request
-            self._held.setdefault(request.client, {}).setdefault(request, []).extend(update.new_token_ids)
+            self._held.setdefault(request.client, {}).setdefault(request, _Held()).take(update)
             if (
                 request.is_streamed
                 or request.finish_reason
-                or len(request.output_token_ids) == len(update.new_token_ids)
+                or (update.new_token_ids and len(request.output_token_ids) == len(update.new_token_ids))
                 or now_s - self._last_sent_s.get(request.client, 0.0) > self._hold_s
             ):
                 due.add(request.client)
@@ -58,18 +76,19 @@ class Outbox:
         self._last_sent_s.pop(client, None)
 
 
-def _output_batch(held: dict[Request, list[int]]) -> OutputBatch:
-    requests = list(held)
+def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
+    requests, contents = list(held), list(held.values())
     return OutputBatch(
         handles=np.array([request.handle for request in requests], np.int64),
-        num_tokens=_int32s([len(token_ids) for token_ids in held.values()]),
-        token_ids=_int32s([token_id for token_ids in held.values() for token_id in token_ids]),
+        num_tokens=_int32s([len(content.token_ids) for content in contents]),
+        token_ids=_int32s([token_id for content in contents for token_id in content.token_ids]),
         finish_reasons=_int32s([request.finish_reason for request in requests]),
         stop_token_ids=_int32s([request.stop_token_id for request in requests]),
         num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
         num_preemptions=_int32s([request.num_preemptions for request in requests]),
         num_draft_tokens=_int32s([request.num_draft_tokens for request in requests]),
         num_accepted_tokens=_int32s([request.num_accepted_tokens for request in requests]),
+        logprobs=pack_logprobs([c.logprobs for c in contents], [c.prompt_logprobs for c in contents]),
     )
 
 

@@ -165,6 +165,8 @@ class DriverServer:
             params=added.params,
             seed=added.seed,
             eos_token_ids=frozenset(added.eos_token_ids),
+            bad_word_token_ids=added.bad_word_token_ids,
+            priority=added.priority,
             client=client,
             handle=added.handle,
             is_streamed=added.is_streamed,

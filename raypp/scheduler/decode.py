@@ -49,9 +49,9 @@ class DecodeChooser:
         return chosen
 
     def _make_room(self, state: RequestState, num_tokens: int, chosen: list[RequestState]) -> bool:
-        """Let a row's blocks hold that many tokens, if need be at the cost of the requests that came last.
+        """Let a row's blocks hold that many tokens, if need be at the cost of the requests that are served last.
 
-        The oldest request never has to give way, so it always ends, and then another one is the oldest.
+        The one that is served first never has to give way, so it always ends, and then another one is the first.
 
         Returns:
             False when the row must skip this turn, or was preempted itself. Preempted rows are removed from `chosen`.
@@ -73,6 +73,6 @@ class DecodeChooser:
     def _preempt(self, state: RequestState) -> None:
         """Take a request's row and blocks away; its known tokens are computed again later."""
         self._running.stop(state)
-        self._queue.push_back_in(state)
+        self._queue.push(state)
         state.request.num_preemptions += 1
         self._counters.num_preemptions += 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
+from raypp.messages import TokenLogprobs
 from raypp.types import FinishReason, SamplingParams
 
 
@@ -35,15 +33,6 @@ class Request:
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities of consecutive tokens: in column 0 of the token itself, then of the L most likely ones."""
-
-    token_ids: NDArray[np.int32]  # [n, 1 + L]
-    logprobs: NDArray[np.float32]  # [n, 1 + L]
-    ranks: NDArray[np.int32]  # [n] of the token itself; 1 is the most likely
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from raypp.messages import StepLogprobs, StepResult, unpack
-from raypp.scheduler.request import TokenLogprobs
+from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
 
 
 class LogprobsOfStep:

@@ -1,40 +1,44 @@
-"""Who is admitted next. The only place that knows the order of requests: first come, first served."""
+"""Who is admitted next. The only place that knows the order of requests: by priority, then first come, first served."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from collections.abc import Iterable, Iterator
 
 from raypp.scheduler.request_state import RequestState
+
+Turn = tuple[int, int]
+"""Priority and arrival; the smallest is served first. No two requests have the same."""
 
 
 class WaitingQueue:
     """Requests without a row, in the order in which they will get one."""
 
     def __init__(self) -> None:
-        self._states: OrderedDict[str, RequestState] = OrderedDict()
+        self._states: dict[Turn, RequestState] = {}
+        # What was removed from elsewhere than the front stays here until it gets there.
+        self._turns: list[Turn] = []
         self.num_tokens = 0  # that their prefills will have to compute, if nothing is cached
 
     def __len__(self) -> int:
         return len(self._states)
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._states.values())
+        return iter([self._states[turn] for turn in sorted(self._states)])
 
     @property
     def head(self) -> RequestState:
         """The request that is next."""
-        return next(iter(self._states.values()))
+        while self._turns[0] not in self._states:
+            heapq.heappop(self._turns)
+        return self._states[self._turns[0]]
 
     def push(self, state: RequestState) -> None:
-        """Take in a new request."""
-        self._states[state.request.request_id] = state
+        """Take in a request: a new one, or one that was preempted and has come before most that wait."""
+        turn = _turn(state)
+        self._states[turn] = state
+        heapq.heappush(self._turns, turn)
         self.num_tokens += state.num_tokens
-
-    def push_back_in(self, state: RequestState) -> None:
-        """Take in a preempted request: it has come before all that wait."""
-        self.push(state)
-        self._states.move_to_end(state.request.request_id, last=False)
 
     def note_growth(self, num_tokens: int) -> None:
         """Count tokens that a waiting request got from steps dispatched before it was preempted."""
@@ -42,17 +46,25 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
-        del self._states[state.request.request_id]
+        del self._states[_turn(state)]
         self.num_tokens -= state.num_tokens
 
     @staticmethod
     def last_of(states: Iterable[RequestState]) -> RequestState:
         """Return the one that would be served last: whom to preempt."""
-        return max(states, key=lambda state: state.arrival)
+        return max(states, key=_turn)
 
     def check_integrity(self, running: Iterable[RequestState]) -> None:
-        """Assert that nobody overtook anybody, and the count of tokens."""
-        order = [state.arrival for state in self]
-        assert order == sorted(order)
-        assert not order or all(state.arrival < order[0] for state in running), "a request was overtaken"
+        """Assert that nobody overtook anybody of the same priority, and the count of tokens."""
+        first_waiting: dict[int, int] = {}
+        for state in self:
+            first_waiting.setdefault(state.request.priority, state.arrival)
+        assert set(self._states) <= set(self._turns)
+        for state in running:
+            arrival = first_waiting.get(state.request.priority, state.arrival)
+            assert state.arrival <= arrival, "a request was overtaken"
         assert self.num_tokens == sum(state.num_tokens for state in self)
+
+
+def _turn(state: RequestState) -> Turn:
+    return state.request.priority, state.arrival

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StartExtras, StepPlan
+from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
 from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
 from raypp.ops.sampling import sample, sample_greedy
 from raypp.stage.sampling_rows import Needs, SamplingRows
 from raypp.stage.spec import StageSpec
-from raypp.stage.token_history import MAX_BAD_WORD_TOKENS, TokenHistory
+from raypp.stage.token_history import TokenHistory
 
 
 class Sampler:

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StartExtras, StepPlan
+from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
 from raypp.ops.logits import ANY_TOKEN
 from raypp.stage.spec import StageSpec
-from raypp.stage.token_history import MAX_BAD_WORD_TOKENS
 from raypp.stage.wide_table import WideTable
 
 

@@ -11,11 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypp.messages import MAX_BAD_WORD_TOKENS
 from raypp.ops.logits import NO_TOKEN
 from raypp.stage.spec import StageSpec
-
-MAX_BAD_WORD_TOKENS = 64
-"""Tokens of one bad word; `raypp.api.prepare` refuses longer ones."""
 
 
 class TokenHistory:

@@ -28,6 +28,17 @@ PARAMS = SamplingParams(max_tokens=7, temperature=0.3, stop=["a", "\ud800"], sto
 REQUESTS = [
     AddRequest("r0", 0, [1, 2, 3], PARAMS, 2**63 - 1, (2,)),
     AddRequest("Grüße", 2**62, [2**31 - 1], SamplingParams(ignore_eos=True), -5, ()),
+    AddRequest(
+        "c\0001",
+        3,
+        [7],
+        SamplingParams(n=2, logit_bias={5: -1.5, 0: 2}, allowed_token_ids=[1, 2], bad_words=["a b"], logprobs=0),
+        0,
+        (1,),
+        bad_word_token_ids=((1, 2), (3,)),
+        priority=-4,
+        is_streamed=False,
+    ),
 ]
 
 
@@ -42,6 +53,7 @@ def test_client_messages_round_trip(message: object) -> None:
 def test_outputs_round_trip() -> None:
     columns = {name: np.arange(3, dtype=np.int32) for name in OutputBatch.__dataclass_fields__}
     columns["handles"] = np.array([1, 2, 2**62], np.int64)
+    columns["logprobs"] = np.arange(5, dtype=np.uint8)
     decoded = decode_driver_message(encode_driver_message(OutputBatch(**columns)))
     for name, column in columns.items():
         np.testing.assert_array_equal(getattr(decoded, name), column)

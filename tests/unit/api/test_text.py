@@ -11,14 +11,17 @@ from raypp.api.request_text import RequestText
 from raypp.api.stop import StopChecker
 from raypp.api.tokenizer import Tokenizer
 
+SPECIAL = b"<|end|>"
+
 
 class ByteDecoder:
     """Tokens are bytes, the worst case of a byte-level vocabulary; 256 is special."""
 
     special_token_ids = frozenset({256})
 
-    def decode(self, token_ids: list[int]) -> str:
-        return bytes(t for t in token_ids if t != 256).decode(errors="replace")
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        special = b"" if skip_special_tokens else SPECIAL
+        return b"".join(special if t == 256 else bytes([t]) for t in token_ids).decode(errors="replace")
 
 
 def in_pieces(items: list[int], sizes: list[int]) -> list[list[int]]:
@@ -44,22 +47,24 @@ def test_streamed_text_is_the_text_and_never_holds_a_broken_character(text: str,
 
 
 @settings(max_examples=200, deadline=None)
-@given(tokens=st.lists(st.integers(0, 256) | st.integers(0x80, 0xFF), max_size=80), sizes=pieces_sizes)
-def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], sizes: list[int]) -> None:
+@given(
+    tokens=st.lists(st.integers(0, 256) | st.integers(0x80, 0xFF), max_size=80), sizes=pieces_sizes, skip=st.booleans()
+)
+def test_any_bytes_stream_to_what_they_decode_to(tokens: list[int], sizes: list[int], skip: bool) -> None:
     decoder = ByteDecoder()
-    detokenizer = Detokenizer(decoder)
+    detokenizer = Detokenizer(decoder, skip_special_tokens=skip)
     out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
-    assert out == decoder.decode(tokens)
+    assert out == decoder.decode(tokens, skip_special_tokens=skip)
 
 
 def test_bytes_that_are_no_text_do_not_pile_up() -> None:
     longest = 0
 
     class Recorder(ByteDecoder):
-        def decode(self, token_ids: list[int]) -> str:
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
             nonlocal longest
             longest = max(longest, len(token_ids))
-            return super().decode(token_ids)
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     detokenizer = Detokenizer(Recorder())
     out = "".join(detokenizer.add([0xFF]) for _ in range(500))
@@ -69,21 +74,23 @@ def test_bytes_that_are_no_text_do_not_pile_up() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), sizes=pieces_sizes)
-def test_real_tokenizer_streams_what_it_decodes(tokenizer: Tokenizer, data: st.DataObject, sizes: list[int]) -> None:
+@given(data=st.data(), sizes=pieces_sizes, skip=st.booleans())
+def test_real_tokenizer_streams_what_it_decodes(
+    tokenizer: Tokenizer, data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
     tokens = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 20), max_size=60))
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
-    assert out == tokenizer.decode(tokens)
+    assert out == tokenizer.decode(tokens, skip_special_tokens=skip)
 
 
-def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The definition: go on character by character, and look."""
-    for end in range(len(text) + 1):
+def first_stop(text: str, stops: list[str], *, first: int = 0, include: bool = False) -> tuple[str, str | None]:
+    """The definition: go on character by character, and look, once the first `first` ones are there."""
+    for end in range(first + 1, len(text) + 1):
         hits = [stop for stop in stops if text[:end].endswith(stop)]
         if hits:
             longest = max(hits, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end if include else end - len(longest)], longest
     return text, None
 
 
@@ -92,18 +99,24 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     text=st.text(alphabet="abc", max_size=30),
     stops=st.lists(st.text(alphabet="abc", min_size=1, max_size=4), min_size=1, max_size=3, unique=True),
     sizes=pieces_sizes,
+    include=st.booleans(),
+    num_early_pieces=st.just(0) | st.integers(0, 9),
 )
-def test_stop_strings_cut_alike_in_any_pieces(text: str, stops: list[str], sizes: list[int]) -> None:
-    expected_text, expected_stop = first_stop(text, stops)
-    request_text = RequestText(ByteDecoder(), stops)
+def test_stop_strings_cut_alike_in_any_pieces(
+    text: str, stops: list[str], sizes: list[int], include: bool, num_early_pieces: int
+) -> None:
+    pieces = in_pieces(list(text.encode()), sizes)
+    num_early = sum(map(len, pieces[:num_early_pieces]))
+    expected_text, expected_stop = first_stop(text, stops, first=num_early, include=include)
+    request_text = RequestText(ByteDecoder(), stops, include_stop=include)
     found = None
-    for piece in in_pieces(list(text.encode()), sizes):
-        found = request_text.add(piece)
+    for index, piece in enumerate(pieces):
+        found = request_text.add(piece, may_stop=index >= num_early_pieces)
         assert expected_text.startswith(request_text.visible)  # what was shown is never taken back
         if found:
             break
     else:
-        found = request_text.finish()
+        found = request_text.finish(may_stop=len(pieces) > num_early_pieces)
     assert (request_text.visible, found) == (expected_text, expected_stop)
 
 
@@ -114,3 +127,34 @@ def test_stop_strings_cut_alike_in_any_pieces(text: str, stops: list[str], sizes
 def test_a_beginning_of_a_stop_string_is_held_back(text: str, visible: str) -> None:
     checker = StopChecker(["STOP"])
     assert text[: checker.num_safe(text)] == visible
+
+
+@pytest.mark.parametrize("stop", ["\u4e16", "\u4e16\u754c", "! \U0001f389", "\U0001f389", "e\u0301"])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_is_found_inside_of_characters_that_come_byte_by_byte(stop: str, include: bool) -> None:
+    text = "Gr\u00fc\u00dfe, \u4e16\u754c! \U0001f389e\u0301\U0001f389 and more"
+    request_text = RequestText(ByteDecoder(), [stop], include_stop=include)
+    shown = []
+    for byte in text.encode():
+        found = request_text.add([byte])
+        shown.append(request_text.visible)
+        if found:
+            break
+    before = text[: text.index(stop)]
+    assert request_text.visible == (before + stop if include else before)
+    assert all(request_text.visible.startswith(part) for part in shown)
+
+
+def test_a_stop_string_inside_of_a_token_cuts_the_token() -> None:
+    request_text = RequestText(ByteDecoder(), ["b"])
+    assert request_text.add(list(b"aabcc")) == "b"
+    assert request_text.visible == "aa"
+
+
+def test_special_tokens_may_hold_a_stop_string() -> None:
+    request_text = RequestText(ByteDecoder(), ["|end"], skip_special_tokens=False)
+    assert request_text.add([*b"a", 256, *b"b"]) == "|end"
+    assert request_text.visible == "a<"
+    silent = RequestText(ByteDecoder(), ["|end"])
+    assert silent.add([*b"a", 256, *b"b"]) is None
+    assert silent.visible == "ab"

@@ -45,7 +45,7 @@ def test_the_queue_is_first_come_first_served_and_counts_tokens():
     for state in others:
         queue.push(state)
     assert queue.head is others[0]
-    queue.push_back_in(preempted)
+    queue.push(preempted)
     assert queue.head is preempted
     assert queue.num_tokens == 10
     preempted.num_tokens += 2

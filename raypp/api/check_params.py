@@ -1,0 +1,121 @@
+"""What can be wrong with sampling parameters only when the model is known: its vocabulary, tokenizer and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from raypp.api.tokenizer import Tokenizer
+from raypp.errors import RequestError
+from raypp.messages import MAX_BAD_WORD_TOKENS
+from raypp.types import SamplingParams
+
+BadWords = tuple[tuple[int, ...], ...]
+
+
+class ParamsChecker:
+    """Checks parameters against one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, vocab_size: int, max_logprobs: int, eos_token_ids: Collection[int]
+    ) -> None:
+        """Check for one model.
+
+        Args:
+            tokenizer: None when prompts are token ids only.
+            vocab_size: Token ids are below it.
+            max_logprobs: The most log-probabilities that a request may ask for per token; -1: any number.
+            eos_token_ids: The tokens that end a text.
+        """
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_logprobs = vocab_size if max_logprobs == -1 else max_logprobs
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    def checked(self, request_id: str, params: SamplingParams) -> tuple[SamplingParams, BadWords]:
+        """Return the parameters with every number said, and their bad words as tokens.
+
+        Raises:
+            RequestError: they do not fit the model.
+        """
+        self._check_text(request_id, params)
+        self._check_token_ids(request_id, "stop_token_ids", params.stop_token_ids)
+        self._check_token_ids(request_id, "logit_bias", params.logit_bias)
+        self._check_token_ids(request_id, "allowed_token_ids", params.allowed_token_ids or ())
+        bad_words = self._bad_words(request_id, params)
+        self._check_allowed(request_id, params, bad_words)
+        logprobs = self._num_logprobs(request_id, "logprobs", params.logprobs)
+        prompt_logprobs = self._num_logprobs(request_id, "prompt_logprobs", params.prompt_logprobs)
+        if (logprobs, prompt_logprobs) != (params.logprobs, params.prompt_logprobs):
+            params = replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return params, bad_words
+
+    def _check_text(self, request_id: str, params: SamplingParams) -> None:
+        if self._tokenizer is not None:
+            return
+        for name, hint in (("stop", "use stop_token_ids"), ("bad_words", "use logit_bias")):
+            if getattr(params, name):
+                raise RequestError(
+                    f"{name} needs a tokenizer, and the engine was made with skip_tokenizer_init",
+                    request_id=request_id,
+                    got=getattr(params, name),
+                    expected="no strings",
+                    hint=hint,
+                )
+
+    def _check_token_ids(self, request_id: str, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._vocab_size:
+                raise RequestError(
+                    f"an entry of {name} is outside of the vocabulary",
+                    request_id=request_id,
+                    got=token_id,
+                    expected=f"0 to {self._vocab_size - 1}",
+                )
+
+    def _num_logprobs(self, request_id: str, name: str, number: int | None) -> int | None:
+        wanted = self._vocab_size if number == -1 else number
+        if wanted is not None and wanted > self._max_logprobs:
+            raise RequestError(
+                f"SamplingParams.{name} asks for more than the engine gives",
+                request_id=request_id,
+                got=number,
+                expected=f"at most max_logprobs = {self._max_logprobs}",
+                hint="ask for fewer, or make the engine with a larger max_logprobs (-1: no limit)",
+            )
+        return None if wanted is None else min(wanted, self._vocab_size)
+
+    def _bad_words(self, request_id: str, params: SamplingParams) -> BadWords:
+        """Return how the tokenizer writes each word at the beginning of a text and after a space."""
+        if not params.bad_words or self._tokenizer is None:
+            return ()
+        words = [word.strip(" ") for word in params.bad_words]
+        spellings = self._tokenizer.encode(
+            [text for word in words for text in (word, f" {word}")], add_special_tokens=False
+        )
+        for word, token_ids in zip((word for word in words for _ in range(2)), spellings, strict=True):
+            if len(token_ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    "an entry of bad_words is too long",
+                    request_id=request_id,
+                    got=f"{len(token_ids)} tokens: {word[:40]!r}...",
+                    expected=f"at most {MAX_BAD_WORD_TOKENS} tokens",
+                )
+            self._check_token_ids(request_id, "bad_words", token_ids)
+        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in spellings if token_ids))
+
+    def _check_allowed(self, request_id: str, params: SamplingParams, bad_words: BadWords) -> None:
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[0] for word in bad_words if len(word) == 1}
+        reason = "bad_words"
+        if params.min_tokens:
+            banned |= {*params.stop_token_ids} | (frozenset() if params.ignore_eos else self._eos_token_ids)
+            reason = "min_tokens and bad_words" if bad_words else "min_tokens"
+        if banned.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "SamplingParams contradict each other: no token is left to begin with",
+                request_id=request_id,
+                got=f"allowed_token_ids={list(params.allowed_token_ids)[:20]}, all banned by {reason}",
+                expected="at least one allowed token that is not banned",
+            )

@@ -1,0 +1,144 @@
+"""One continuation on its way through the engine, as its client sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raypp.api.decoded_logprobs import decoded_logprobs
+from raypp.api.detokenizer import Decoder
+from raypp.api.request_text import RequestText
+from raypp.messages import TokenLogprobs
+from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
+
+_REASON_NAMES: dict[int, FinishReasonName] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+class RunningCompletion:
+    """Collects what the engine yields for one continuation, until a finish reason.
+
+    Text is made while the tokens come only where somebody needs it then: for streaming, or to look for stop strings.
+    Otherwise the tokens are decoded once, at the end.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        engine_id: str,
+        handle: int,
+        params: SamplingParams,
+        decoder: Decoder | None,
+        *,
+        streams: bool,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            index: Its place among the continuations of its request.
+            engine_id: Its name in the engine.
+            handle: The number that outputs name it by.
+            params: Of its request.
+            decoder: Makes its text; None leaves it empty.
+            streams: Whether its text is asked for before the end.
+        """
+        self.index = index
+        self.engine_id = engine_id
+        self.handle = handle
+        self.token_ids: list[int] = []
+        self.finish_reason: FinishReasonName | None = None
+        self.stop_reason: int | str | None = None
+        self.counters = (0, 0, 0, 0)  # cached tokens, preemptions, drafted and accepted tokens, so far
+        self._params = params
+        self._decoder = decoder if params.detokenize else None
+        self._vocabulary = decoder
+        self._text: RequestText | None = None
+        if self._decoder is not None and (streams or params.stop):
+            self._text = RequestText(
+                self._decoder,
+                params.stop,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop=params.include_stop_str_in_output,
+            )
+        self._final_text = ""
+        self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    def update(self, token_ids: list[int], reason: int, stop_token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Take in what one step brought.
+
+        Args:
+            token_ids: New tokens, the one that ends it with STOP among them.
+            reason: FinishReason.
+            stop_token_id: The entry of `stop_token_ids` that ended it, or -1.
+            logprobs: Of the new tokens, if they were asked for.
+        """
+        if self._logprobs is not None and logprobs is not None:
+            self._logprobs += decoded_logprobs(logprobs, self._vocabulary)
+        if self._text is not None:
+            stop = self._add_with_text(self._text, token_ids, reason)
+            if stop is not None:
+                self._end("stop", stop)
+                return
+        else:
+            self.token_ids += token_ids
+        if reason:
+            self._end(_REASON_NAMES[reason], stop_token_id if stop_token_id >= 0 else None)
+
+    def abort(self) -> None:
+        """End it with what it has."""
+        if self._text is not None:
+            self._text.finish(may_stop=False)
+        self._end("abort", None)
+
+    def output(self) -> CompletionOutput:
+        """Return what there is so far."""
+        logprobs = None if self._logprobs is None else self._logprobs[: len(self.token_ids)]
+        return CompletionOutput(
+            index=self.index,
+            text=self._text.visible if self._text is not None else self._final_text,
+            token_ids=self.token_ids.copy(),
+            cumulative_logprob=None if logprobs is None else _sum_of_chosen(self.token_ids, logprobs),
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _add_with_text(self, text: RequestText, token_ids: list[int], reason: int) -> str | None:
+        """Take in tokens and their text; return the stop string that ends it. Tokens after that one are dropped."""
+        num_with_text = self._num_with_text(token_ids, reason)
+        if self._params.stop:
+            for index, token_id in enumerate(token_ids[:num_with_text]):
+                stop = text.add((token_id,), may_stop=len(self.token_ids) + index >= self._params.min_tokens)
+                if stop is not None:
+                    self.token_ids += token_ids[: index + 1]
+                    return stop
+        else:
+            text.add(token_ids[:num_with_text])
+        self.token_ids += token_ids
+        return text.finish(may_stop=len(self.token_ids) > self._params.min_tokens) if reason else None
+
+    def _num_with_text(self, token_ids: Sequence[int], reason: int | str) -> int:
+        """Return how many of the last tokens have text: the one that ends it has none unless it is asked for."""
+        ends_silently = reason in (FinishReason.STOP, "stop") and not self._params.include_stop_str_in_output
+        return len(token_ids) - 1 if ends_silently else len(token_ids)
+
+    def _end(self, reason: FinishReasonName, stop_reason: int | str | None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        if self._text is None and self._decoder is not None:
+            self._final_text = self._decoder.decode(
+                self.token_ids[: self._num_with_text(self.token_ids, reason)],
+                skip_special_tokens=self._params.skip_special_tokens,
+            )
+
+
+def _sum_of_chosen(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> float:
+    return sum(of_token[token_id].logprob for token_id, of_token in zip(token_ids, logprobs, strict=True))
