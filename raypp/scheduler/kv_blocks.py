@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from raypp.scheduler.block_pool import BlockPool
 from raypp.scheduler.limits import SchedulerLimits
@@ -40,6 +40,33 @@ class KvBlocks:
         num_blocks = num_tokens // self._limits.block_size
         self._extend_hashes(state, num_blocks)
         return self._cache.longest_prefix(state.block_hashes[:num_blocks])
+
+    def is_being_computed(self, state: RequestState, index: int, prefilling: Iterable[RequestState]) -> bool:
+        """Return whether the block after a waiting request's cached prefix is one that others are about to offer.
+
+        They do when the chunk that holds it is dispatched, and chunks of prefills under way come first. So a request
+        that waits for it loses little, and the continuations of one prompt, or a burst of requests that begin alike,
+        compute their beginning once.
+
+        Args:
+            state: The waiting request; `find_prefix` was asked just now.
+            index: Blocks of its prefix.
+            prefilling: The requests whose prefill is under way.
+        """
+        block_size = self._limits.block_size
+        if (
+            not self._limits.enable_prefix_caching
+            or state.scores_prompt
+            or index >= (state.num_tokens - 1) // block_size
+        ):
+            return False
+        key = state.block_hashes[index]
+        for other in prefilling:
+            if other.num_offered_blocks <= index < other.num_prefill_tokens // block_size:
+                self._extend_hashes(other, index + 1)
+                if other.block_hashes[index] == key:
+                    return True
+        return False
 
     def try_admit(self, state: RequestState, prefix: list[int], num_reserved: int) -> bool:
         """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.

@@ -74,6 +74,8 @@ class PrefillChooser:
         if not self._kv.may_admit(state, num_reserved):
             return None
         prefix = self._kv.find_prefix(state)
+        if self._kv.is_being_computed(state, len(prefix), self._running.prefilling):
+            return None
         num_cached_tokens = len(prefix) * self._limits.block_size
         num_rest = state.num_tokens - num_cached_tokens
         num_tokens = self._chunk_tokens(num_rest, budget, step_is_full)

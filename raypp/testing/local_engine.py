@@ -8,7 +8,7 @@ import torch
 
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
-from raypp.scheduler.request import Request
+from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
 from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
@@ -20,30 +20,42 @@ from raypp.transport.open import open_local_links
 from raypp.types import SamplingParams
 
 
+def build_local_pipeline(plan: EnginePlan, factory: StageFactory | None = None) -> LocalPipeline:
+    """Return all stages of a plan, joined by local links."""
+    specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
+    models = [build_stage_model(spec, plan.model, factory) for spec in specs]
+    schemas = StageSchemas.of(specs[0], models[0].hidden_size)
+    links = open_local_links(
+        len(specs),
+        forward=schemas.forward_messages(specs[0]),
+        feedback=schemas.feedback_messages(specs[0]),
+        device=torch.device(specs[0].device),
+    )
+    silent = Tracer("local", enabled=False)
+    return LocalPipeline(
+        [
+            Stage(spec, model, allocate_kv_caches(spec, plan.model), of_stage, schemas, silent)
+            for spec, model, of_stage in zip(specs, models, links, strict=True)
+        ]
+    )
+
+
 class LocalEngine:
     """Runs requests to their end in the calling thread."""
 
     def __init__(self, plan: EnginePlan, factory: StageFactory | None = None) -> None:
-        specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
-        models = [build_stage_model(spec, plan.model, factory) for spec in specs]
-        schemas = StageSchemas.of(specs[0], models[0].hidden_size)
-        links = open_local_links(
-            len(specs),
-            forward=schemas.forward_messages(specs[0]),
-            feedback=schemas.feedback_messages(specs[0]),
-            device=torch.device(specs[0].device),
-        )
-        silent = Tracer("local", enabled=False)
-        stages = [
-            Stage(spec, model, allocate_kv_caches(spec, plan.model), of_stage, schemas, silent)
-            for spec, model, of_stage in zip(specs, models, links, strict=True)
-        ]
         self.scheduler = Scheduler(plan.scheduler_limits())
-        self._engine = Engine(self.scheduler, LocalPipeline(stages), silent)
+        self._engine = Engine(self.scheduler, build_local_pipeline(plan, factory), Tracer("local", enabled=False))
         self._num_requests = 0
 
     def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_token_ids: frozenset[int] = frozenset()
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        bad_word_token_ids: tuple[tuple[int, ...], ...] = (),
+        priority: int = 0,
     ) -> Request:
         """Take in a request and return it; its output fills as `step` is called."""
         request = Request(
@@ -52,14 +64,25 @@ class LocalEngine:
             params=params,
             seed=params.seed if params.seed is not None else self._num_requests,
             eos_token_ids=eos_token_ids,
+            bad_word_token_ids=bad_word_token_ids,
+            priority=priority,
         )
         self._num_requests += 1
         self._engine.add(request)
         return request
 
-    def step(self) -> None:
-        """Collect one step and dispatch what may go."""
-        self._engine.step()
+    def abort(self, request: Request) -> bool:
+        """End a request now; return whether it was running."""
+        return self._engine.abort(request.request_id)
+
+    def step(self) -> list[RequestUpdate]:
+        """Collect one step and dispatch what may go; return what changed."""
+        return self._engine.step()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._engine.has_unfinished
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
@@ -67,7 +90,7 @@ class LocalEngine:
         """Run the prompts together to their end; return their output tokens."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         requests = [self.submit(prompt, of_prompt) for prompt, of_prompt in zip(prompts, each, strict=True)]
-        while self._engine.has_unfinished:
+        while self.has_unfinished:
             self.step()
         return [request.output_token_ids for request in requests]
 

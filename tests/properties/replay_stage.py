@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raypp.messages import NO_STEP, NULL_BLOCK, StepPlan, StepResult, pack, unpack
+from raypp.messages import (
+    NO_BYTES,
+    NO_STEP,
+    NULL_BLOCK,
+    Bytes,
+    StartExtras,
+    StepLogprobs,
+    StepPlan,
+    StepResult,
+    pack,
+    pack_inside,
+    unpack,
+)
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
 
@@ -53,6 +65,9 @@ class ReplayRow:
     known: list[int] = field(default_factory=list)
     limit: int = 0
     seed: int = 0
+    num_logprobs: int = -1
+    num_prompt_logprobs: int = -1
+    prompt_len: int = 0
     table: dict[int, int] = field(default_factory=dict)
     histories: list[int] = field(default_factory=list)  # truth: after each token
     token_ids: list[int] = field(default_factory=list)  # truth
@@ -103,7 +118,40 @@ class ReplayStage:
             num_accepted[index] = max(len(new) - 1, 0)
             feedback.append((row_index, len(row.token_ids) if new else -1, new, self._draft(row)))
         self._feedback.append((plan.step_id, feedback))
-        return unpack(StepResult, pack(StepResult(plan.step_id, result_ids, num_valid, num_accepted)))
+        logprobs = self._logprobs(plan, inputs, result_ids)
+        return unpack(StepResult, pack(StepResult(plan.step_id, result_ids, num_valid, num_accepted, logprobs)))
+
+    def _logprobs(self, plan: StepPlan, inputs: list[tuple[int, int, list[int]]], result_ids: np.ndarray) -> Bytes:
+        """Report for every token a number that only its place and its value explain."""
+        rows = [self._rows[row_index] for row_index, _, _ in inputs]
+        asking = [i for i, row in enumerate(rows) if row.num_logprobs >= 0 and plan.samples[i]]
+        token_ids = [t for i in asking for t in result_ids[i][: None if i < plan.num_decode_rows else 1].tolist()]
+        prompts = []
+        for index in range(plan.num_decode_rows, len(rows)):
+            row, (_, start, chunk) = rows[index], inputs[index]
+            scored = row.known[start + 1 : min(start + len(chunk) + 1, row.prompt_len)]
+            if row.num_prompt_logprobs >= 0 and scored:
+                prompts.append((index, start + 1, scored))
+        if not asking and not prompts:
+            return NO_BYTES
+        width = 1 + max([rows[i].num_logprobs for i in asking], default=0)
+        prompt_width = 1 + max([rows[i].num_prompt_logprobs for i, _, _ in prompts], default=0)
+        prompt_ids = [t for _, _, scored in prompts for t in scored]
+        positions = [start + offset for _, start, scored in prompts for offset in range(len(scored))]
+        return pack_inside(
+            StepLogprobs(
+                indices=np.array(asking, np.int32),
+                token_ids=_columns(token_ids, width),
+                logprobs=_columns(token_ids, width).astype(np.float32) / 2,
+                ranks=np.array(token_ids, np.int32) + 1,
+                prompt_indices=np.array([index for index, _, _ in prompts], np.int32),
+                prompt_starts=np.array([start for _, start, _ in prompts], np.int32),
+                prompt_counts=np.array([len(scored) for _, _, scored in prompts], np.int32),
+                prompt_token_ids=_columns(prompt_ids, prompt_width),
+                prompt_logprobs=_columns(positions, prompt_width).astype(np.float32),
+                prompt_ranks=np.array(positions, np.int32) + 1,
+            )
+        )
 
     def _apply_feedback(self, until: int) -> None:
         while self._feedback and self._feedback[0][0] <= until:
@@ -122,10 +170,18 @@ class ReplayStage:
             row.known = plan.start_token_ids[offset : offset + count].tolist()
             offset += count
             row.length, row.limit, row.seed = count, int(plan.start_limits[i]), int(plan.start_seed[i])
+            row.prompt_len = int(plan.start_prompt_lens[i])
+            row.num_logprobs = row.num_prompt_logprobs = -1
             row.token_ids, row.histories = [], []
             for token_id in row.known:
                 row.append(token_id)
         assert offset == len(plan.start_token_ids)
+        if len(plan.start_extras):
+            extras = unpack(StartExtras, plan.start_extras.data)
+            columns = (extras.rows.tolist(), extras.num_logprobs.tolist(), extras.num_prompt_logprobs.tolist())
+            for row_index, num_logprobs, num_prompt_logprobs in zip(*columns, strict=True):
+                self._rows[row_index].num_logprobs = num_logprobs
+                self._rows[row_index].num_prompt_logprobs = num_prompt_logprobs
         for row_index, position, block in zip(plan.block_rows, plan.block_positions, plan.block_ids, strict=True):
             self._rows[row_index].table[int(position)] = int(block)
 
@@ -176,6 +232,11 @@ class ReplayStage:
             draft_ids.append(right if self._rng.random() < 0.6 else self._rng.randrange(VOCAB_SIZE))
             history = extend(history, draft_ids[-1])
         return draft_ids
+
+
+def _columns(values: list[int], width: int) -> np.ndarray:
+    """Return each value in column 0, and larger ones beside it."""
+    return np.array(values, np.int32).reshape(-1, 1) + np.arange(width, dtype=np.int32)
 
 
 class PlanWatcher:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
 
-from raypp.messages import StepResult
+from raypp.messages import StepResult, TokenLogprobs
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
@@ -58,6 +58,9 @@ class Drive:
         self.results: deque[StepResult] = deque()
         self.requests: list[Request] = []
         self.told: Counter[str] = Counter()
+        self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
+        self.has_priorities = rng.random() < 0.5
         self.shared = [[rng.randrange(2, VOCAB_SIZE) for _ in range(limits.max_model_len)] for _ in range(2)]
 
     def limit(self, request: Request) -> int:
@@ -74,8 +77,11 @@ class Drive:
             max_tokens=max_tokens if capacity < self.limits.max_model_len else max_tokens + rng.randint(0, 9),
             ignore_eos=rng.random() < 0.7,
             stop_token_ids=(1,) if rng.random() < 0.3 else (),
+            logprobs=rng.randrange(3) if rng.random() < 0.3 else None,
+            prompt_logprobs=rng.randrange(3) if rng.random() < 0.3 else None,
         )
-        request = Request(str(len(self.requests)), prompt, params, rng.randrange(3), EOS)
+        priority = rng.randrange(3) if self.has_priorities else 0
+        request = Request(str(len(self.requests)), prompt, params, rng.randrange(3), EOS, priority=priority)
         self.requests.append(request)
         self.scheduler.add(request)
 
@@ -113,8 +119,12 @@ class Drive:
         self.watcher.note_collected(result.step_id)
         for update in self.scheduler.update(result):
             assert update.request.request_id not in ended
-            assert update.new_token_ids
+            assert update.new_token_ids or update.prompt_logprobs is not None
             self.told[update.request.request_id] += len(update.new_token_ids)
+            if update.logprobs is not None:
+                self.logprobs[update.request.request_id].append(update.logprobs)
+            if update.prompt_logprobs is not None:
+                self.prompt_logprobs[update.request.request_id].append(update.prompt_logprobs)
 
     def check(self) -> None:
         self.scheduler.check_integrity()
@@ -139,6 +149,7 @@ class Drive:
             expected = reference_output(request, self.limit(request))
             output = request.output_token_ids
             assert self.told[request.request_id] == len(output)
+            self.check_logprobs(request)
             if request.finish_reason == FinishReason.ABORT:
                 assert output == expected[: len(output)]
                 continue
@@ -147,6 +158,26 @@ class Drive:
             ends_by_eos = output[-1] in EOS and not request.params.ignore_eos
             assert request.finish_reason == (FinishReason.STOP if ends_by_stop or ends_by_eos else FinishReason.LENGTH)
             assert request.stop_token_id == (output[-1] if ends_by_stop else -1)
+        self.check_nothing_is_left()
+
+    def check_logprobs(self, request: Request) -> None:
+        """Assert that every token was reported once, in order, with as many beside it as were asked for."""
+        params, output = request.params, request.output_token_ids
+        reported = self.logprobs[request.request_id]
+        assert [t for piece in reported for t in piece.token_ids[:, 0].tolist()] == (
+            [] if params.logprobs is None else output
+        )
+        assert all(piece.token_ids.shape[1] == 1 + params.logprobs for piece in reported)
+        assert all((piece.logprobs == piece.token_ids / 2).all() for piece in reported)
+        assert all((piece.ranks == piece.token_ids[:, 0] + 1).all() for piece in reported)
+        reported = self.prompt_logprobs[request.request_id]
+        scored = [t for piece in reported for t in piece.token_ids[:, 0].tolist()]
+        expected = [] if params.prompt_logprobs is None else request.prompt_token_ids[1:]
+        assert scored == (expected if output else expected[: len(scored)])
+        assert [r for piece in reported for r in piece.ranks.tolist()] == list(range(2, 2 + len(scored)))
+        assert all(piece.logprobs.shape[1] == 1 + params.prompt_logprobs for piece in reported)
+
+    def check_nothing_is_left(self) -> None:
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_in_flight) == (0, 0, 0)
         assert stats.num_free_blocks == self.limits.num_blocks - 1
@@ -197,6 +228,10 @@ def test_the_random_drives_meet_what_they_are_for():
         met["drafts accepted"] += stats.num_accepted_tokens > 0
         met["drafts refused"] += stats.num_accepted_tokens < stats.num_draft_tokens
         met.update(request.finish_reason.name for request in run.requests)
+        met["prompt logprobs after a preemption"] += any(
+            r.num_preemptions and r.params.prompt_logprobs is not None for r in run.requests
+        )
+        met["prompt logprobs in pieces"] += any(len(pieces) > 1 for pieces in run.prompt_logprobs.values())
     whats = ("preempted", "cached", "chunked", "drafts accepted", "drafts refused", "STOP", "LENGTH", "ABORT")
-    for what in whats:
+    for what in (*whats, "prompt logprobs after a preemption", "prompt logprobs in pieces"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

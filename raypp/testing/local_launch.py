@@ -1,0 +1,132 @@
+"""An engine in a thread of the calling process: `LLM(..., launch=launch_in_thread)`. Real parts, no Ray; for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import zmq
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine import Engine
+from raypp.driver.engine_plan import EnginePlan, Hardware, plan_engine
+from raypp.driver.server import DriverServer
+from raypp.errors import RayppError
+from raypp.messages import StepPlan, StepResult
+from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.build import StageFactory
+from raypp.testing.local_engine import build_local_pipeline
+from raypp.testing.local_pipeline import LocalPipeline
+from raypp.tracing import Tracer
+
+
+class ThreadEngine:
+    """An `EngineHandle` whose driver and stages share a thread."""
+
+    def __init__(self, plan: EnginePlan, factory: StageFactory | None) -> None:
+        self._plan = plan
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        clients = self._context.socket(zmq.ROUTER)
+        clients.set_hwm(0)
+        clients.linger = 0
+        self.client_address = f"tcp://127.0.0.1:{clients.bind_to_random_port('tcp://127.0.0.1')}"
+        self.scheduler = Scheduler(plan.scheduler_limits())
+        pipeline = _PolledPipeline(build_local_pipeline(plan, factory), self._context)
+        engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
+        self._server = DriverServer(
+            engine,
+            pipeline,  # type: ignore[arg-type]  # what the server needs of a ChannelPipeline
+            clients,
+            step_timeout_s=plan.config.faults.step_timeout_s,
+        )
+        self._watchers: list[Callable[[RayppError], None]] = []
+        self._is_closed = False
+        self._clients, self._pipeline = clients, pipeline
+        self._thread = threading.Thread(target=self._serve, name="raypp-local-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def model_info(self) -> Mapping[str, Any]:
+        """Return what clients need to know of the model."""
+        return {
+            "vocab_size": self._plan.model.vocab_size,
+            "max_model_len": self._plan.max_model_len,
+            "eos_token_ids": sorted(self._plan.model.eos_token_ids),
+            "model_path": self._plan.model_path,
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._plan.describe()
+
+    def processes(self) -> dict[str, Any]:
+        """Return this process's id, for the driver and for every stage."""
+        return {"driver": os.getpid(), "stages": [os.getpid()] * len(self._plan.stages), "encoders": []}
+
+    def watch(self, callback: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when the engine dies."""
+        self._watchers.append(callback)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._server.stop()
+        self._thread.join()
+        self._server.close()
+        self._pipeline.close()
+        self._clients.close()
+        self._context.term()
+
+    def _serve(self) -> None:
+        try:
+            self._server.serve()
+        except RayppError as error:
+            for callback in self._watchers:
+                callback(error)
+
+
+def launch_in_thread(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> ThreadEngine:
+    """Start an engine in a thread; a `Launch`."""
+    return ThreadEngine(plan_engine(config, Hardware.of_this_machine()), stage_factory)
+
+
+class _PolledPipeline:
+    """A local pipeline with a socket that is readable while steps are in flight, as the server's poller wants it."""
+
+    def __init__(self, pipeline: LocalPipeline, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._pipeline = pipeline
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.bind("inproc://steps")
+        self._signal = context.socket(zmq.PAIR)
+        self._signal.connect("inproc://steps")
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan."""
+        self._pipeline.submit(plan)
+        self._signal.send(b"")
+
+    def collect(self) -> list[StepResult]:
+        """Execute the oldest plan and return its result."""
+        results = self._pipeline.collect()
+        for _ in results:
+            self.socket.recv()
+        return results
+
+    def send_heartbeat(self) -> None:
+        """Nobody needs one."""
+
+    def slowest_stage(self) -> tuple[int, float]:
+        """Return the first stage, heard of just now: they all run here."""
+        return 0, 0.0
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._pipeline.close()
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.close(linger=0)
+            self._signal.close(linger=0)
