@@ -43,7 +43,7 @@ def test_different_prompts_do_not_wait():
 
 
 def test_a_common_beginning_is_waited_for_and_no_more():
-    """Four common tokens, one block, then nothing in common: the second prompt starts one step later, while the first goes on."""
+    """Four common tokens, one block, then nothing in common: the second prompt starts one step later."""
     limits = make_limits(
         num_stages=1, enable_prefix_caching=True, max_num_batched_tokens=12, min_prefill_chunk_tokens=4
     )
