@@ -6,8 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-LinkKind = Literal["local", "gloo", "ray_collective"]
+LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 """How a stage is joined to its neighbours; see `raypp.transport.open`."""
+
+TransportKind = Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"]
+"""The link that is asked for; `auto` leaves it to where the stages are, see `raypp.transport.resolve`."""
 
 
 class Section(BaseModel):
@@ -55,8 +58,9 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
-    transport: Literal["auto", "local", "gloo", "ray_collective"] = "auto"
-    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs. One stage is always local."""
+    transport: TransportKind = "auto"
+    """How tensors move between stages. `auto`, for each pair of neighbours: `ipc` on one node when each GPU reaches the
+    other's memory, `nccl` between nodes and otherwise, `gloo` on CPUs. One stage is always `local`."""
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
     stage_num_threads: int | None = Field(default=None, ge=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.config.engine import EngineConfig
-from raypp.config.sections import LinkKind
+from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
@@ -63,7 +63,7 @@ class EnginePlan:
     model: ModelConfig
     dtype: str
     device: str
-    transport: LinkKind
+    transport: TransportKind
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
@@ -187,7 +187,7 @@ def plan_engine(
         model=model,
         dtype=dtype,
         device="cpu",
-        transport=_transport(config),
+        transport=_transport(config, "cpu"),
         max_model_len=_max_model_len(config, model, num_blocks),
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or max(1, (hardware.num_cpu_cores - 1) // num_stages),
@@ -255,7 +255,13 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return asked
 
 
-def _transport(config: EngineConfig) -> LinkKind:
+def _transport(config: EngineConfig, device: str) -> TransportKind:
+    """Return the link to ask for; on GPUs `auto` stays, for which links there can be depends on where stages run."""
+    asked = config.parallel.transport
     if config.parallel.num_stages == 1:
         return "local"
-    return "ray_collective" if config.parallel.transport == "ray_collective" else "gloo"
+    if device != "cpu":
+        return asked
+    if asked in ("ipc", "nccl"):
+        raise ConfigError(f"{asked} links join GPUs", got="stages on CPUs", hint="leave transport at auto")
+    return "gloo" if asked == "auto" else asked

@@ -65,6 +65,7 @@ def build_stage(
         feedback=schemas.feedback_messages(spec),
         rendezvous=rendezvous,
         deadline_s=spec.link_timeout_s,
+        device=torch.device(spec.device),
     )
     return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
 

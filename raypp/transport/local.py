@@ -13,13 +13,15 @@ import torch
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import NO_STEP
 
+_CPU = torch.device("cpu")
+
 
 class _Ring:
     """The slots of one edge, and which step's message each holds."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, deadline_s: float) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int, deadline_s: float, device: torch.device) -> None:
         assert num_slots >= 2, "one slot cannot be written while it is read"
-        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8).unbind()
+        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
         self.steps = [NO_STEP] * num_slots
         self.sizes = [0] * num_slots
         self.changed = threading.Condition()
@@ -123,7 +125,9 @@ class LocalReceiver:
         self._ring.close()
 
 
-def open_local_edge(num_slots: int, slot_bytes: int, deadline_s: float = 0.0) -> tuple[LocalSender, LocalReceiver]:
+def open_local_edge(
+    num_slots: int, slot_bytes: int, deadline_s: float = 0.0, *, device: torch.device = _CPU
+) -> tuple[LocalSender, LocalReceiver]:
     """Return the two ends of an edge inside this process.
 
     Args:
@@ -131,6 +135,7 @@ def open_local_edge(num_slots: int, slot_bytes: int, deadline_s: float = 0.0) ->
         slot_bytes: The largest message, bytes.
         deadline_s: How long either end waits for the other. 0 is for one thread that holds both ends: whatever is not
             there when it asks can never come, so it is told at once.
+        device: Where the slots are. On a GPU both ends must use one stream: its order is what makes the data be there.
     """
-    ring = _Ring(num_slots, slot_bytes, deadline_s)
+    ring = _Ring(num_slots, slot_bytes, deadline_s, device)
     return LocalSender(ring), LocalReceiver(ring)
