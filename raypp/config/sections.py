@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 """How a stage is joined to its neighbours; see `raypp.transport.open`."""
 
+TransportKind = Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"]
+"""The link that is asked for; `auto` leaves it to where the stages are, see `raypp.transport.resolve`."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
@@ -57,9 +60,9 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
-    transport: Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"] = "auto"
-    """How tensors move between stages. `auto`: local for one stage, gloo on CPUs, ipc on the GPUs of a node.
-    One stage is always local."""
+    transport: TransportKind = "auto"
+    """How tensors move between stages. `auto`, for each pair of neighbours: `ipc` on one node when each GPU reaches the
+    other's memory, `nccl` between nodes and otherwise, `gloo` on CPUs. One stage is always `local`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What stages compute on. `auto`: GPUs when there are any, else CPUs."""
     stage_num_gpus: float = Field(default=1.0, gt=0, le=1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.config.engine import EngineConfig
-from raypp.config.sections import LinkKind
+from raypp.config.sections import TransportKind
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.errors import ConfigError, ResourceError
@@ -50,7 +50,7 @@ class EnginePlan:
     model: ModelConfig
     dtype: str
     device: str
-    transport: LinkKind
+    transport: TransportKind
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
@@ -273,9 +273,13 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) ->
     return asked
 
 
-def _transport(config: EngineConfig, device: str) -> LinkKind:
+def _transport(config: EngineConfig, device: str) -> TransportKind:
+    """Return the link to ask for; on GPUs `auto` stays, for which links there can be depends on where stages run."""
+    asked = config.parallel.transport
     if config.parallel.num_stages == 1:
         return "local"
-    if config.parallel.transport != "auto":
-        return config.parallel.transport
-    return "gloo" if device == "cpu" else "ipc"
+    if device != "cpu":
+        return asked
+    if asked in ("ipc", "nccl"):
+        raise ConfigError(f"{asked} links join GPUs", got="stages on CPUs", hint="leave transport at auto")
+    return "gloo" if asked == "auto" else asked

@@ -23,7 +23,7 @@ class PendingResult:
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
             # Blocking: the waiting thread sleeps, a core is not spent on it.
-            self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event(blocking=True)
             self._copied.record()
 
     def wait(self) -> StepResult:

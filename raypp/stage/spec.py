@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from raypp.config.sections import LinkKind
+from raypp.config.sections import TransportKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class StageSpec:
     block_size: int
     num_blocks: int  # the null block included
     max_drafts: int
-    transport: LinkKind
+    transport: TransportKind
     link_timeout_s: float
     trace: bool
 

@@ -12,7 +12,8 @@ import zmq
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import EnginePlan, Hardware, plan_engine
+from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.hardware import Hardware
 from raypp.driver.server import DriverServer
 from raypp.errors import RayppError
 from raypp.messages import StepPlan, StepResult

@@ -126,7 +126,7 @@ class LocalReceiver:
 
 
 def open_local_edge(
-    num_slots: int, slot_bytes: int, deadline_s: float = 0.0, device: torch.device = _CPU
+    num_slots: int, slot_bytes: int, deadline_s: float = 0.0, *, device: torch.device = _CPU
 ) -> tuple[LocalSender, LocalReceiver]:
     """Return the two ends of an edge inside this process.
 
@@ -135,7 +135,7 @@ def open_local_edge(
         slot_bytes: The largest message, bytes.
         deadline_s: How long either end waits for the other. 0 is for one thread that holds both ends: whatever is not
             there when it asks can never come, so it is told at once.
-        device: Where the slots are. On a GPU both ends must use the same stream, which orders what the host calls.
+        device: Where the slots are. On a GPU both ends must use one stream: its order is what makes the data be there.
     """
     ring = _Ring(num_slots, slot_bytes, deadline_s, device)
     return LocalSender(ring), LocalReceiver(ring)

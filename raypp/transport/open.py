@@ -1,37 +1,33 @@
-"""Opening the links of a stage: who is joined to whom, and that both ends mean the same.
+"""Opening the links of a stage: who is joined to whom by which link, and that both ends mean the same.
 
-    stage 0 --forward--> stage 1 --forward--> ... --forward--> stage n-1
-       ^                                                          |
-       +-------------------------- feedback ----------------------+
-
-Before any edge opens, every stage publishes what it sends and expects, and checks all edges: a mismatch anywhere stops
-every stage with the same error, instead of leaving some to wait for neighbours that gave up.
+Before any edge opens, every stage publishes what it sends and expects and where it runs, and checks all edges: a
+mismatch anywhere stops every stage with the same error, instead of leaving some to wait for neighbours that gave up.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
-from raypp.config.sections import LinkKind
+from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
-from raypp.transport.gloo import GlooConnection, GlooDevice
+from raypp.transport.edges import NUM_FORWARD_SLOTS, Edge, EdgeEnds, edges_at, num_feedback_slots, pipeline_edges
 from raypp.transport.link import LinkReceiver, LinkSender
+from raypp.transport.link_opening import LinkOpening
 from raypp.transport.local import open_local_edge
+from raypp.transport.place import StagePlace
 from raypp.transport.rendezvous import Meeting, Rendezvous
-from raypp.transport.ring import Connection, RingReceiver, RingSender
+from raypp.transport.resolve import resolve_link
 from raypp.transport.schema import Schema, check_schemas
 
-_CPU = torch.device("cpu")
+logger = logging.getLogger(__name__)
 
-NUM_FORWARD_SLOTS = 3
-"""A step is read while the next arrives, and one more evens out what stages of unequal speed do."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class StageLinks:
 
 
 def open_stage_links(
-    kind: LinkKind,
+    kind: TransportKind,
     stage_index: int,
     num_stages: int,
     *,
@@ -96,7 +92,8 @@ def open_stage_links(
     On the first stage it returns only when all stages are done, so that the rendezvous may be closed then.
 
     Args:
-        kind: `local` takes one stage, the others any number; `ray_collective` only inside Ray actors.
+        kind: What the configuration asks for; see `resolve.py`. `local` takes one stage, the others any number;
+            `ray_collective` only inside Ray actors.
         stage_index: Of the calling stage, 0-based.
         num_stages: Of the pipeline. A single stage needs no rendezvous: its feedback is local.
         forward: What stages send to the next.
@@ -104,45 +101,54 @@ def open_stage_links(
         rendezvous: The address that `RendezvousServer` has on the first stage.
         own_host: An address of this node that the neighbours can reach.
         open_timeout_s: How long the stages may take to meet.
-        deadline_s: How long a wait on a link may take.
-        device: Where the messages are written and read.
+        deadline_s: How long a wait on a link may take. The links between GPUs never wait on the host.
+        device: Where the stage's tensors are, and so the slots. A CUDA device becomes the current one.
 
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
         DeadlineError: a stage did not come.
+        ResourceError: GPU memory lacks or cannot be shared.
     """
     if num_stages == 1:
-        sender, receiver = open_local_edge(_num_feedback_slots(1), feedback.slot_bytes, device=device)
+        sender, receiver = open_local_edge(num_feedback_slots(1), feedback.slot_bytes, device=device)
         return StageLinks(None, None, receiver, sender)
     if kind == "local" or rendezvous is None:
         raise ConfigError(
             "these links cannot join the stages",
             got=f"{kind} links, {num_stages} stages, rendezvous {rendezvous}",
-            expected="gloo or ray_collective links, and a rendezvous, for more than one stage",
+            expected="other links, and a rendezvous, for more than one stage",
         )
 
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     meeting = Meeting(rendezvous, open_timeout_s)
-    specs = {name: feedback if name == "feedback" else forward for name, _, _ in _edges(num_stages)}
-    _agree(meeting, stage_index, num_stages, specs)
+    edges = pipeline_edges(num_stages, forward.slot_bytes, feedback.slot_bytes)
+    _agree(meeting, stage_index, edges, forward, feedback)
+    kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
+    opening = LinkOpening(meeting, stage_index, num_stages, device, own_host, deadline_s)
     with ExitStack() as opened:
-        if kind == "gloo":
-            connect = _connect_over_gloo(meeting, own_host, deadline_s)
-        else:
-            connect = _connect_over_ray(meeting, stage_index, num_stages, rendezvous, deadline_s)
-        links = _open_edges(connect, stage_index, num_stages, specs, opened)
+        ends = EdgeEnds()
+        # One kind after the other, in the same order on all stages: those that wait for their peers never cross.
+        for each in sorted(set(kinds.values())):
+            ends.update(opening.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0:
             meeting.await_all((f"opened/{index}", index) for index in range(num_stages))
         opened.pop_all()
-    return links
+    return StageLinks(
+        previous=ends.receivers.get(f"forward {stage_index - 1}"),
+        next=ends.senders.get(f"forward {stage_index}"),
+        feedback_in=ends.receivers.get("feedback"),
+        feedback_out=ends.senders.get("feedback"),
+    )
 
 
 def open_local_links(
     num_stages: int, *, forward: MessageSpec, feedback: MessageSpec, device: torch.device = _CPU
 ) -> list[StageLinks]:
-    """Return the links of all stages of a pipeline that one thread runs, step by step."""
+    """Return the links of all stages of a pipeline that one thread runs, step by step, on one device."""
     forwards = [open_local_edge(NUM_FORWARD_SLOTS, forward.slot_bytes, device=device) for _ in range(num_stages - 1)]
-    feedback_out, feedback_in = open_local_edge(_num_feedback_slots(num_stages), feedback.slot_bytes, device=device)
+    feedback_out, feedback_in = open_local_edge(num_feedback_slots(num_stages), feedback.slot_bytes, device=device)
     return [
         StageLinks(
             previous=forwards[index - 1][1] if index > 0 else None,
@@ -154,86 +160,30 @@ def open_local_links(
     ]
 
 
-def _num_feedback_slots(num_stages: int) -> int:
-    # As many as there are steps in flight: so the last stage never has to ask whether it may send.
-    return 2 * num_stages
-
-
-def _edges(num_stages: int) -> list[tuple[str, int, int]]:
-    """Return all edges as (name, sending stage, receiving stage), in the order in which every stage opens its own."""
-    forward = [(f"forward {index}", index, index + 1) for index in range(num_stages - 1)]
-    return [*forward, ("feedback", num_stages - 1, 0)]
-
-
-def _agree(meeting: Meeting, stage_index: int, num_stages: int, specs: dict[str, MessageSpec]) -> None:
+def _agree(meeting: Meeting, stage_index: int, edges: list[Edge], forward: MessageSpec, feedback: MessageSpec) -> None:
     """Publish what this stage sends and expects, and check every edge of the pipeline."""
-    edges = _edges(num_stages)
-    for name, sender, receiver in edges:
-        for end, index in (("sends", sender), ("expects", receiver)):
+    for edge in edges_at(stage_index, edges):
+        spec = feedback if edge.name == "feedback" else forward
+        for end, index in (("sends", edge.sender), ("expects", edge.receiver)):
             if index == stage_index:
-                meeting.tell(f"{name} {end}", json.dumps(specs[name].describe()))
-    for name, sender, receiver in edges:
+                meeting.tell(f"{edge.name} {end}", json.dumps(spec.describe()))
+    for edge in edges:
         check_schemas(
-            f"stage {sender}",
-            json.loads(meeting.ask(f"{name} sends", sender)),
-            f"stage {receiver}",
-            json.loads(meeting.ask(f"{name} expects", receiver)),
+            f"stage {edge.sender}",
+            json.loads(meeting.ask(f"{edge.name} sends", edge.sender)),
+            f"stage {edge.receiver}",
+            json.loads(meeting.ask(f"{edge.name} expects", edge.receiver)),
         )
 
 
-Connect = Callable[[str, int, int], Connection[Any]]
-"""Connects one end of an edge: its name, this end's rank (0 sends, 1 receives), the stage at the other end."""
-
-
-def _connect_over_gloo(meeting: Meeting, own_host: str, deadline_s: float) -> Connect:
-    device = GlooDevice(own_host)
-
-    def connect(name: str, rank: int, peer_index: int) -> GlooConnection:
-        return GlooConnection(
-            device,
-            PrefixStore(name, meeting.store),
-            rank,
-            peer_index=peer_index,
-            open_timeout_s=meeting.remaining_s,
-            deadline_s=deadline_s,
-        )
-
-    return connect
-
-
-def _connect_over_ray(
-    meeting: Meeting, stage_index: int, num_stages: int, rendezvous: Rendezvous, deadline_s: float
-) -> Connect:
-    from raypp.transport.ray_collective import CollectiveConnection, CollectiveGroup  # importing Ray takes a second
-
-    name = f"raypp-{rendezvous.host}-{rendezvous.port}"
-    group = CollectiveGroup(name, stage_index, num_stages, meeting.remaining_s)
-
-    def connect(name: str, rank: int, peer_index: int) -> CollectiveConnection:
-        return group.connect(peer_index, deadline_s)
-
-    return connect
-
-
-def _open_edges(
-    connect: Connect, stage_index: int, num_stages: int, specs: dict[str, MessageSpec], opened: ExitStack
-) -> StageLinks:
-    senders: dict[str, RingSender[Any]] = {}
-    receivers: dict[str, RingReceiver[Any]] = {}
-    for name, sender, receiver in _edges(num_stages):
-        num_slots = _num_feedback_slots(num_stages) if name == "feedback" else NUM_FORWARD_SLOTS
-        if stage_index == sender:
-            connection = connect(name, 0, receiver)
-            senders[name] = RingSender(connection, num_slots, specs[name].slot_bytes)
-        elif stage_index == receiver:
-            connection = connect(name, 1, sender)
-            receivers[name] = RingReceiver(connection, num_slots, specs[name].slot_bytes)
-        else:
-            continue
-        opened.callback(connection.close)
-    return StageLinks(
-        previous=receivers.get(f"forward {stage_index - 1}"),
-        next=senders.get(f"forward {stage_index}"),
-        feedback_in=receivers.get("feedback"),
-        feedback_out=senders.get("feedback"),
-    )
+def _resolve(
+    meeting: Meeting, asked: TransportKind, stage_index: int, edges: list[Edge], place: StagePlace
+) -> dict[str, LinkKind]:
+    """Publish where this stage is, and return the link of every edge of the pipeline."""
+    meeting.tell(f"place {stage_index}", place.to_json())
+    stages = sorted({edge.sender for edge in edges})
+    places = {index: StagePlace.from_json(meeting.ask(f"place {index}", index)) for index in stages}
+    kinds = {edge.name: resolve_link(asked, edge, places[edge.sender], places[edge.receiver]) for edge in edges}
+    if stage_index == 0:
+        logger.info("links: %s", kinds)
+    return kinds

@@ -62,6 +62,7 @@ class Meeting:
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        self.rendezvous = rendezvous
         self._ends = time.monotonic() + timeout_s
         try:
             self.store = TCPStore(

@@ -79,7 +79,7 @@ def _gpu_plan(num_gpus: int = 2, **settings) -> EnginePlan:
 
 def test_gpus_are_used_when_there_are_any():
     plan = _gpu_plan(num_stages=2)
-    assert (plan.device, plan.dtype, plan.transport) == ("cuda", "bfloat16", "ipc")
+    assert (plan.device, plan.dtype, plan.transport) == ("cuda", "bfloat16", "auto")
     assert plan.stage_resources() == {"CPU": 0.01, "GPU": 1.0}
     on_cpu = _gpu_plan(num_stages=2, device="cpu")
     assert (on_cpu.device, on_cpu.dtype, on_cpu.transport) == ("cpu", "float32", "gloo")

@@ -17,6 +17,7 @@ import torch
 
 from raypp.errors import ConfigError, DeadlineError, ResourceError
 from raypp.transport.open import MessageSpec, StageLinks, open_local_links, open_stage_links
+from raypp.transport.place import StagePlace
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
 from raypp.transport.schema import feedback_schema, hidden_states_schema
 
@@ -193,6 +194,7 @@ def test_a_stage_that_agrees_but_never_connects_is_named(server: RendezvousServe
     meeting = Meeting(server.address, 5.0)
     meeting.tell("forward 0 expects", json.dumps(FORWARD.describe()))
     meeting.tell("feedback sends", json.dumps(FEEDBACK.describe()))
+    meeting.tell("place 1", StagePlace.here(torch.device("cpu")).to_json())
     started = time.monotonic()
     with pytest.raises(DeadlineError, match="no connection to stage 1"):
         open_stage_links(

@@ -1,0 +1,170 @@
+"""A GPU as an `ipc` link needs it: shareable memory and stream flags, by way of CUDA's driver API (cuda-bindings 13).
+
+Allocations are the link's own, not torch's: the caching allocator hands out parts of larger segments, and a handle
+shares the whole segment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from raypp.errors import ConfigError, ResourceError
+from raypp.transport.dlpack import tensor_at
+
+_GRANULARITY = 1 << 21
+_POLL_S = 0.001
+
+
+class CudaDevice:
+    """See `StreamDevice`.
+
+    Args:
+        device: A CUDA device with an index. It becomes the current one.
+
+    Raises:
+        ConfigError: cuda-bindings is not installed.
+        ResourceError: the device cannot be used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver = _import_driver()
+        self._device = device
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # the driver API works in the context that torch makes for itself
+        self._context = self._call("find the context", self._driver.cuCtxGetCurrent)
+        self._thread = threading.get_ident()
+        self._last_stream: torch.cuda.Stream | None = None
+        self._wait_flags = self._geq_flags()
+        _, greatest = self._call("ask for priorities", self._driver.cuCtxGetStreamPriorityRange)
+        # Streams of another priority do not queue up behind those of torch, even where all share one connection.
+        self._force_stream = self._call(
+            "make a stream",
+            self._driver.cuStreamCreateWithPriority,
+            int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING),
+            greatest,
+        )
+
+    def allocate(self, num_bytes: int) -> int:
+        """Return the address of an allocation of its own."""
+        # CUDA packs small allocations together, and a handle would share them all.
+        rounded = -(-num_bytes // _GRANULARITY) * _GRANULARITY
+        self._enter()
+        return int(self._call(f"allocate {rounded} bytes for link slots", self._driver.cuMemAlloc, rounded))
+
+    def free(self, address: int) -> None:
+        """Free an allocation."""
+        self._enter()
+        self._call("free link slots", self._driver.cuMemFree, address)
+
+    def export(self, address: int) -> bytes:
+        """Return the allocation's IPC handle, 64 bytes."""
+        self._enter()
+        handle = self._call("share memory", self._driver.cuIpcGetMemHandle, address)
+        return bytes(handle.reserved)
+
+    def map(self, handle: bytes) -> int:
+        """Return the address of another process's allocation in this one; its GPU becomes a peer if it is another."""
+        self._enter()
+        ipc_handle = self._driver.CUipcMemHandle()
+        ipc_handle.reserved = handle
+        flags = int(self._driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return int(self._call("map a neighbour's memory", self._driver.cuIpcOpenMemHandle, ipc_handle, flags))
+
+    def unmap(self, address: int) -> None:
+        """Undo `map`."""
+        self._enter()
+        self._call("unmap a neighbour's memory", self._driver.cuIpcCloseMemHandle, address)
+
+    def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Return the bytes there as a uint8 tensor of this device."""
+        return tensor_at(address, num_bytes, self._device)
+
+    def wait(self, flag: int, value: int) -> None:
+        """Let the current stream wait until the flag has reached `value`."""
+        stream = self._current_stream()
+        self._call("wait on a flag", self._driver.cuStreamWaitValue32, stream, flag, value, self._wait_flags)
+
+    def write(self, flag: int, value: int) -> None:
+        """Let the current stream write the flag, after a memory barrier for the whole system."""
+        self._call("write a flag", self._driver.cuStreamWriteValue32, self._current_stream(), flag, value, 0)
+
+    def force(self, flag: int, value: int) -> None:
+        """Write the flag now, on a stream that nothing else uses."""
+        # Another thread's current context is not this one, and the thread may be a short-lived one.
+        self._call("enter the context", self._driver.cuCtxSetCurrent, self._context)
+        self._call("force a flag", self._driver.cuStreamWriteValue32, self._force_stream, flag, value, 0)
+
+    def settle(self) -> None:
+        """Wait for the whole device."""
+        torch.cuda.synchronize(self._device)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the last used stream is done; return whether it is."""
+        if self._last_stream is None:
+            return True
+        ends = time.monotonic() + timeout_s
+        done = torch.cuda.Event()
+        try:
+            done.record(self._last_stream)
+            while not done.query():
+                if time.monotonic() > ends:
+                    return False
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            return False  # the device has failed; its memory cannot be given back in order
+        return True
+
+    def close(self) -> None:
+        """Leave the stream for `force` to the end of the process: destroying it could wait for what it holds."""
+
+    def _geq_flags(self) -> int:
+        """Return the flags of a cyclic greater-or-equal wait, after which the data is visible as well."""
+        flags = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+        number = self._call("find the device", self._driver.cuCtxGetDevice)
+        can_flush = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
+        # Where the device may reorder what comes from another one, the wait has to put that right.
+        if self._call("ask for an attribute", self._driver.cuDeviceGetAttribute, can_flush, number):
+            flags |= int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
+        return flags
+
+    def _current_stream(self) -> int:
+        self._enter()
+        stream = self._last_stream = torch.cuda.current_stream(self._device)
+        return stream.cuda_stream
+
+    def _enter(self) -> None:
+        """Make the context the thread's own: a stage opens its links in one thread and runs in another."""
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._call("enter the context", self._driver.cuCtxSetCurrent, self._context)
+            self._thread = thread
+
+    def _call(self, what: str, function: Any, *args: object) -> Any:
+        """Call the driver API, and return what it returns besides the error: nothing, a value, or several."""
+        error, *values = function(*args)
+        if error != self._driver.CUresult.CUDA_SUCCESS:
+            raise self._failed(what, error)
+        return values[0] if len(values) == 1 else values
+
+    def _failed(self, what: str, error: Any) -> ResourceError:
+        _, name = self._driver.cuGetErrorName(error)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return ResourceError(
+            f"CUDA could not {what}",
+            got=f"{name.decode() if name else error} on {self._device}, {free >> 20} of {total >> 20} MiB free",
+            hint="transport='nccl' needs no memory shared between processes; containers need --ipc=host for ipc links",
+        )
+
+
+def _import_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ConfigError(
+            "ipc links need the package cuda-bindings", got=str(error), hint="pip install 'raypp[gpu]'"
+        ) from error
+    return driver

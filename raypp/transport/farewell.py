@@ -1,0 +1,110 @@
+"""How neighbours on one node tell each other that they no longer use the other's memory.
+
+A stage may free the memory that it exported only when its neighbours have unmapped it. So each closes its mappings,
+says so, hears the same from the others, and frees. A stage that was killed has said so by dying: its socket ends.
+Sockets are in Linux's abstract namespace, so that nothing is left over in any case.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+
+from raypp.errors import DeadlineError
+
+_STAGE_INDEX = struct.Struct("<i")
+
+
+class Farewells:
+    """One stage's sockets to its neighbours, one each.
+
+    Args:
+        stage_index: Of this stage.
+    """
+
+    def __init__(self, stage_index: int) -> None:
+        self._stage_index = stage_index
+        self._sockets: dict[int, socket.socket] = {}
+        self.address = f"raypp-{secrets.token_hex(16)}"
+        """Where neighbours of a higher index connect to."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(f"\0{self.address}")
+        self._listener.listen(64)
+
+    def meet(self, addresses: Mapping[int, str], timeout_s: float) -> None:
+        """Connect with all neighbours.
+
+        Args:
+            addresses: Of the neighbours, by stage index.
+            timeout_s: How long they may take to come.
+
+        Raises:
+            DeadlineError: one did not come, or cannot be reached.
+        """
+        ends = time.monotonic() + timeout_s
+        for peer, address in addresses.items():
+            if peer < self._stage_index:
+                self._sockets[peer] = self._connect(peer, address, timeout_s)
+        awaited = {peer for peer in addresses if peer > self._stage_index}
+        while awaited:
+            self._listener.settimeout(max(ends - time.monotonic(), 0.001))
+            try:
+                connection, _ = self._listener.accept()
+                connection.settimeout(max(ends - time.monotonic(), 0.001))
+                said = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
+            except OSError as error:
+                raise DeadlineError(
+                    f"stage {min(awaited)} did not connect", got=str(error), expected=f"a connection in {timeout_s} s"
+                ) from error
+            newcomer = _STAGE_INDEX.unpack(said)[0] if len(said) == _STAGE_INDEX.size else None
+            if newcomer in awaited:
+                awaited.remove(newcomer)
+                self._sockets[newcomer] = connection
+            else:
+                connection.close()
+        self._listener.close()
+
+    def say(self) -> None:
+        """Tell all neighbours that this stage no longer uses their memory."""
+        for connection in self._sockets.values():
+            try:
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                continue  # it is gone
+
+    def hear(self, timeout_s: float) -> list[int]:
+        """Wait until all neighbours have said it too, or are gone; return those that did not in time."""
+        ends = time.monotonic() + timeout_s
+        silent = []
+        for peer, connection in self._sockets.items():
+            connection.settimeout(max(ends - time.monotonic(), 0.001))
+            try:
+                connection.recv(1)
+            except TimeoutError:
+                silent.append(peer)
+            except OSError:
+                continue  # it is gone
+        return silent
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for connection in [self._listener, *self._sockets.values()]:
+            connection.close()
+
+    def _connect(self, peer: int, address: str, timeout_s: float) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout_s)
+        try:
+            connection.connect(f"\0{address}")
+            connection.sendall(_STAGE_INDEX.pack(self._stage_index))
+        except OSError as error:
+            connection.close()
+            raise DeadlineError(
+                f"stage {peer} cannot be reached",
+                got=str(error),
+                hint="ipc links need stages in one network namespace of one node; transport='nccl' does not",
+            ) from error
+        return connection

@@ -1,0 +1,163 @@
+"""The memory that one stage shares with its neighbours for its `ipc` edges: one allocation with flags and slots.
+
+    | flag of end 0 | flag of end 1 | ... | slots of the first receiving edge | slots of the second | ...
+
+A receiving end's flag says what was published to it, a sending end's what was released to it. Neighbours know the
+layout from the edges alone, so they exchange nothing but a handle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raypp.transport.edges import Edge, EdgeEnds, edges_at
+from raypp.transport.farewell import Farewells
+from raypp.transport.flag_forcer import FlagForcer
+from raypp.transport.flags import INITIAL_VALUE
+from raypp.transport.ipc import IpcEdgeMemory, IpcReceiver, IpcSender
+from raypp.transport.rendezvous import Meeting
+from raypp.transport.stream_device import StreamDevice
+
+logger = logging.getLogger(__name__)
+
+_FLAG_STRIDE = 128  # a cache line of its own: polling one flag does not slow the writes of another
+_SLOT_ALIGNMENT = 512
+_CLOSE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class RegionLayout:
+    """Where things lie in a stage's region: offsets in bytes, by edge name."""
+
+    flags: dict[str, int]
+    slots: dict[str, int]  # receiving edges only
+    slot_stride: dict[str, int]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, stage_index: int, edges: Sequence[Edge]) -> RegionLayout:
+        """Return the layout of a stage's region. `edges` are all `ipc` edges of the pipeline, in their order."""
+        own = edges_at(stage_index, edges)
+        flags = {edge.name: index * _FLAG_STRIDE for index, edge in enumerate(own)}
+        slots: dict[str, int] = {}
+        strides: dict[str, int] = {}
+        offset = _round_up(len(own) * _FLAG_STRIDE)
+        for edge in own:
+            if edge.receiver == stage_index:
+                slots[edge.name], strides[edge.name] = offset, _round_up(edge.slot_bytes)
+                offset += edge.num_slots * strides[edge.name]
+        return cls(flags, slots, strides, offset)
+
+
+class IpcRegion:
+    """A stage's own region, and its neighbours' regions as this process sees them.
+
+    Args:
+        device: Of this stage.
+        stage_index: Of this stage.
+        edges: All `ipc` edges of the pipeline.
+        meeting: Where the stages meet; the constructor waits for the neighbours.
+
+    Raises:
+        DeadlineError: a neighbour did not come.
+        ResourceError: memory lacks, or cannot be shared.
+    """
+
+    def __init__(self, device: StreamDevice, stage_index: int, edges: Sequence[Edge], meeting: Meeting) -> None:
+        self._device = device
+        self._stage_index = stage_index
+        self._edges = list(edges)
+        self._own_edges = edges_at(stage_index, edges)
+        self._forcer = FlagForcer(device)
+        self._farewells = Farewells(stage_index)
+        self._mapped: dict[int, int] = {}  # stage index -> base address
+        self._num_open_ends = len(self._own_edges)
+        self._is_closed = False
+        self._layout = RegionLayout.of(stage_index, edges)
+        self._base = device.allocate(self._layout.num_bytes)
+        try:
+            self._clear()
+            self._meet(meeting)
+        except BaseException:
+            self.close(0.1)
+            raise
+
+    def ends(self) -> EdgeEnds:
+        """Return the ends of this stage's edges. The region closes with the last of them."""
+        ends = EdgeEnds()
+        for edge in self._own_edges:
+            memory = self._memory_of(edge)
+            if edge.sender == self._stage_index:
+                ends.senders[edge.name] = IpcSender(self._device, memory, self._forcer, self._end_closed)
+            else:
+                ends.receivers[edge.name] = IpcReceiver(self._device, memory, self._forcer, self._end_closed)
+        return ends
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Unmap the neighbours' memory, and free the own once they have unmapped it.
+
+        Memory that a stream or a neighbour may still use after `timeout_s` is left to the end of the process.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        ends = time.monotonic() + timeout_s
+        is_idle = self._device.drain(timeout_s) and self._forcer.stop(max(ends - time.monotonic(), 0.1))
+        if not is_idle:
+            logger.warning("stage %d closes its links with work in flight; their memory stays", self._stage_index)
+        else:
+            for base in self._mapped.values():
+                self._device.unmap(base)
+            self._farewells.say()
+            silent = self._farewells.hear(max(ends - time.monotonic(), 0.1))
+            if silent:
+                logger.warning("stages %s still use the link memory of stage %d", silent, self._stage_index)
+            else:
+                self._device.free(self._base)
+        self._farewells.close()
+        self._device.close()
+
+    def _clear(self) -> None:
+        memory = self._device.tensor(self._base, self._layout.num_bytes)
+        memory.zero_()
+        flags = memory[: len(self._own_edges) * _FLAG_STRIDE].view(torch.int32)
+        flags.fill_(INITIAL_VALUE - (1 << 32))  # signed
+        self._device.settle()
+
+    def _meet(self, meeting: Meeting) -> None:
+        about = {"handle": self._device.export(self._base).hex(), "address": self._farewells.address}
+        meeting.tell(f"ipc {self._stage_index}", json.dumps(about))
+        neighbours = sorted({edge.peer_of(self._stage_index) for edge in self._own_edges})
+        theirs = {peer: json.loads(meeting.ask(f"ipc {peer}", peer)) for peer in neighbours}
+        self._farewells.meet({peer: theirs[peer]["address"] for peer in neighbours}, meeting.remaining_s)
+        for peer in neighbours:
+            self._mapped[peer] = self._device.map(bytes.fromhex(theirs[peer]["handle"]))
+
+    def _memory_of(self, edge: Edge) -> IpcEdgeMemory:
+        bases = {**self._mapped, self._stage_index: self._base}
+        sender = RegionLayout.of(edge.sender, self._edges)
+        receiver = RegionLayout.of(edge.receiver, self._edges)
+        first = bases[edge.receiver] + receiver.slots[edge.name]
+        stride = receiver.slot_stride[edge.name]
+        return IpcEdgeMemory(
+            slots=tuple(
+                self._device.tensor(first + index * stride, edge.slot_bytes) for index in range(edge.num_slots)
+            ),
+            published=bases[edge.receiver] + receiver.flags[edge.name],
+            released=bases[edge.sender] + sender.flags[edge.name],
+        )
+
+    def _end_closed(self) -> None:
+        self._num_open_ends -= 1
+        if self._num_open_ends == 0:
+            self.close()
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT

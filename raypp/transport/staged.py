@@ -1,0 +1,83 @@
+"""A link between host memories, for stages whose tensors are on a GPU: each message is copied to the host and back.
+
+Blocking and slow: for `gloo` and `ray_collective` where someone asks for them, and where GPUs have no better link.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.transport.link import LinkReceiver, LinkSender
+
+
+class StagedSender:
+    """A sending end whose slot is on a device; see `LinkSender`.
+
+    Args:
+        sender: The link's own end, with slots in host memory.
+        slot_bytes: Of the edge.
+        device: Where the stage computes.
+    """
+
+    def __init__(self, sender: LinkSender, slot_bytes: int, device: torch.device) -> None:
+        self._sender = sender
+        self._slot = torch.zeros(slot_bytes, dtype=torch.uint8, device=device)
+        self._host_slot = self._slot[:0]
+
+    def acquire(self, step_id: int) -> torch.Tensor:
+        """Return a slot, uint8 [slot_bytes], once the step's slot in host memory is free."""
+        self._host_slot = self._sender.acquire(step_id)
+        return self._slot
+
+    def send(self, step_id: int, num_bytes: int) -> None:
+        """Copy the message to the host, which waits for the stream, and send it."""
+        self._host_slot[:num_bytes].copy_(self._slot[:num_bytes])
+        self._sender.send(step_id, num_bytes)
+
+    def abort(self) -> None:
+        """End waits in progress. From any thread."""
+        self._sender.abort()
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out."""
+        self._sender.close()
+
+
+class StagedReceiver:
+    """A receiving end whose slots are on a device; see `LinkReceiver`.
+
+    Args:
+        receiver: The link's own end, with slots in host memory.
+        num_slots: Of the edge.
+        slot_bytes: Of the edge.
+        device: Where the stage computes.
+    """
+
+    def __init__(self, receiver: LinkReceiver, num_slots: int, slot_bytes: int, device: torch.device) -> None:
+        self._receiver = receiver
+        self._slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        self._num_bytes: dict[int, int] = {}
+
+    def post_recv(self, step_id: int, num_bytes: int) -> None:
+        """Say that the message will be wanted. From any one thread."""
+        self._num_bytes[step_id] = num_bytes
+        self._receiver.post_recv(step_id, num_bytes)
+
+    def wait(self, step_id: int) -> torch.Tensor:
+        """Return the step's slot, uint8 [slot_bytes], once its message is there and copied to the device."""
+        slot, num_bytes = self._slots[step_id % len(self._slots)], self._num_bytes[step_id]
+        slot[:num_bytes].copy_(self._receiver.wait(step_id)[:num_bytes])
+        return slot
+
+    def release(self, step_id: int) -> None:
+        """Give the slot back."""
+        del self._num_bytes[step_id]
+        self._receiver.release(step_id)
+
+    def abort(self) -> None:
+        """End waits in progress. From any thread."""
+        self._receiver.abort()
+
+    def close(self) -> None:
+        """Release everything."""
+        self._receiver.close()
