@@ -16,9 +16,9 @@ from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
 from raypp.ops.kernels.projection import Weights, partial_floats, project
+from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
-from raypp.ops.sampling import sample, sample_greedy
 
 
 class CudaKernels:
@@ -53,6 +53,7 @@ class CudaKernels:
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
         self._attention: CudaAttention | None = None
+        self._chooser = TokenChooser(max_rows * max_query_len, self._device, self._workspace)
 
     def norm_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -99,13 +100,13 @@ class CudaKernels:
 
     def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token."""
-        return sample_greedy(logits)
+        return self._chooser.greedy(logits)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return a draw per row."""
-        return sample(logits, temperature, seeds, positions)
+        return self._chooser.draw(logits, temperature, seeds, positions)
 
 
 class LayerAttention:
@@ -143,7 +144,8 @@ class CudaProjection:
         self._workspace = workspace
         self._choices = {rows: choose_projection(rows, weights, device) for rows in range(MAX_ROWS + 1)}
         for rows, choice in self._choices.items():
-            workspace.reserve(partial_floats(rows, weights, choice and choice.tuning))
+            if choice is not None:
+                workspace.reserve(partial_floats(rows, weights, choice.tuning))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""

@@ -64,9 +64,9 @@ class Tuning:
     num_stages: int = 3
 
 
-def partial_floats(num_rows: int, weights: Weights, tuning: Tuning | None) -> int:
+def partial_floats(num_rows: int, weights: Weights, tuning: Tuning) -> int:
     """Return how many floats of the workspace `project` needs."""
-    if tuning is None or tuning.num_splits == 1:
+    if tuning.num_splits == 1:
         return 0
     num_strips = triton.cdiv(weights.num_outputs, tuning.outputs)
     return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows))
@@ -140,6 +140,14 @@ def _padded(num_rows: int) -> int:
 
 
 @triton.jit
+def _load(pointer, inside, IS_EVEN: tl.constexpr):
+    """Return what lies inside, 0 elsewhere; with no mask at all where all pieces are whole."""
+    if IS_EVEN:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
 def _finish(value, up, scale, bias, residual, output, num_outputs, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Return scaled products with bias and gate; float32, shaped like `value`, whose last dimension is `output`'s."""
     value *= scale
@@ -184,16 +192,10 @@ def _project_row(
     up_total = total
     squares = tl.zeros((INPUTS,), tl.float32)
     inside = column < num_inputs
-    if IS_EVEN:
-        first_piece = tl.load(weight + cell)
-    else:
-        first_piece = tl.load(weight + cell, mask=inside[None, :], other=0.0)
+    first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
     first_up_piece = first_piece
     if HAS_GATE:
-        if IS_EVEN:
-            first_up_piece = tl.load(weight + up_offset + cell)
-        else:
-            first_up_piece = tl.load(weight + up_offset + cell, mask=inside[None, :], other=0.0)
+        first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
     if HAS_NORM:
         first_factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
@@ -201,21 +203,14 @@ def _project_row(
     if not IS_WHOLE:
         for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
             inside = begin + column < num_inputs
-            if IS_EVEN:
-                value = tl.load(x + begin + column).to(tl.float32)
-                piece = tl.load(weight + begin + cell)
-            else:
-                value = tl.load(x + begin + column, mask=inside, other=0.0).to(tl.float32)
-                piece = tl.load(weight + begin + cell, mask=inside[None, :], other=0.0)
+            value = _load(x + begin + column, inside, IS_EVEN).to(tl.float32)
+            piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
             if HAS_NORM:
                 squares += value * value
                 value *= tl.load(norm_weight + begin + column, mask=inside, other=0.0).to(tl.float32)
             total += piece.to(tl.float32) * value[None, :]
             if HAS_GATE:
-                if IS_EVEN:
-                    up_piece = tl.load(weight + up_offset + begin + cell)
-                else:
-                    up_piece = tl.load(weight + up_offset + begin + cell, mask=inside[None, :], other=0.0)
+                up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
                 up_total += up_piece.to(tl.float32) * value[None, :]
     scale = 1.0
     if HAS_NORM:
@@ -233,7 +228,7 @@ def _project_row(
     tl.store(y + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
     norm_weight,
@@ -273,29 +268,16 @@ def _project_rows(
     up_total = total
     squares = tl.zeros((ROWS, INPUTS), tl.float32)
     inside = (first + column < last)[None, :]
-    if IS_EVEN:
-        first_piece = tl.load(weight + cell + first)
-    else:
-        first_piece = tl.load(weight + cell + first, mask=inside, other=0.0)
+    first_piece = _load(weight + cell + first, inside, IS_EVEN)
     first_up_piece = first_piece
     if HAS_GATE:
-        if IS_EVEN:
-            first_up_piece = tl.load(weight + up_offset + cell + first)
-        else:
-            first_up_piece = tl.load(weight + up_offset + cell + first, mask=inside, other=0.0)
+        first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
     start(OVERLAPS)
-    if IS_EVEN:
-        first_value = tl.load(x + x_cell + first)
-    else:
-        first_value = tl.load(x + x_cell + first, mask=inside, other=0.0)
+    first_value = _load(x + x_cell + first, inside, IS_EVEN)
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
-        if IS_EVEN:
-            value = tl.load(x + x_cell + begin)
-            piece = tl.load(weight + cell + begin)
-        else:
-            value = tl.load(x + x_cell + begin, mask=inside, other=0.0)
-            piece = tl.load(weight + cell + begin, mask=inside, other=0.0)
+        value = _load(x + x_cell + begin, inside, IS_EVEN)
+        piece = _load(weight + cell + begin, inside, IS_EVEN)
         if HAS_NORM:
             wide = value.to(tl.float32)
             squares += wide * wide
@@ -303,10 +285,7 @@ def _project_rows(
             value = (wide * factor[None, :]).to(value.dtype)
         total = tl.dot(value, tl.trans(piece), total)
         if HAS_GATE:
-            if IS_EVEN:
-                up_piece = tl.load(weight + up_offset + cell + begin)
-            else:
-                up_piece = tl.load(weight + up_offset + cell + begin, mask=inside, other=0.0)
+            up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
             up_total = tl.dot(value, tl.trans(up_piece), up_total)
     if HAS_NORM:
         wide = first_value.to(tl.float32)
