@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.backend import AddedProjection
 from raypp.ops.cuda_attention import CudaAttention
+from raypp.ops.kernels.choose import MAX_ROWS, Choice, choose_projection
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
+from raypp.ops.kernels.projection import Weights, partial_floats, project
+from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
-from raypp.ops.sampling import sample, sample_greedy
 
 
 class CudaKernels:
@@ -48,22 +53,23 @@ class CudaKernels:
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
         self._attention: CudaAttention | None = None
+        self._chooser = TokenChooser(max_rows * max_query_len, self._device, self._workspace)
 
     def norm_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> NormLinear:
+    ) -> CudaProjection:
         """Return x -> norm(x) W^T + b."""
-        return NormLinear(norm_weight, eps, weight, bias, self._device)
+        return self._projection(Weights(weight, bias, norm_weight, eps))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> NormGatedLinear:
+    ) -> CudaProjection:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        return NormGatedLinear(norm_weight, eps, weight, bias, self._device)
+        return self._projection(Weights(weight, bias, norm_weight, eps, is_gated=True))
 
-    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddLinear:
+    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b."""
-        return AddLinear(weight, bias)
+        return self._projection(Weights(weight, bias)).add
 
     def attention(self, heads: Heads) -> LayerAttention:
         """Return the attention of a layer with these heads."""
@@ -89,15 +95,18 @@ class CudaKernels:
         assert self._attention is not None, "no layer has been made"
         self._attention.plan(batch, ring_entry)
 
+    def _projection(self, weights: Weights) -> CudaProjection:
+        return CudaProjection(weights, self._device, self._workspace)
+
     def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token."""
-        return sample_greedy(logits)
+        return self._chooser.greedy(logits)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Return a draw per row."""
-        return sample(logits, temperature, seeds, positions)
+        return self._chooser.draw(logits, temperature, seeds, positions)
 
 
 class LayerAttention:
@@ -119,45 +128,49 @@ class LayerAttention:
         return self._attention.run(qkv, self._heads, by, kv_cache, batch, out)
 
 
-class NormLinear:
-    """Norm, then product."""
+class CudaProjection:
+    """A product with what goes before and after, by own kernels or the library, as its rows are few or many.
 
-    def __init__(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None, device: Device
-    ) -> None:
-        self._norm_weight = norm_weight
-        self._eps = eps
-        self._weight = weight
-        self._bias = bias
+    Args:
+        weights: Of the product.
+        device: Where it runs.
+        workspace: For products that are split.
+    """
+
+    def __init__(self, weights: Weights, device: Device, workspace: Workspace) -> None:
+        self._weights = weights
+        self._bare_weights = replace(weights, norm_weight=None)
         self._device = device
+        self._workspace = workspace
+        self._choices = {rows: choose_projection(rows, weights, device) for rows in range(MAX_ROWS + 1)}
+        for rows, choice in self._choices.items():
+            if choice is not None:
+                workspace.reserve(partial_floats(rows, weights, choice.tuning))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: x [T, K]."""
-        return F.linear(rms_norm(x, self._norm_weight, self._eps, self._device), self._weight, self._bias)
+        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+        choice = self._choices.get(len(x))
+        if choice is not None:
+            return self._project(x, None, choice)
+        weights = self._weights
+        y = F.linear(self._norm(x), weights.weight, weights.bias)
+        return silu_and_mul(y, self._device) if weights.is_gated else y
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N], may be overwritten."""
+        choice = self._choices.get(len(x))
+        if choice is not None:
+            return self._project(x, residual, choice)
+        weights = self._weights
+        residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
+        return residual if weights.bias is None else residual.add_(weights.bias)
 
-class NormGatedLinear:
-    """Norm, product, gate."""
+    def _project(self, x: torch.Tensor, residual: torch.Tensor | None, choice: Choice) -> torch.Tensor:
+        weights = self._weights
+        if not choice.fuses_norm:
+            x, weights = self._norm(x), self._bare_weights
+        return project(x, weights, residual, choice.tuning, self._device, self._workspace)
 
-    def __init__(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None, device: Device
-    ) -> None:
-        self._linear = NormLinear(norm_weight, eps, weight, bias, device)
-        self._device = device
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, I]. Shapes: x [T, K]."""
-        return silu_and_mul(self._linear(x), self._device)
-
-
-class AddLinear:
-    """Product and sum; the sum is part of the product's kernel."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight_t = weight.t()
-        self._bias = bias
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return the residual stream, which is overwritten, [T, H]. Shapes: x [T, K]; residual [T, H]."""
-        residual = residual.addmm_(x, self._weight_t)
-        return residual if self._bias is None else residual.add_(self._bias)
+    def _norm(self, x: torch.Tensor) -> torch.Tensor:
+        norm_weight = self._weights.norm_weight
+        return x if norm_weight is None else rms_norm(x, norm_weight, self._weights.eps, self._device)

@@ -1,0 +1,63 @@
+"""Timing of GPU work inside a CUDA graph."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+REPLAYS = 15
+
+
+def time_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the median microseconds per call, all calls being one graph, in their order.
+
+    Each is run once before, so that nothing is compiled or allocated for the first time while capturing.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        for _ in range(3):
+            graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times) / len(calls)
+
+
+def try_us(calls: Sequence[Callable[[], object]]) -> float | str:
+    """Return what `time_us` does, or why there is no figure."""
+    try:
+        return round(time_us(calls), 2)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:120]}"
+
+
+def compile_ahead(calls: Sequence[Callable[[], object]], num_threads: int = 12) -> None:
+    """Run each call once, side by side, so that what they compile is compiled side by side; errors show up later."""
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            print(f"   compile: {type(error).__name__}: {str(error)[:150]}", flush=True)
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(run, calls))
+    torch.cuda.synchronize()
+    print(f"   compiled and ran {len(calls)} calls in {time.monotonic() - started:.1f} s", flush=True)

@@ -1,0 +1,449 @@
+"""The sections of `kernels.py`: what is measured, with which shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from graph_timer import compile_ahead, time_us, try_us
+
+from raypp.ops import reference
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.flashinfer_attention import XqaDecode
+from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode, tune_decode
+from raypp.ops.kernels.gate import silu_and_mul
+from raypp.ops.kernels.heads import append_heads, rotation_table
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.norm import add_rms_norm, rms_norm
+from raypp.ops.kernels.projection import Tuning, Weights, partial_floats, project
+from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.sampling import sample
+
+ROWS = (1, 16, 32, 64, 128, 256)
+BYTES_PER_US = 4.3e6  # what an H200 reads in long stretches
+COLD_BYTES = 400 << 20
+BLOCK_SIZE = 16
+EPS = 1e-6
+BF16 = torch.bfloat16
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's sizes."""
+
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    num_layers: int
+    head_dim: int = 128
+    vocab: int = 151936
+
+    @property
+    def products(self) -> dict[str, tuple[int, int, bool, bool]]:
+        """Outputs, inputs, has norm, has gate, of each product of a layer."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "qkv": (q + 2 * kv, self.hidden, True, False),
+            "output": (self.hidden, q, False, False),
+            "gate_up": (self.intermediate, self.hidden, True, True),
+            "down": (self.hidden, self.intermediate, False, False),
+        }
+
+
+SHAPES = {"qwen3_8b": Shape(4096, 12288, 32, 8, 36), "qwen3_0_6b": Shape(1024, 3072, 16, 8, 28)}
+
+
+def _device() -> Device:
+    return Device.of(torch.device("cuda"))
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=BF16) * scale
+
+
+def _product_weights(outputs: int, inputs: int, has_norm: bool, has_gate: bool) -> list[Weights]:
+    """Return as many weights as it takes that none is still in a cache when it is used again."""
+    rows = outputs * (2 if has_gate else 1)
+    count = max(2, min(48, math.ceil(COLD_BYTES / (2 * rows * inputs))))
+    norm = torch.ones(inputs, device="cuda", dtype=BF16) if has_norm else None
+    return [Weights(_random(rows, inputs, scale=0.02), None, norm, EPS, has_gate) for _ in range(count)]
+
+
+def _library(weights: Weights, device: Device, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """Compute a product as the library and separate kernels do."""
+    if residual is not None:
+        return residual.addmm_(x, weights.weight.t())
+    if weights.norm_weight is not None:
+        x = rms_norm(x, weights.norm_weight, EPS, device)
+    y = F.linear(x, weights.weight)
+    return silu_and_mul(y, device) if weights.is_gated else y
+
+
+def measure_products(shape: Shape) -> Figures:
+    """Each product of a layer and the LM head, by rows: as chosen, by the library, and the memory's floor."""
+    device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
+    workspace.reserve(8 << 20)
+    products = shape.products | {"lm_head": (shape.vocab, shape.hidden, True, False)}
+    for name, (outputs, inputs, has_norm, has_gate) in products.items():
+        weights = _product_weights(outputs, inputs, has_norm, has_gate)
+        own = [CudaProjection(each, device, workspace) for each in weights]
+        compile_ahead(
+            [
+                partial(own[0], x) if has_norm else partial(own[0].add, x, _random(len(x), outputs))
+                for x in (_random(rows, inputs) for rows in ROWS)
+            ]
+        )
+        for rows in ROWS:
+            x = _random(rows, inputs)
+            residual = None if has_norm else _random(rows, outputs)
+            if residual is None:
+                own_calls = [partial(each, x) for each in own]
+            else:
+                own_calls = [partial(each.add, x, residual) for each in own]
+            library_calls = [partial(_library, each, device, x, residual) for each in weights]
+            floor = weights[0].weight.nbytes / BYTES_PER_US
+            figures[f"{name} {rows}"] = _row(name, rows, try_us(own_calls), try_us(library_calls), floor)
+        del weights, own
+    return figures
+
+
+def _row(name: str, rows: int, own: float | str, library: float | str, floor: float) -> Figures:
+    print(f"{name:<22}{rows:>5} rows   own {own!s:>8}   library {library!s:>8}   floor {floor:8.2f}", flush=True)
+    return {"own_us": own, "library_us": library, "floor_us": round(floor, 2)}
+
+
+def _candidates(weights: Weights, num_rows: int) -> list[Tuning]:
+    if num_rows == 1:
+        cuts = [(1, 4096), (2, 4096), (2, 2048), (4, 2048), (8, 1024), (4, 1024), (16, 512), (8, 512)]
+        widest = 2 ** math.ceil(math.log2(weights.num_inputs))
+        cuts = [(outputs, inputs) for outputs, inputs in cuts if inputs <= widest]
+        found = [Tuning(outputs, inputs, 1, 4, stages) for outputs, inputs in cuts for stages in (1, 3)]
+        found += [Tuning(4, 4096, 1, 8, 1), Tuning(2, 4096, 1, 8, 1), Tuning(8, 2048, 1, 8, 1)]
+        found = [t for t in found if t.inputs <= widest and not (t.num_stages > 1 and t.inputs >= weights.num_inputs)]
+        return list(dict.fromkeys(found))
+    splits = (1,) if weights.is_gated or weights.norm_weight is not None else (1, 2, 4, 8)
+    if num_rows <= 16:
+        cuts = [(16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
+    elif num_rows <= 32:
+        cuts = [(16, 256, 4, 3), (32, 128, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
+    else:
+        cuts = [(32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (64, 128, 8, 3)]
+    return [
+        Tuning(outputs, inputs, count, warps, stages)
+        for (outputs, inputs, warps, stages), count in itertools.product(cuts, splits)
+        if not (weights.is_gated and outputs > 64)
+    ]
+
+
+def tune_products(shape: Shape) -> Figures:
+    """Return for each product and number of rows the best cuts, with and without the norm fused."""
+    device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
+    workspace.reserve(64 << 20)
+    started = time.monotonic()
+    products = shape.products | {"lm_head": (shape.vocab, shape.hidden, True, False)}
+    for name, (outputs, inputs, has_norm, has_gate) in products.items():
+        weights = _product_weights(outputs, inputs, has_norm, has_gate)
+        bare = [replace(each, norm_weight=None) for each in weights]
+        jobs: list[tuple[str, int, Tuning, list[Callable[[], object]]]] = []
+        for rows in (1, 16, 32, 64, 128) if name != "lm_head" else (1, 16, 32, 64):
+            x = _random(rows, inputs)
+            residual = None if has_norm else _random(rows, outputs)
+            for kind, group in (("norm", weights), ("bare", bare)) if has_norm else (("bare", bare),):
+                if (kind == "norm" and rows > 32) or (kind == "bare" and rows == 1 and has_norm):
+                    continue
+                for tuning in _candidates(group[0], rows):
+                    if partial_floats(rows, group[0], tuning) <= 64 << 20:
+                        calls = [partial(project, x, w, residual, tuning, device, workspace) for w in group]
+                        jobs.append((kind, rows, tuning, calls))
+        compile_ahead([calls[0] for *_, calls in jobs])
+        found: dict[tuple[int, str], list[tuple[float, str]]] = {}
+        for kind, rows, tuning, calls in jobs:
+            us = try_us(calls)
+            if isinstance(us, float):
+                cut = (tuning.outputs, tuning.inputs, tuning.num_splits, tuning.num_warps, tuning.num_stages)
+                found.setdefault((rows, kind), []).append((us, str(cut)))
+        floor = weights[0].weight.nbytes / BYTES_PER_US
+        for (rows, kind), results in found.items():
+            x = _random(rows, inputs)
+            residual = None if has_norm else _random(rows, outputs)
+            library = try_us([partial(_library, w, device, x, residual) for w in weights])
+            best = sorted(results)[:4]
+            print(f"{name:<8}{rows:>4} {kind}: library {library} floor {floor:.2f} best {best}", flush=True)
+            figures[f"{name} {rows} {kind}"] = {"library_us": library, "floor_us": round(floor, 2), "best": best}
+        print(f"   {time.monotonic() - started:.0f} s", flush=True)
+    return figures
+
+
+class Cache:
+    """A cache of rows of one length, their tables, and queries for them."""
+
+    def __init__(self, shape: Shape, rows: int, context: int, query_len: int = 1) -> None:
+        width = math.ceil(context / BLOCK_SIZE)
+        sides = 2, 1 + rows * width, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+        self.num_bytes = rows * context * 2 * shape.num_kv_heads * shape.head_dim * 2
+        count = max(2, min(16, math.ceil(COLD_BYTES / self.num_bytes)))
+        self.caches = [torch.randn(sides, device="cuda", dtype=BF16) for _ in range(count)]
+        order = torch.randperm(rows * width, device="cuda").int() + 1
+        self.tables = order.view(rows, width)
+        self.seq_lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+        self.seq_lens[0] = max(query_len, context - 3)
+        self.q = _random(rows * query_len, shape.num_heads, shape.head_dim)
+
+
+def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
+    """Decode attention: Triton as chosen, the best of other cuts, XQA, and the floor."""
+    device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
+    workspace.reserve(64 << 20)
+    decode = TritonDecode(shape.num_heads, shape.num_kv_heads, shape.head_dim, query_len, device, workspace)
+    xqa = XqaDecode(256, query_len, torch.device("cuda"))
+    scale = shape.head_dim**-0.5
+    points = [(1, 640), (1, 8192), (16, 1024), (32, 640), (64, 1024), (128, 640), (256, 768)]
+    tried = [
+        DecodeTuning(splits, tile, warps, stages)
+        for splits, (tile, warps, stages) in itertools.product(
+            (1, 2, 4, 8, 16, 32), ((32, 2, 3), (32, 4, 5), (64, 4, 3), (64, 4, 5), (128, 4, 3), (64, 2, 3))
+        )
+    ]
+    small = Cache(shape, 1, 64, query_len)
+    small_out = torch.empty_like(small.q)
+    calls = [
+        partial(decode, small.q, small.caches[0], small.seq_lens, small.tables, query_len, scale, small_out, tuning)
+        for tuning in tried
+    ]
+    compile_ahead(calls)
+    for rows, context in points:
+        try:
+            cache = Cache(shape, rows, context, query_len)
+            out = torch.empty_like(cache.q)
+
+            def run(kernel: Any, kv: torch.Tensor, *more: Any, cache: Cache = cache, out: torch.Tensor = out) -> None:
+                kernel(cache.q, kv, cache.seq_lens, cache.tables, query_len, scale, out, *more)
+
+            expected = reference.decode_attention(
+                cache.q[: 2 * query_len],
+                cache.caches[0],
+                cache.seq_lens[:2],
+                cache.tables[:2],
+                query_len,
+                scale,
+            )
+            errors = {}
+            for name, kernel in (("triton", decode), ("xqa", xqa)):
+                out.zero_()
+                run(kernel, cache.caches[0])
+                errors[name] = round((out[: len(expected)] - expected).abs().max().item(), 5)
+            times = {
+                "triton": try_us([partial(run, decode, kv) for kv in cache.caches]),
+                "xqa": try_us([partial(run, xqa, kv) for kv in cache.caches]),
+            }
+            chosen = tune_decode(rows, shape.num_kv_heads, device)
+            best = []
+            for tuning in tried:
+                if context // tuning.num_splits >= tuning.tile_tokens or tuning.num_splits == 1:
+                    us = try_us([partial(run, decode, kv, tuning) for kv in cache.caches])
+                    if isinstance(us, float):
+                        cut = (tuning.num_splits, tuning.tile_tokens, tuning.num_warps, tuning.num_stages)
+                        best.append((us, str(cut)))
+            best = sorted(best)[:3]
+            floor = round(cache.num_bytes / BYTES_PER_US, 2)
+            print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} errors {errors}", flush=True)
+            figures[f"{rows} x {context}"] = times | {"floor_us": floor, "best": best, "errors": errors}
+        except Exception as error:
+            print(f"{rows:>4} x {context:<5} {error!r}"[:300], flush=True)
+            figures[f"{rows} x {context}"] = {"error": repr(error)[:300]}
+    return figures
+
+
+def measure_small(shape: Shape) -> Figures:
+    """Norms, gate, heads and rotation, against FlashInfer's."""
+    from flashinfer.activation import silu_and_mul as library_gate
+    from flashinfer.norm import fused_add_rmsnorm, rmsnorm
+
+    device, figures = _device(), Figures()
+    weight = torch.ones(shape.hidden, device="cuda", dtype=BF16)
+    norm = HeadNorm(*_random(2, shape.head_dim), EPS)
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, norm)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim)
+    cache = torch.zeros(2, 4096, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, device="cuda", dtype=BF16)
+    for rows in ROWS:
+        x, residual = _random(rows, shape.hidden), _random(rows, shape.hidden)
+        gate_up = _random(rows, 2 * shape.intermediate)
+        qkv = _random(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+        positions = torch.arange(rows, device="cuda") + 700
+        slots = torch.randperm(4096 * BLOCK_SIZE, device="cuda")[:rows]
+        by = rotation_table(positions, frequencies, device)
+        pairs: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
+            "rms_norm": (partial(rms_norm, x, weight, EPS, device), partial(rmsnorm, x, weight, EPS)),
+            "add_rms_norm": (
+                partial(add_rms_norm, x, residual, weight, EPS, device),
+                partial(fused_add_rmsnorm, x.clone(), residual.clone(), weight, EPS),
+            ),
+            "silu_and_mul": (partial(silu_and_mul, gate_up, device), partial(library_gate, gate_up)),
+            "append_heads": (partial(append_heads, qkv, heads, by, slots, cache, device), None),
+            "rotation_table": (partial(rotation_table, positions, frequencies, device), None),
+        }
+        for name, (own, library) in pairs.items():
+            figures[f"{name} {rows}"] = _row(
+                name, rows, try_us([own] * 20), try_us([library] * 20) if library else "-", 0.0
+            )
+    return figures
+
+
+def measure_sampling() -> Figures:
+    """Greedy and drawn tokens over Qwen3's vocabulary, against torch."""
+    device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
+    chooser = TokenChooser(256, device, workspace)
+    for rows in ROWS:
+        logits = _random(rows, 151936, scale=3.0)
+        temperature = torch.full((rows,), 0.8, device="cuda")
+        seeds, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") + 99
+        floor = logits.nbytes / BYTES_PER_US
+        arguments = logits, temperature, seeds, positions
+        agree = (chooser.draw(*arguments) == sample(*arguments)).float().mean().item()
+        figures[f"greedy {rows}"] = _row(
+            "greedy",
+            rows,
+            try_us([partial(chooser.greedy, logits)] * 10),
+            try_us([partial(logits.argmax, -1)] * 10),
+            floor,
+        )
+        figures[f"draw {rows}"] = _row(
+            "draw",
+            rows,
+            try_us([partial(chooser.draw, *arguments)] * 10),
+            try_us([partial(sample, *arguments)] * 3),
+            floor,
+        ) | {"equal_to_twin": agree}
+        print(f"   draws equal to the twin's: {agree:.4f}", flush=True)
+    return figures
+
+
+class LibraryLayer:
+    """A layer as the libraries compose it: cuBLAS, FlashInfer's norms and gate, XQA; own only rotation and append."""
+
+    def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], heads: Heads, xqa: XqaDecode) -> None:
+        from flashinfer.activation import silu_and_mul as gate
+        from flashinfer.norm import fused_add_rmsnorm
+
+        self._weights, self._heads, self._xqa = weights, heads, xqa
+        self._gate, self._norm = gate, fused_add_rmsnorm
+        self._ones = torch.ones(shape.hidden, device="cuda", dtype=BF16)
+        self._device = _device()
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, by: Any, kv: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Return the layer's last product, still to be added to `residual`."""
+        w, heads = self._weights, self._heads
+        self._norm(x, residual, self._ones, EPS)
+        q = append_heads(F.linear(x, w["qkv"]), heads, by, batch.slot_mapping, kv, self._device)
+        out = torch.empty_like(q)
+        self._xqa(q, kv, batch.seq_lens, batch.block_tables, 1, heads.scale, out)
+        x = F.linear(out.flatten(1), w["output"])
+        self._norm(x, residual, self._ones, EPS)
+        return F.linear(self._gate(F.linear(x, w["gate_up"])), w["down"])
+
+
+def measure_layers(shape: Shape, context: int = 640) -> Figures:
+    """A chain of half of the model's layers in one graph, per layer: own kernels, libraries, floor."""
+    figures, num_layers = Figures(), shape.num_layers // 2
+    kernels = CudaKernels(
+        torch.device("cuda"), BF16, block_size=BLOCK_SIZE, max_rows=256, max_query_len=1, num_ring_entries=2
+    )
+    xqa = XqaDecode(256, 1, torch.device("cuda"))
+    norm = HeadNorm(*torch.ones(2, shape.head_dim, device="cuda", dtype=BF16), EPS)
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, norm)
+    ones = torch.ones(shape.hidden, device="cuda", dtype=BF16)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim)
+    own, library = [], []
+    for _ in range(num_layers):
+        w = {
+            name: _random(outputs * (1 + has_gate), inputs, scale=0.02)
+            for name, (outputs, inputs, _, has_gate) in shape.products.items()
+        }
+        own.append(
+            (
+                kernels.norm_linear(ones, EPS, w["qkv"]),
+                kernels.attention(heads),
+                kernels.add_linear(w["output"]),
+                kernels.norm_gated_linear(ones, EPS, w["gate_up"]),
+                kernels.add_linear(w["down"]),
+            )
+        )
+        library.append(LibraryLayer(shape, w, heads, xqa))
+    weight_bytes = sum(2 * o * (1 + gate) * i for o, i, _, gate in shape.products.values())
+    for rows in ROWS:
+        width = math.ceil(context / BLOCK_SIZE)
+        sides = 2, 1 + rows * width, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim
+        caches = [torch.randn(sides, device="cuda", dtype=BF16) for _ in range(num_layers)]
+        tables = (torch.randperm(rows * width, device="cuda").int() + 1).view(rows, width)
+        lens = torch.full((rows,), context, dtype=torch.int32, device="cuda")
+        slots = tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE
+        batch = AttentionBatch(
+            rows, 1, torch.arange(rows + 1, device="cuda").int(), lens, tables, slots, context, [], []
+        )
+        positions = torch.full((rows,), context - 1, device="cuda")
+        start = _random(rows, shape.hidden)
+
+        def run_own(
+            batch: AttentionBatch = batch,
+            caches: Sequence[torch.Tensor] = caches,
+            start: torch.Tensor = start,
+            positions: torch.Tensor = positions,
+        ) -> torch.Tensor:
+            by, hidden = kernels.rotation(positions, frequencies), start.clone()
+            for (qkv, attention, output, gate_up, down), kv in zip(own, caches, strict=True):
+                hidden = output(attention(qkv(hidden), by, kv, batch), hidden)
+                hidden = down(gate_up(hidden), hidden)
+            return hidden
+
+        def run_library(
+            batch: AttentionBatch = batch,
+            caches: Sequence[torch.Tensor] = caches,
+            start: torch.Tensor = start,
+            positions: torch.Tensor = positions,
+        ) -> torch.Tensor:
+            by, x, residual = kernels.rotation(positions, frequencies), start.clone(), torch.zeros_like(start)
+            for layer, kv in zip(library, caches, strict=True):
+                x = layer(x, residual, by, kv, batch)
+            return x + residual
+
+        kv_bytes = rows * context * 4 * shape.num_kv_heads * shape.head_dim
+        entry = _row("layer", rows, 0.0, 0.0, (weight_bytes + kv_bytes) / BYTES_PER_US)
+        try:
+            difference = (run_own().float() - run_library().float()).abs().max().item()
+            entry |= {"own_us": round(time_us([run_own]) / num_layers, 2)}
+            entry |= {"library_us": round(time_us([run_library]) / num_layers, 2), "max_difference": difference}
+        except Exception as error:
+            entry |= {"error": repr(error)[:300]}
+        print(f"   {entry}", flush=True)
+        figures[f"{rows} rows"] = entry
+        del caches
+    return figures
+
+
+SECTIONS: dict[str, Callable[[], Figures]] = {
+    "layers_qwen3_8b": partial(measure_layers, SHAPES["qwen3_8b"]),
+    "layers_qwen3_0_6b": partial(measure_layers, SHAPES["qwen3_0_6b"]),
+    "products_qwen3_8b": partial(measure_products, SHAPES["qwen3_8b"]),
+    "products_qwen3_0_6b": partial(measure_products, SHAPES["qwen3_0_6b"]),
+    "attention_qwen3_8b": partial(measure_attention, SHAPES["qwen3_8b"]),
+    "attention_qwen3_0_6b": partial(measure_attention, SHAPES["qwen3_0_6b"]),
+    "attention_drafts_qwen3_8b": partial(measure_attention, SHAPES["qwen3_8b"], 5),
+    "small_qwen3_8b": partial(measure_small, SHAPES["qwen3_8b"]),
+    "sampling": measure_sampling,
+}
+TUNINGS: dict[str, Callable[[], Figures]] = {
+    f"tune_{name}": partial(tune_products, shape) for name, shape in SHAPES.items()
+}

@@ -1,0 +1,100 @@
+"""How long the GPU's kernels take inside a CUDA graph, against the libraries and the memory's rate.
+
+    python benchmarks/micro/kernels.py                        all sections, about three minutes
+    python benchmarks/micro/kernels.py --sections attention   some of them
+    python benchmarks/micro/kernels.py --tune tune_qwen3_8b   which cut is best for each product (minutes)
+
+Every section runs in a process of its own: one that fails says why and does not stop the others. Figures are medians in
+microseconds per call. Weights and caches go round through more bytes than the second-level cache holds. The last line
+is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import kernel_sections
+import torch
+
+SECTION_TIMEOUT_S = 150
+
+
+def run_section(name: str) -> dict[str, Any]:
+    """Return a section's figures, from a process of its own."""
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, "--in-process", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=SECTION_TIMEOUT_S,
+        )
+        lines = done.stdout.strip().splitlines()
+        figures = json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+        if done.returncode:
+            figures["error"] = f"ended with {done.returncode}"
+        for line in lines[:-1]:
+            print(line, flush=True)
+    except subprocess.TimeoutExpired as error:
+        figures = {"error": f"not done after {error.timeout:.0f} s"}
+        print((error.stdout or b"").decode() if isinstance(error.stdout, bytes) else error.stdout or "", flush=True)
+    print(f"-- {name}: {time.monotonic() - started:.0f} s {figures.get('error', '')}", flush=True)
+    return figures
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what matters here."""
+    found = {}
+    for package in ("torch", "triton", "flashinfer-python"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def commit() -> str:
+    """Return the checkout's commit."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Measure, and print tables and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=list(kernel_sections.SECTIONS), help="default: all")
+    parser.add_argument("--tune", nargs="+", choices=list(kernel_sections.TUNINGS), help="instead of sections")
+    parser.add_argument("--in-process", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernels.py needs a CUDA device")
+    if arguments.in_process:
+        name = arguments.in_process
+        print(json.dumps((kernel_sections.SECTIONS | kernel_sections.TUNINGS)[name]()))
+        return
+    names = arguments.tune or arguments.sections or list(kernel_sections.SECTIONS)
+    figures = {name: run_section(name) for name in names}
+    report = {
+        "benchmark": "kernels",
+        "commit": commit(),
+        "versions": versions(),
+        "gpu": torch.cuda.get_device_name(),
+        "figures": figures,
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Products with few rows, as fast as their weights can be read: norm before, gate or sum after, all in one launch.
+
+    one row       each program multiplies some rows of the weight with x element by element, and sums at the end
+    a few rows    each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
+                  along K, then the last part to finish adds the parts, in their order: the same bits every time
+
+With a norm, x is multiplied by the norm's weight on the way, its squares are summed beside, and the result is scaled at
+the end: norm(x) W^T = ((x * g) W^T) / rms(x). With a gate, a program computes an output's gate and up together. The
+first piece of the weight is asked for before the previous kernel has finished (see `raypp.ops.kernels.launch`).
+
+Twin: `raypp.ops.reference.linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.kernels.gate import silu
+from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.workspace import Workspace
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """What a product needs. N outputs (with a gate 2 N rows of the weight, the gate first), K inputs."""
+
+    weight: torch.Tensor  # [N, K] contiguous
+    bias: torch.Tensor | None = None  # [N]
+    norm_weight: torch.Tensor | None = None  # [K]
+    eps: float = 0.0
+    is_gated: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self.weight.shape[0] // (2 if self.is_gated else 1)
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.weight.shape[1]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut.
+
+    Args:
+        outputs: Of a program.
+        inputs: Of a piece of the weight that is asked for at once.
+        num_splits: Parts of K; only with several rows, and neither norm nor gate.
+        num_warps: Of a program.
+        num_stages: Pieces under way from memory; only with several rows.
+    """
+
+    outputs: int
+    inputs: int
+    num_splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+def partial_floats(num_rows: int, weights: Weights, tuning: Tuning) -> int:
+    """Return how many floats of the workspace `project` needs."""
+    if tuning.num_splits == 1:
+        return 0
+    num_strips = triton.cdiv(weights.num_outputs, tuning.outputs)
+    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows))
+
+
+def project(
+    x: torch.Tensor,
+    weights: Weights,
+    residual: torch.Tensor | None,
+    tuning: Tuning,
+    device: Device,
+    workspace: Workspace,
+) -> torch.Tensor:
+    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
+
+    Shapes: x [T, K] contiguous, T from 1 to 128; residual [T, N], left as it is.
+    """
+    num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
+    y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    arguments = (
+        x,
+        x if weights.norm_weight is None else weights.norm_weight,
+        weights.eps,
+        weights.weight,
+        x if weights.bias is None else weights.bias,
+        x if residual is None else residual,
+        y,
+        num_outputs,
+        num_inputs,
+    )
+    flags = {
+        "HAS_NORM": weights.norm_weight is not None,
+        "HAS_GATE": weights.is_gated,
+        "HAS_BIAS": weights.bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
+        "OVERLAPS": device.has_dependent_launch,
+        "num_warps": tuning.num_warps,
+        **device.launch_options,
+    }
+    num_programs = triton.cdiv(num_outputs, tuning.outputs)
+    if num_rows == 1:
+        _project_row[(num_programs,)](
+            *arguments,
+            IS_WHOLE=num_inputs <= tuning.inputs,
+            OUTPUTS=tuning.outputs,
+            INPUTS=tuning.inputs,
+            STAGES=tuning.num_stages,
+            **flags,
+        )
+        return y
+    assert tuning.num_splits == 1 or not (weights.is_gated or weights.norm_weight is not None)
+    _project_rows[(num_programs, tuning.num_splits)](
+        *arguments,
+        workspace.floats,
+        workspace.counters,
+        num_rows,
+        ROWS=_padded(num_rows),
+        OUTPUTS=tuning.outputs,
+        INPUTS=tuning.inputs,
+        SPLITS=tuning.num_splits,
+        num_stages=tuning.num_stages,
+        **flags,
+    )
+    return y
+
+
+def _padded(num_rows: int) -> int:
+    """Return the rows of a tile: 16 is the least that tensor cores take."""
+    return max(16, int(triton.next_power_of_2(num_rows)))
+
+
+@triton.jit
+def _load(pointer, inside, IS_EVEN: tl.constexpr):
+    """Return what lies inside, 0 elsewhere; with no mask at all where all pieces are whole."""
+    if IS_EVEN:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def _finish(value, up, scale, bias, residual, output, num_outputs, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Return scaled products with bias and gate; float32, shaped like `value`, whose last dimension is `output`'s."""
+    value *= scale
+    if HAS_BIAS:
+        value += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        up *= scale
+        if HAS_BIAS:
+            up += tl.load(bias + num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
+        value = silu(value) * up
+    return value
+
+
+@triton.jit
+def _project_row(
+    x,
+    norm_weight,
+    eps,
+    weight,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    HAS_NORM: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    # Past the end, the last output is computed again, and not stored.
+    cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
+    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    up_total = total
+    squares = tl.zeros((INPUTS,), tl.float32)
+    inside = column < num_inputs
+    first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
+    first_up_piece = first_piece
+    if HAS_GATE:
+        first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
+    if HAS_NORM:
+        first_factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    start(OVERLAPS)
+    first_value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    if not IS_WHOLE:
+        for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
+            inside = begin + column < num_inputs
+            value = _load(x + begin + column, inside, IS_EVEN).to(tl.float32)
+            piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
+            if HAS_NORM:
+                squares += value * value
+                value *= tl.load(norm_weight + begin + column, mask=inside, other=0.0).to(tl.float32)
+            total += piece.to(tl.float32) * value[None, :]
+            if HAS_GATE:
+                up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
+                up_total += up_piece.to(tl.float32) * value[None, :]
+    scale = 1.0
+    if HAS_NORM:
+        squares += first_value * first_value
+        first_value *= first_factor
+        scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
+    total += first_piece.to(tl.float32) * first_value[None, :]
+    if HAS_GATE:
+        up_total += first_up_piece.to(tl.float32) * first_value[None, :]
+    result = _finish(
+        tl.sum(total, 1), tl.sum(up_total, 1), scale, bias, residual, output, num_outputs, HAS_GATE, HAS_BIAS
+    )
+    if HAS_RESIDUAL:
+        result += tl.load(residual + output, mask=output < num_outputs, other=0.0).to(tl.float32)
+    tl.store(y + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
+def _project_rows(
+    x,
+    norm_weight,
+    eps,
+    weight,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    partial,
+    counters,
+    num_rows,
+    HAS_NORM: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    strip, split = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    output = strip * OUTPUTS + tl.arange(0, OUTPUTS)
+    column = tl.arange(0, INPUTS)
+    # Past the end, rows and outputs are computed again, and not stored.
+    cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * num_inputs
+    x_cell = tl.minimum(row, num_rows - 1)[:, None] * num_inputs + column[None, :]
+    split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
+    first = split * split_inputs
+    last = tl.minimum(first + split_inputs, num_inputs)
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    up_total = total
+    squares = tl.zeros((ROWS, INPUTS), tl.float32)
+    inside = (first + column < last)[None, :]
+    first_piece = _load(weight + cell + first, inside, IS_EVEN)
+    first_up_piece = first_piece
+    if HAS_GATE:
+        first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
+    start(OVERLAPS)
+    first_value = _load(x + x_cell + first, inside, IS_EVEN)
+    for begin in range(first + INPUTS, last, INPUTS):
+        inside = (begin + column < last)[None, :]
+        value = _load(x + x_cell + begin, inside, IS_EVEN)
+        piece = _load(weight + cell + begin, inside, IS_EVEN)
+        if HAS_NORM:
+            wide = value.to(tl.float32)
+            squares += wide * wide
+            factor = tl.load(norm_weight + begin + column, mask=begin + column < last, other=0.0).to(tl.float32)
+            value = (wide * factor[None, :]).to(value.dtype)
+        total = tl.dot(value, tl.trans(piece), total)
+        if HAS_GATE:
+            up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
+            up_total = tl.dot(value, tl.trans(up_piece), up_total)
+    if HAS_NORM:
+        wide = first_value.to(tl.float32)
+        squares += wide * wide
+        factor = tl.load(norm_weight + first + column, mask=first + column < last, other=0.0).to(tl.float32)
+        first_value = (wide * factor[None, :]).to(first_value.dtype)
+    total = tl.dot(first_value, tl.trans(first_piece), total)
+    if HAS_GATE:
+        up_total = tl.dot(first_value, tl.trans(first_up_piece), up_total)
+
+    is_last = True
+    if SPLITS > 1:
+        part_cell = row[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+        parts = partial + strip * (SPLITS * ROWS * OUTPUTS) + part_cell
+        tl.store(parts + split * (ROWS * OUTPUTS), total)
+        is_last = arrives_last(counters + strip, SPLITS)
+        if is_last:
+            total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+            for index in range(SPLITS):
+                total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
+    if is_last:
+        scale = 1.0
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)[:, None]
+        result = _finish(total, up_total, scale, bias, residual, output[None, :], num_outputs, HAS_GATE, HAS_BIAS)
+        y_cell = row[:, None] * num_outputs + output[None, :]
+        in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+        if HAS_RESIDUAL:
+            result += tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+        tl.store(y + y_cell, result.to(y.dtype.element_ty), mask=in_y)
