@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raypp import __version__
@@ -65,9 +66,11 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raypp", description="Pipeline-parallel inference on Ray.")
+    # No abbreviations: what is short for one option today would be ambiguous with the next one.
+    new_parser = partial(argparse.ArgumentParser, allow_abbrev=False)
+    parser = new_parser(prog="raypp", description="Pipeline-parallel inference on Ray.")
     parser.add_argument("--version", action="version", version=f"raypp {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=new_parser)
     generate.add_parser(commands)
     info.add_parser(commands)
     return parser
