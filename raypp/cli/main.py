@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from raypp import __version__
@@ -65,12 +64,17 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviations: what is short for one option today would be ambiguous with the next one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+
 def _parser() -> argparse.ArgumentParser:
-    # No abbreviations: what is short for one option today would be ambiguous with the next one.
-    new_parser = partial(argparse.ArgumentParser, allow_abbrev=False)
-    parser = new_parser(prog="raypp", description="Pipeline-parallel inference on Ray.")
+    parser = _Parser(prog="raypp", description="Pipeline-parallel inference on Ray.")
     parser.add_argument("--version", action="version", version=f"raypp {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=new_parser)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     info.add_parser(commands)
     return parser

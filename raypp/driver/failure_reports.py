@@ -43,9 +43,9 @@ class FailureReports:
                 self._best = (witness, error)
 
     @property
-    def is_pending(self) -> bool:
-        """Whether there is any report."""
-        return self._best is not None
+    def best(self) -> RayppError | None:
+        """The error that is believed so far."""
+        return None if self._best is None else self._best[1]
 
     def verdict(self) -> RayppError | None:
         """Return the error to end with; None while there is no report, or a better one may still come."""

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import zmq
 
@@ -43,7 +44,6 @@ from raypp.scheduler.request import Request, RequestUpdate
 
 _MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
 _UNTAKEN_MESSAGES = 1 << 16
-_CLIENT_HEARTBEAT_MS = 2000
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,13 @@ def open_client_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
     """Return a ROUTER for clients, bound to `address`.
 
     A slow client loses nothing: `_UNTAKEN_MESSAGES` wait for it, minutes of output. One that takes nothing for longer
-    counts as gone, and so does one that no longer answers zmq's own heartbeat.
+    counts as gone.
     """
     clients = context.socket(zmq.ROUTER)
     clients.linger = 1000
     clients.sndhwm = _UNTAKEN_MESSAGES
     clients.rcvhwm = 0
     clients.router_mandatory = True  # say when a client is gone
-    clients.heartbeat_ivl = _CLIENT_HEARTBEAT_MS
-    clients.heartbeat_timeout = 5 * _CLIENT_HEARTBEAT_MS
     clients.bind(address)
     return clients
 
@@ -111,7 +109,7 @@ class DriverServer:
         self._wake()
 
     def fail(self, error: RayppError, witness: Witness) -> None:
-        """Make `serve` tell the clients, and raise, as soon as it is clear which error is the cause. From any thread."""
+        """Make `serve` tell the clients, and raise, once it is clear which error is the cause. From any thread."""
         self._failures.add(error, witness)
         self._wake()
 
@@ -151,7 +149,7 @@ class DriverServer:
             return  # it is full of wake-ups already, or the loop has ended
 
     def _poll_ms(self) -> int:
-        wait_s = BLAME_S / 10 if self._failures.is_pending else self._heartbeat_s
+        wait_s = BLAME_S / 10 if self._failures.best is not None else self._heartbeat_s
         return max(round(wait_s * 1e3), 1)
 
     def _check_health(self) -> None:
@@ -186,7 +184,7 @@ class DriverServer:
                     if request_id in self._requests.get(client, {}):
                         self._abort(client, request_id)
             case StatsCall(call_id):
-                self._send(client, StatsReply(call_id, asdict(self._engine.stats())))
+                self._send(client, StatsReply(call_id, self._stats()))
             case CloseClient():
                 self._forget(client)
 
@@ -218,6 +216,9 @@ class DriverServer:
         for update in updates:
             if update.request.finish_reason:
                 self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
+
+    def _stats(self) -> dict[str, Any]:
+        return asdict(self._engine.stats()) | {"stage_silent_s": self._health.silent_s()}
 
     def _forget(self, client: bytes) -> None:
         """Abort what a client still has; it will be told nothing more."""

@@ -12,6 +12,29 @@ from collections.abc import Callable
 from raypp.errors import StageDiedError
 from raypp.messages import NO_STEP
 
+_MAX_GAP_S = 5.0
+
+
+class AwakeClock:
+    """Monotonic time without the gaps in which nobody asked for it: then this process was stopped (Ctrl-Z) or starved.
+
+    What it did not hear meanwhile says nothing about the others. To be asked at least every few seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_gap_s: float = _MAX_GAP_S) -> None:
+        self._clock = clock
+        self._max_gap_s = max_gap_s
+        self._asleep_s = 0.0
+        self._asked_s = clock()
+
+    def __call__(self) -> float:
+        """Return the time, seconds."""
+        now_s = self._clock()
+        gap_s, self._asked_s = now_s - self._asked_s, now_s
+        if gap_s > self._max_gap_s:
+            self._asleep_s += gap_s
+        return now_s - self._asleep_s
+
 
 class StageHealth:
     """What is known of the stages' progress."""
@@ -22,14 +45,22 @@ class StageHealth:
         *,
         step_timeout_s: float,
         silence_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """Begin with all stages just heard of.
+
+        Args:
+            num_stages: P.
+            step_timeout_s: See above.
+            silence_timeout_s: See above.
+            clock: Seconds; by default an `AwakeClock`.
+        """
         self._step_timeout_s = step_timeout_s
         self._silence_timeout_s = silence_timeout_s
-        self._clock = clock
-        self._heard_s = [clock()] * num_stages
+        self._clock = clock or AwakeClock()
+        self._heard_s = [self._clock()] * num_stages
         self._last_step_ids = [NO_STEP] * num_stages
-        self._progress_s = clock()
+        self._progress_s = self._clock()
 
     def heard(self, stage_index: int, step_id: int) -> None:
         """Note a sign of a stage, which has finished `step_id` by now."""
@@ -40,7 +71,8 @@ class StageHealth:
 
     def silent_s(self) -> list[float]:
         """Return how long ago each stage was heard of, seconds."""
-        return [self._clock() - heard_s for heard_s in self._heard_s]
+        now_s = self._clock()
+        return [now_s - heard_s for heard_s in self._heard_s]
 
     def check(self, *, is_busy: bool) -> StageDiedError | None:
         """Return the error of a stage that stands still, if one does. To be called again and again, also while idle.

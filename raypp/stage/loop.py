@@ -62,6 +62,7 @@ def run_stage_loop(
 
 def _run_plans(stage: SteppedStage, channel: StageChannel, heartbeat_s: float, silence_timeout_s: float) -> None:
     reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s)
+    num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
         with torch.inference_mode():
@@ -71,7 +72,9 @@ def _run_plans(stage: SteppedStage, channel: StageChannel, heartbeat_s: float, s
                     return
                 if plan is not None:
                     writer.put(plan.step_id, stage.step(plan))
-                elif channel.silence_s > silence_timeout_s:
+                    continue
+                num_silent_turns = num_silent_turns + 1 if channel.silence_s > 2 * heartbeat_s else 0
+                if num_silent_turns * heartbeat_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
     finally:
         reader.close()

@@ -5,11 +5,11 @@
 
 The driver binds, the stages connect. Every message is one zmq frame: a header of 8 bytes (kind, stage index), then the
 payload, which stays 8-byte aligned so that `messages.unpack` can view it in place. Addresses are zmq's: `ipc://` on one
-node, `tcp://` between nodes. All waits block in zmq, without the GIL. A channel belongs to one thread; of a stage's, its
-two directions may belong to one each.
+node, `tcp://` between nodes. All waits block in zmq, without the GIL. A channel belongs to one thread; of a stage's,
+each direction may belong to one.
 
-Over tcp the channel is encrypted (zmq's CURVE): the driver makes a key pair, and only who was told its `server_key` gets
-a connection. The key travels to the stages with their addresses, by Ray, and is shown to nobody else.
+Between nodes the channel is encrypted (zmq's CURVE): the driver makes a key pair, and only who was told its
+`server_key` gets a connection. The key goes to the stages with their addresses, by Ray, and to nobody else.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class DriverChannel:
         encrypted: bool = False,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self.server_key, self._secret_key = zmq.curve_keypair() if encrypted else (None, None)
+        keys: tuple[bytes | None, bytes | None] = zmq.curve_keypair() if encrypted else (None, None)
+        self.server_key, self._secret_key = keys
         """What a stage must bring to be let in; None when anyone may who reaches the address."""
         self._own_context = zmq.Context() if context is None else None
         self._send_timeout_s = send_timeout_s
