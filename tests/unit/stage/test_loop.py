@@ -7,15 +7,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
+import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
-from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StepPlan, StepResult, pack, unpack
 from raypp.stage.failure import read_failure
 from raypp.stage.loop import run_stage_loop
+from raypp.stage.pending_result import PendingResult
 from raypp.transport.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult
 
 DEADLINE_S = 20.0
@@ -23,13 +27,12 @@ HEARTBEAT_S = 0.05
 
 
 def _plan(step_id: int) -> StepPlan:
-    values: dict = {"step_id": step_id, "cohort": 0, "num_drafts": 0, "requires_feedback_of": -1, "num_decode_rows": 0}
-    arrays = {name: np.empty(0, _dtype(hint)) for name, hint in StepPlan.__annotations__.items() if name not in values}
-    return StepPlan(**values, **arrays)
-
-
-def _dtype(hint: str) -> type:
-    return {"Int32s": np.int32, "Int64s": np.int64, "Float32s": np.float32, "Bools": np.bool_}[hint]
+    """Return a plan without rows."""
+    hints = get_type_hints(StepPlan)
+    values: dict[str, Any] = {f.name: 0 for f in fields(StepPlan) if hints[f.name] is int}
+    dtypes = {Int32s: np.int32, Int64s: np.int64, Float32s: np.float32, Bools: np.bool_, Bytes: np.uint8}
+    arrays = {f.name: np.empty(0, dtypes[hints[f.name]]) for f in fields(StepPlan) if f.name not in values}
+    return StepPlan(**{**values, "step_id": step_id}, **arrays)
 
 
 class ToyStage:
@@ -46,12 +49,13 @@ class ToyStage:
     def announce(self, plan: StepPlan) -> None:
         self.announced.append(plan.step_id)
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def step(self, plan: StepPlan) -> PendingResult:
         assert self.may_step.wait(DEADLINE_S)
         if plan.step_id == self.fails_at:
             raise self.error
         self.stepped.append(plan.step_id)
-        return StepResult(plan.step_id, np.full((1, 1), plan.step_id, np.int32), *[np.ones(1, np.int32)] * 2)
+        result = StepResult(plan.step_id, np.full((1, 1), plan.step_id, np.int32), *[np.ones(1, np.int32)] * 2)
+        return PendingResult(torch.device("cpu"), lambda: result)
 
 
 class Rig:
