@@ -9,8 +9,9 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
     AddRequests    header: one per request;      OutputBatch   payload: what one step brought (raypp.messages)
                    payload: all prompt tokens    Rejected      a request that cannot be run, and why
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
-    StatsCall      header: the call's id         EngineDead    why nothing more will come
-    CloseClient    the client leaves; its requests are aborted
+    StatsCall      header: the call's id         Alive         the driver lives
+    CloseClient    the client leaves; its        EngineDead    why nothing more will come
+                   requests are aborted
 
 Errors travel as dicts and come out as the same class of RayppError that went in.
 """
@@ -30,7 +31,7 @@ from raypp.messages import OutputBatch, pack, unpack
 from raypp.types import SamplingParams
 
 _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
-_OUTPUT, _REJECTED, _REPLY, _DEAD = b"O", b"R", b"Y", b"D"
+_OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
 
 _PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
@@ -107,8 +108,13 @@ class EngineDead:
     error: RayppError
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The driver lives. Sent to every client at every heartbeat; it also finds out which clients are gone."""
+
+
 ClientMessage = OpenClient | AddRequests | AbortRequests | StatsCall | CloseClient
-DriverMessage = OutputBatch | Rejected | StatsReply | EngineDead
+DriverMessage = OutputBatch | Rejected | StatsReply | EngineDead | Alive
 
 
 def error_to_dict(error: RayppError) -> dict[str, Any]:
@@ -187,6 +193,8 @@ def encode_driver_message(message: DriverMessage) -> list[bytes]:
             return [_REPLY, _dump({"call_id": call_id, "stats": stats})]
         case EngineDead(error):
             return [_DEAD, _dump(error_to_dict(error))]
+        case Alive():
+            return [_ALIVE, b""]
 
 
 def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
@@ -194,6 +202,8 @@ def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
     kind, header = frames[0], frames[1]
     if kind == _OUTPUT:
         return unpack(OutputBatch, frames[2])
+    if kind == _ALIVE:
+        return Alive()
     values = json.loads(header)
     if kind == _REJECTED:
         return Rejected(values["handle"], error_from_dict(values["error"]))

@@ -8,12 +8,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from raypp.errors import ResourceError
 
@@ -21,16 +19,20 @@ _REACH_TIMEOUT_S = 5.0
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 
 
-@dataclass
 class Cluster:
-    """A connection to Ray.
+    """A connection of this process to Ray, held by one user of it.
 
-    Attributes:
-        owned: Whether this connection was made here; only then does `disconnect` end it. That stops a Ray that was
-            started for it, and only leaves a cluster that was there.
+    Ray has one connection per process, so there is one count per process of those who use the one that was made here;
+    the last of them ends it. That stops a Ray that was started for it, and only leaves a cluster that was there. A
+    connection that somebody else made is never ended.
     """
 
-    owned: bool
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _own_session: ClassVar[str | None] = None  # which Ray the connection that was made here leads to
+    _num_users: ClassVar[int] = 0
+
+    def __init__(self, session: str | None) -> None:
+        self._session = session  # None: somebody else's connection
 
     @classmethod
     def connect(cls) -> Cluster:
@@ -39,35 +41,63 @@ class Cluster:
         Raises:
             ResourceError: the cluster cannot be reached, or Ray cannot start.
         """
-        if ray.is_initialized():
-            return cls(owned=False)
-        address = os.environ.get("RAY_ADDRESS") or "local"
-        _check_reachable(address)
-        local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
-        try:
-            with _own_sigterm_handler():
-                ray.init(
-                    address=address,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    **(local if address == "local" else {}),
-                )
-        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-            raise ResourceError(
-                "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
-            ) from error
-        return cls(owned=True)
+        with cls._lock:
+            if ray.is_initialized():
+                if _session() != cls._own_session:
+                    return cls(None)
+            else:
+                _init(os.environ.get("RAY_ADDRESS") or "local")
+                cls._own_session, cls._num_users = _session(), 0
+            cls._num_users += 1
+            return cls(cls._own_session)
 
     def disconnect(self) -> None:
-        """End the connection, if it was made here."""
-        if self.owned and ray.is_initialized():
-            ray.shutdown()
+        """Leave. Doing so twice does nothing."""
+        with self._lock:
+            session, self._session = self._session, None
+            if session is None or session != Cluster._own_session:
+                return
+            Cluster._num_users -= 1
+            if Cluster._num_users == 0:
+                Cluster._own_session = None
+                if ray.is_initialized() and _session() == session:
+                    ray.shutdown()
+
+
+def _session() -> str:
+    """Return what tells this connection to Ray from every other one."""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"
+
+
+def _init(address: str) -> None:
+    if "://" in address:
+        raise ResourceError(
+            "RAY_ADDRESS names a Ray Client server, which raypp cannot use",
+            got=address,
+            expected="host:port of the cluster's head, from a machine of the cluster",
+            hint="run there, or submit a job: ray job submit -- python ...",
+        )
+    _check_reachable(address)
+    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
+    try:
+        with _own_sigterm_handler():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                **(local if address == "local" else {}),
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ResourceError(
+            "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
+        ) from error
 
 
 def _check_reachable(address: str) -> None:
     """Look whether anyone listens at a cluster's address: Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or "://" in address:
+    if not host or not port.isdigit():
         return
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_TIMEOUT_S).close()
@@ -98,37 +128,3 @@ def _own_sigterm_handler() -> Iterator[None]:
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signal_number)
-
-
-def reserve_on_this_node(bundles: list[dict[str, float]], timeout_s: float) -> PlacementGroup:
-    """Return a placement group that holds the bundles on the node of this process, to whose sockets all connect.
-
-    Raises:
-        ResourceError: the cluster cannot hold them, or does not within the time.
-    """
-    here = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
-    bundles = [{name: amount for name, amount in {**b, here: 0.001}.items() if amount} for b in bundles]
-    wanted: dict[str, float] = {}
-    for bundle in bundles:
-        for name, amount in bundle.items():
-            wanted[name] = wanted.get(name, 0.0) + amount
-    total: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    lacking = {name: amount for name, amount in wanted.items() if amount > total.get(name, 0.0)}
-    if lacking:
-        raise ResourceError(
-            "the Ray cluster lacks resources for the engine",
-            got={name: total.get(name, 0.0) for name in lacking},
-            expected=lacking,
-            hint="add nodes, or ask for less (num_stages, stage_num_cpus)",
-        )
-    group: PlacementGroup = placement_group(bundles, strategy="STRICT_PACK")
-    if not group.wait(timeout_s):
-        remove_placement_group(group)
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-        raise ResourceError(
-            f"the Ray cluster did not free the engine's resources within {timeout_s:g} s",
-            got=f"free: {free}",
-            expected=wanted,
-            hint="wait for other work to end, or ask for less",
-        )
-    return group

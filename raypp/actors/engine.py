@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.actors.cluster import Cluster, reserve_on_this_node
+from raypp.actors.cluster import Cluster
+from raypp.actors.deadline import Deadline
 from raypp.actors.driver_actor import DriverActor
+from raypp.actors.placement import Placement, reserve
+from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
@@ -29,7 +30,7 @@ from raypp.tracing import write_chrome_trace
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
 
-_DRIVER_NUM_CPUS = 0.01
+_ANSWER_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,10 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     """
     plan = plan_engine(config, Hardware.of_this_machine())
     _check_trace_folder(config.observability.trace)
-    cluster = Cluster.connect()
-    handle = EngineHandle(plan, cluster)
+    deadline = Deadline(config.faults.start_timeout_s)
+    handle = EngineHandle(plan, Cluster.connect())
     try:
-        handle._start(stage_factory)
+        handle._start(stage_factory, deadline)
     except BaseException:
         handle.close()
         raise
@@ -80,12 +81,13 @@ class EngineHandle:
     def __init__(self, plan: EnginePlan, cluster: Cluster) -> None:
         self._plan = plan
         self._cluster = cluster
-        self._group: PlacementGroup | None = None
+        self._placement: Placement | None = None
         self._driver: Any = None
         self._run: Any = None
         # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
         self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
-        self._processes: dict[str, Any] = {"driver": None, "stages": [], "encoders": []}
+        self._driver_process: ActorProcess | None = None
+        self._stage_processes: list[ActorProcess] = []
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self.model_info = {
@@ -101,7 +103,12 @@ class EngineHandle:
 
     def processes(self) -> dict[str, Any]:
         """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}."""
-        return dict(self._processes)
+        assert self._driver_process is not None, "the engine was not started"
+        return {
+            "driver": self._driver_process.pid,
+            "stages": [process.pid for process in self._stage_processes],
+            "encoders": [],
+        }
 
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the driver ends without having been told to."""
@@ -128,74 +135,63 @@ class EngineHandle:
                 finally:
                     self._cluster.disconnect()
 
-    def _start(self, stage_factory: StageFactory | None) -> None:
-        faults = self._plan.config.faults
-        bundles = [{"CPU": _DRIVER_NUM_CPUS}] + [self._plan.stage_resources() for _ in self._plan.stages]
-        self._group = reserve_on_this_node(bundles, faults.start_timeout_s)
+    def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
+        strategy = self._plan.config.parallel.placement
+        self._placement = reserve(self._plan.stage_resources(), len(self._plan.stages), strategy, deadline)
         self._driver = (
             ray.remote(DriverActor)
             .options(
-                num_cpus=_DRIVER_NUM_CPUS,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0),
+                num_cpus=0,
+                # On this node, whose sockets and folders the client shares.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._placement.driver_node_id, soft=False),
                 max_concurrency=4,  # run, and stop, trace beside it
                 max_restarts=0,
             )
-            .remote(self._plan, stage_factory, self._meeting_place)
+            .remote(self._plan, stage_factory, self._placement, self._meeting_place)
         )
-        with raypp_errors():
-            started = ray.get(self._driver.start.remote(self._group), timeout=faults.start_timeout_s)
-        self.client_address = started["client_address"]
-        self._processes.update(started["processes"])
+        self._driver_process = self._ask("process", deadline)
+        self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
+        self.client_address = self._ask("start", deadline, deadline.remaining_s)
         self._run = self._driver.run.remote()
+
+    def _ask(self, method: str, deadline: Deadline, *args: object) -> Any:
+        """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            return ray.get(getattr(self._driver, method).remote(*args), timeout=deadline.remaining_s + _ANSWER_S)
 
     def _end_actors(self) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
         try:
-            if self._run is not None and not ray.wait([self._run], timeout=0)[0]:
-                self._write_trace(timeout_s)
-                self._driver.stop.remote()
-                ray.wait([self._run], timeout=timeout_s)
+            if self._run is not None:
+                self._end_in_order(Deadline(timeout_s))
         finally:
             if self._driver is not None:
                 ray.kill(self._driver)
-            if self._group is not None:
-                remove_placement_group(self._group)
-            self._wait_until_gone(timeout_s)
+            if self._placement is not None:
+                remove_placement_group(self._placement.group)
+            driver = [self._driver_process] if self._driver_process is not None else []
+            end_processes([*driver, *self._stage_processes], timeout_s)
 
-    def _write_trace(self, timeout_s: float) -> None:
+    def _end_in_order(self, deadline: Deadline) -> None:
+        """Have the trace written and the driver stop, as far as it still can."""
         path = self._plan.config.observability.trace
-        if path is not None:
-            try:
-                with raypp_errors():
-                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=timeout_s))
-            except (OSError, RayppError) as error:  # what was generated is not worth less for it
-                logger.warning("no trace was written to %s: %s", path, error)
-
-    def _wait_until_gone(self, timeout_s: float) -> None:
-        """Wait for the processes to end, so that a new engine finds their memory free."""
-        pids = [pid for pid in (self._processes["driver"], *self._processes["stages"]) if pid is not None]
-        deadline = time.monotonic() + timeout_s
-        while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        try:
+            if path is not None:
+                with raypp_errors(f"close_timeout_s={deadline.seconds:g}"):
+                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=deadline.remaining_s))
+        except (OSError, RayppError) as error:  # what was generated is not worth less for it
+            logger.warning("no trace was written to %s: %s", path, error)
+        self._driver.stop.remote()
+        ray.wait([self._run], timeout=deadline.remaining_s)
 
 
 def _death_of(run: Any) -> RayppError:
     try:
-        with raypp_errors():
+        with raypp_errors("its end"):
             ray.get(run)
     except RayppError as error:
         return error
     return EngineDeadError("the driver ended by itself")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's: it lives
-        return True
-    return True
 
 
 def _check_trace_folder(path: str | None) -> None:

@@ -11,8 +11,12 @@ from raypp.errors import DeadlineError, EngineDeadError, RayppError
 
 
 @contextmanager
-def raypp_errors() -> Iterator[None]:
-    """Raise a remote RayppError as itself, and every other failure of Ray as one."""
+def raypp_errors(limit: str) -> Iterator[None]:
+    """Raise a remote RayppError as itself, and every other failure of Ray as one.
+
+    Args:
+        limit: What bounds the wait, for the error when it runs out.
+    """
     try:
         yield
     except ray.exceptions.RayTaskError as error:
@@ -25,7 +29,7 @@ def raypp_errors() -> Iterator[None]:
         raise EngineDeadError("an actor of the engine died", got=first_line(error)) from error
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineError(
-            "the engine's actors did not answer in time", hint="raise start_timeout_s or close_timeout_s"
+            "the engine's driver did not answer in time", expected=f"an answer within {limit}"
         ) from error
     except ray.exceptions.RayError as error:
         raise EngineDeadError("Ray ended an actor of the engine", got=first_line(error)) from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ray
 
+from raypp.actors.processes import ActorProcess
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAddresses:
+    """Where a stage finds the others."""
+
+    own_host: str  # of its node, as its neighbours reach it
+    rendezvous: Rendezvous | None  # where the stages meet; None for a single one
+    plan_address: str
+    result_address: str
+    server_key: bytes | None  # of the step channel
 
 
 def _local_device(device: str) -> str:
@@ -36,7 +48,11 @@ class StageActor:
         self._rendezvous: RendezvousServer | None = None
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 
-    def prepare(self) -> Rendezvous | None:
+    def process(self) -> ActorProcess:
+        """Return this process."""
+        return ActorProcess.of_this_process()
+
+    def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model; return, on the first of several stages, where they all meet."""
         from raypp.stage import build
         from raypp.transport.rendezvous import RendezvousServer
@@ -44,29 +60,46 @@ class StageActor:
         build.configure_torch(self._spec)
         self._model = build.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:
-            self._rendezvous = RendezvousServer()
+            self._rendezvous = RendezvousServer(own_host)
             return self._rendezvous.address
         return None
 
-    def connect(self, rendezvous: Rendezvous | None, plan_address: str, result_address: str) -> int:
-        """Open the links to the neighbours and the step channel to the driver; return this process's id."""
+    def connect(self, addresses: StageAddresses, timeout_s: float) -> None:
+        """Open the links to the neighbours and the step channel to the driver."""
         from raypp.stage import build
         from raypp.transport.step_channel import StageChannel
 
-        self._stage = build.build_stage(self._spec, self._config, self._model, rendezvous, self._tracer)
+        self._stage = build.build_stage(
+            self._spec,
+            self._config,
+            self._model,
+            self._tracer,
+            rendezvous=addresses.rendezvous,
+            own_host=addresses.own_host,
+            open_timeout_s=timeout_s,
+        )
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._channel = StageChannel(
-            self._spec.stage_index, plan_address, result_address, num_stages=self._spec.num_stages
+            self._spec.stage_index,
+            addresses.plan_address,
+            addresses.result_address,
+            num_stages=self._spec.num_stages,
+            server_key=addresses.server_key,
         )
-        return os.getpid()
 
     def run(self, heartbeat_s: float, silence_timeout_s: float) -> None:
         """Execute plans until the driver says stop."""
         from raypp.stage.loop import run_stage_loop
 
         try:
-            run_stage_loop(self._stage, self._channel, heartbeat_s=heartbeat_s, silence_timeout_s=silence_timeout_s)
+            run_stage_loop(
+                self._stage,
+                self._channel,
+                stage_index=self._spec.stage_index,
+                heartbeat_s=heartbeat_s,
+                silence_timeout_s=silence_timeout_s,
+            )
         finally:
             self._channel.close()
             self._stage.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -130,11 +131,14 @@ class AsyncLLM:
         return self._engine.handle.processes()
 
     async def close(self) -> None:
-        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing."""
+        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing.
+
+        May be called in any event loop, also when the one that the engine was used in has ended.
+        """
         if not self._is_closed:
             self._is_closed = True
-            if self._frontend is not None:
-                self._frontend.close()
+            if self._frontend is not None and self._loop is not None:
+                await _run_in(self._loop, self._frontend.close, self.config.faults.close_timeout_s)
         atexit.unregister(self._close_engine)
         await asyncio.to_thread(self._close_engine)
 
@@ -164,3 +168,16 @@ class AsyncLLM:
 
     def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._frontend_here().stream(prepared[0])
+
+
+async def _run_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None], timeout_s: float) -> None:
+    """Run a function in a loop that others may be using; here, if it is this one or runs no more."""
+    if loop is not asyncio.get_running_loop() and loop.is_running():
+
+        async def run() -> None:
+            function()
+
+        with contextlib.suppress(TimeoutError):  # the loop ends just now: it will touch nothing any more
+            await asyncio.wait_for(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop)), timeout_s)
+            return
+    function()

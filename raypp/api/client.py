@@ -37,19 +37,28 @@ class EngineClient:
         self._socket.connect(address)
         self._fd: int = self._socket.FD
         self._is_open = True
+        self._was_heard = False
         self._loop.add_reader(self._fd, self._read)
         self.send(OpenClient())
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; does not wait."""
         self._socket.send_multipart(encode_client_message(message))
-        self._loop.call_soon(self._read)
+        if not self._loop.is_closed():
+            self._loop.call_soon(self._read)
+
+    def was_heard(self) -> bool:
+        """Take in what has come; return whether anything has, since the last call."""
+        self._read()
+        was_heard, self._was_heard = self._was_heard, False
+        return was_heard
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect. In the event loop, or when that has ended."""
         if self._is_open:
             self._is_open = False
-            self._loop.remove_reader(self._fd)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._fd)
             self._socket.close()
             self._context.term()
 
@@ -59,4 +68,5 @@ class EngineClient:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            self._was_heard = True
             self._on_message(decode_driver_message(frames))

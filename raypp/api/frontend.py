@@ -25,6 +25,7 @@ from raypp.client_messages import (
     AbortRequests,
     AddRequest,
     AddRequests,
+    Alive,
     CloseClient,
     DriverMessage,
     EngineDead,
@@ -56,6 +57,8 @@ class Frontend:
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._client = EngineClient(engine.handle.client_address, self._on_message)
         engine.handle.watch(self._on_death_elsewhere)
+        self._num_silent_turns = 0
+        self._watchdog = self._loop.call_later(engine.config.faults.heartbeat_s, self._check_silence)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs so far, whenever there are new ones. Leaving early aborts it.
@@ -147,6 +150,7 @@ class Frontend:
 
     def close(self) -> None:
         """Leave. What is still running ends with EngineDeadError."""
+        self._watchdog.cancel()
         if self._death is None:
             self._client.send(CloseClient())
         self._die(EngineDeadError("the engine was closed", hint="make a new one"))
@@ -236,6 +240,8 @@ class Frontend:
                     reply.set_result(stats)
             case EngineDead(error):
                 self._die(error)
+            case Alive():
+                pass  # that it came is all it says
 
     def _on_outputs(self, batch: OutputBatch) -> None:
         now_s = time.monotonic()
@@ -280,6 +286,26 @@ class Frontend:
                 self._forget(request)
             request.note_update(num_tokens, now_s)
         self._abort_in_engine(stopped_by_text)
+
+    def _check_silence(self) -> None:
+        """Give up on a driver that is there and says nothing: it is stopped, or hangs.
+
+        Silence is counted in turns of this loop: while the loop itself stood still, nobody was there to hear.
+        """
+        faults = self._engine.config.faults
+        self._num_silent_turns = 0 if self._client.was_heard() else self._num_silent_turns + 1
+        silent_s = self._num_silent_turns * faults.heartbeat_s
+        if silent_s > faults.silence_timeout_s:
+            self._die(
+                EngineDeadError(
+                    "the driver is frozen: nothing has been heard of it",
+                    got=f"no message for {silent_s:.1f} s",
+                    expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
+                    hint="its process is stopped or starved",
+                )
+            )
+        if self._death is None:
+            self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)
 
     def _on_death_elsewhere(self, error: RayppError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know

@@ -64,8 +64,15 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviations: what is short for one option today would be ambiguous with the next one."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="raypp", description="Pipeline-parallel inference on Ray.")
+    parser = _Parser(prog="raypp", description="Pipeline-parallel inference on Ray.")
     parser.add_argument("--version", action="version", version=f"raypp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)

@@ -12,6 +12,9 @@ LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 TransportKind = Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"]
 """The link that is asked for; `auto` leaves it to where the stages are, see `raypp.transport.resolve`."""
 
+Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
+"""How stages are placed over the nodes of a cluster; see `raypp.actors.placement`."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
@@ -67,6 +70,9 @@ class ParallelSection(Section):
     """What stages compute on. `auto`: GPUs when there are any, else CPUs."""
     stage_num_gpus: float = Field(default=1.0, gt=0, le=1)
     """The share of a GPU that a stage asks Ray for, and of its memory that it may use. 0.5 puts two stages on one."""
+    placement: Placement = "pack"
+    """Which nodes of the cluster the stages run on. `pack`: as few as can be, this node alone if it has room. `spread`:
+    as many as can be. `strict_pack`: one node, or refuse. `strict_spread`: a node per stage, or refuse."""
     stage_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a stage asks Ray for. Placement only; see `stage_num_threads`."""
     stage_num_threads: int | None = Field(default=None, ge=1)
@@ -103,8 +109,16 @@ class FaultsSection(Section):
     """How long things may take. Every wait of the engine ends in a named error."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """From placement to all stages ready."""
+    """From the first look at the cluster to all stages ready: one deadline for all of it."""
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Steps in flight without any progress: the pipeline counts as frozen."""
+    """Steps in flight without progress on any stage: the pipeline counts as frozen."""
+    heartbeat_s: float = Field(default=0.5, gt=0, le=10)
+    """How often driver, stages and clients hear of each other when there is nothing else to say. Whoever is silent for
+    ten heartbeats, and for step_timeout_s, counts as frozen."""
     close_timeout_s: float = Field(default=10.0, gt=0)
     """Orderly shutdown; what is left after that is killed."""
+
+    @property
+    def silence_timeout_s(self) -> float:
+        """How long a process of the engine may say nothing, busy or idle, until it counts as frozen. Seconds."""
+        return max(self.step_timeout_s, 10 * self.heartbeat_s)

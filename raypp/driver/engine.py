@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from raypp.driver.pipeline import Pipeline
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
@@ -18,7 +16,6 @@ class Engine:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._tracer = tracer
-        self._last_progress_s = time.monotonic()
 
     def add(self, request: Request) -> None:
         """Take in a request.
@@ -39,8 +36,6 @@ class Engine:
         results = self._pipeline.collect()
         for result in results:
             updates.extend(self._scheduler.update(result))
-        if results or not self._scheduler.num_in_flight:
-            self._last_progress_s = time.monotonic()
         step_id = results[-1].step_id if results else -1
         while (plan := self._scheduler.schedule()) is not None:
             self._pipeline.submit(plan)
@@ -55,9 +50,9 @@ class Engine:
         return self._scheduler.has_unfinished
 
     @property
-    def stalled_s(self) -> float:
-        """How long steps have been in flight without any result, in seconds; 0 when none are."""
-        return time.monotonic() - self._last_progress_s if self._scheduler.num_in_flight else 0.0
+    def is_busy(self) -> bool:
+        """Whether steps are in flight."""
+        return self._scheduler.num_in_flight > 0
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counters."""

@@ -1,14 +1,20 @@
 """The driver's loop around the engine: clients on one side, stages on the other, and whatever goes wrong.
 
 One thread owns every socket. Other threads reach it only through `stop` and `fail`, which wake it.
+
+A client that vanishes without a word is noticed by zmq, whose ROUTER then refuses what is sent to it: at the next
+output, or at the next heartbeat. Its requests are aborted.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import zmq
 
@@ -16,6 +22,7 @@ from raypp.client_messages import (
     AbortRequests,
     AddRequest,
     AddRequests,
+    Alive,
     ClientMessage,
     CloseClient,
     DriverMessage,
@@ -29,14 +36,31 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
+from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.outbox import Outbox
-from raypp.errors import RayppError, RequestError, StageDiedError
+from raypp.driver.stage_health import StageHealth
+from raypp.errors import RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
 
 _MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
+_UNTAKEN_MESSAGES = 1 << 16
 
-HEARTBEAT_S = 0.5
-"""How often driver and stages hear of each other when nothing else is said."""
+logger = logging.getLogger(__name__)
+
+
+def open_client_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """Return a ROUTER for clients, bound to `address`.
+
+    A slow client loses nothing: `_UNTAKEN_MESSAGES` wait for it, minutes of output. One that takes nothing for longer
+    counts as gone.
+    """
+    clients = context.socket(zmq.ROUTER)
+    clients.linger = 1000
+    clients.sndhwm = _UNTAKEN_MESSAGES
+    clients.rcvhwm = 0
+    clients.router_mandatory = True  # say when a client is gone
+    clients.bind(address)
+    return clients
 
 
 class DriverServer:
@@ -47,8 +71,10 @@ class DriverServer:
         engine: Engine,
         pipeline: ChannelPipeline,
         clients: zmq.Socket[bytes],
+        health: StageHealth,
+        failures: FailureReports,
         *,
-        step_timeout_s: float,
+        heartbeat_s: float,
         on_connected: Callable[[], None] = lambda: None,
     ) -> None:
         """Take over the sockets.
@@ -56,31 +82,35 @@ class DriverServer:
         Args:
             engine: What the requests go to.
             pipeline: The engine's pipeline, for its socket and its heartbeats.
-            clients: A bound ROUTER.
-            step_timeout_s: Steps in flight without any result for this long: the pipeline is frozen.
+            clients: Of `open_client_socket`.
+            health: What the pipeline hears of the stages.
+            failures: What the pipeline, and others through `fail`, report.
+            heartbeat_s: How often stages and clients are told that the driver lives.
             on_connected: Called when a client has connected.
         """
         self._engine = engine
         self._pipeline = pipeline
         self._clients = clients
-        self._step_timeout_s = step_timeout_s
+        self._health = health
+        self._failures = failures
+        self._heartbeat_s = heartbeat_s
         self._on_connected = on_connected
         self._outbox = Outbox(self._send)
         self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
+        self._gone: set[bytes] = set()  # clients to be forgotten
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
         self._next_heartbeat_s = 0.0
         self._stopping = False
-        self._failure: RayppError | None = None
 
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
         self._stopping = True
         self._wake()
 
-    def fail(self, error: RayppError) -> None:
-        """Make `serve` tell the clients, and raise. From any thread; the first error counts."""
-        self._failure = self._failure or error
+    def fail(self, error: RayppError, witness: Witness) -> None:
+        """Make `serve` tell the clients, and raise, once it is clear which error is the cause. From any thread."""
+        self._failures.add(error, witness)
         self._wake()
 
     def serve(self) -> None:
@@ -95,11 +125,14 @@ class DriverServer:
         poller.register(self._wakeup_out, zmq.POLLIN)
         try:
             while not self._stopping:
-                ready = dict(poller.poll(round(HEARTBEAT_S * 1e3)))
+                ready = dict(poller.poll(self._poll_ms()))
+                if self._wakeup_out.fileno() in ready:
+                    self._wakeup_out.recv(4096)
                 if self._clients in ready:
                     self._receive_from_clients()
                 self._send_outputs(self._engine.step())
                 self._check_health()
+                self._forget_gone_clients()
         except RayppError as error:
             self._tell_all(EngineDead(error))
             raise
@@ -115,21 +148,20 @@ class DriverServer:
         except OSError:
             return  # it is full of wake-ups already, or the loop has ended
 
+    def _poll_ms(self) -> int:
+        wait_s = BLAME_S / 10 if self._failures.best is not None else self._heartbeat_s
+        return max(round(wait_s * 1e3), 1)
+
     def _check_health(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        frozen = self._health.check(is_busy=self._engine.is_busy)
+        if frozen is not None:
+            self._failures.add(frozen, Witness.DEATH)
+        if (error := self._failures.verdict()) is not None:
+            raise error
         if time.monotonic() >= self._next_heartbeat_s:
             self._pipeline.send_heartbeat()
-            self._next_heartbeat_s = time.monotonic() + HEARTBEAT_S
-        if self._engine.stalled_s > self._step_timeout_s:
-            stage_index, silent_s = self._pipeline.slowest_stage()
-            raise StageDiedError(
-                f"stage {stage_index} is frozen: steps are in flight and none has ended",
-                stage_index=stage_index,
-                got=f"no result for {self._engine.stalled_s:.1f} s, no sign of the stage for {silent_s:.1f} s",
-                expected=f"a result within step_timeout_s={self._step_timeout_s:g}",
-                hint="raise step_timeout_s if steps of this model really take that long",
-            )
+            self._tell_all(Alive())
+            self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
 
     def _receive_from_clients(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):  # what is left keeps the poller from waiting
@@ -152,11 +184,9 @@ class DriverServer:
                     if request_id in self._requests.get(client, {}):
                         self._abort(client, request_id)
             case StatsCall(call_id):
-                self._send(client, StatsReply(call_id, asdict(self._engine.stats())))
+                self._send(client, StatsReply(call_id, self._stats()))
             case CloseClient():
-                for request_id in self._requests.pop(client, {}):
-                    self._engine.abort(request_id)
-                self._outbox.forget(client)
+                self._forget(client)
 
     def _add(self, client: bytes, added: AddRequest) -> None:
         request = Request(
@@ -189,9 +219,29 @@ class DriverServer:
             if update.request.finish_reason:
                 self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
 
+    def _stats(self) -> dict[str, Any]:
+        return asdict(self._engine.stats()) | {"stage_silent_s": self._health.silent_s()}
+
+    def _forget(self, client: bytes) -> None:
+        """Abort what a client still has; it will be told nothing more."""
+        for request_id in self._requests.pop(client, {}):
+            self._engine.abort(request_id)
+        self._outbox.forget(client)
+
+    def _forget_gone_clients(self) -> None:
+        for client in self._gone:
+            logger.warning("a client vanished; its %d requests are aborted", len(self._requests.get(client, {})))
+            self._forget(client)
+        self._gone.clear()
+
     def _tell_all(self, message: DriverMessage) -> None:
         for client in self._requests:
             self._send(client, message)
 
     def _send(self, client: bytes, message: DriverMessage) -> None:
-        self._clients.send_multipart([client, *encode_driver_message(message)])
+        try:
+            self._clients.send_multipart([client, *encode_driver_message(message)], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (errno.EHOSTUNREACH, errno.EAGAIN):
+                raise
+            self._gone.add(client)  # its connection has ended, or it takes nothing any more

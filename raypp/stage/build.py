@@ -56,9 +56,25 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
 
 
 def build_stage(
-    spec: StageSpec, config: ModelConfig, model: StageModel, rendezvous: Rendezvous | None, tracer: Tracer
+    spec: StageSpec,
+    config: ModelConfig,
+    model: StageModel,
+    tracer: Tracer,
+    *,
+    rendezvous: Rendezvous | None,
+    own_host: str,
+    open_timeout_s: float,
 ) -> Stage:
     """Return the stage, linked to its neighbours; waits for them.
+
+    Args:
+        spec: Which stage.
+        config: The whole model's.
+        model: The stage's layers.
+        tracer: Of this process.
+        rendezvous: Where the stages meet; None for a single one.
+        own_host: An address of this node that the neighbours can reach.
+        open_timeout_s: How long the stages may take to meet.
 
     Raises:
         ConfigError: a neighbour expects other tensors.
@@ -72,6 +88,8 @@ def build_stage(
         forward=schemas.forward_messages(spec),
         feedback=schemas.feedback_messages(spec),
         rendezvous=rendezvous,
+        own_host=own_host,
+        open_timeout_s=open_timeout_s,
         deadline_s=spec.link_timeout_s,
         device=torch.device(spec.device),
     )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from raypp.errors import EngineDeadError
+from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import NO_STEP, StepPlan, pack, unpack
+from raypp.stage.failure import describe_failure
 from raypp.stage.pending_result import PendingResult
 from raypp.transport.step_channel import StageChannel, Stop
 
@@ -32,12 +34,17 @@ class SteppedStage(Protocol):
         """Execute a plan, or queue it on the device; return its result to be on the last stage."""
 
 
-def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: float, silence_timeout_s: float) -> None:
+def run_stage_loop(
+    stage: SteppedStage, channel: StageChannel, *, stage_index: int, heartbeat_s: float, silence_timeout_s: float
+) -> None:
     """Run the plans that arrive until the driver says stop. Waits only for plans, and releases the GIL there.
+
+    What ends it early is told to the driver before it is raised.
 
     Args:
         stage: Whose plans these are.
         channel: To the driver.
+        stage_index: Of the stage, for its errors.
         heartbeat_s: How often the driver hears from the stage, busy or idle.
         silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
 
@@ -45,7 +52,17 @@ def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: f
         EngineDeadError: the driver fell silent.
         Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
+    try:
+        _run_plans(stage, channel, heartbeat_s, silence_timeout_s)
+    except Exception as error:
+        with suppress(DeadlineError):  # a driver that does not listen finds out by itself, or is gone
+            channel.send_error(describe_failure(stage_index, error))
+        raise
+
+
+def _run_plans(stage: SteppedStage, channel: StageChannel, heartbeat_s: float, silence_timeout_s: float) -> None:
     reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s)
+    num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
         with torch.inference_mode():
@@ -55,7 +72,9 @@ def run_stage_loop(stage: SteppedStage, channel: StageChannel, *, heartbeat_s: f
                     return
                 if plan is not None:
                     writer.put(plan.step_id, stage.step(plan))
-                elif channel.silence_s > silence_timeout_s:
+                    continue
+                num_silent_turns = num_silent_turns + 1 if channel.silence_s > 2 * heartbeat_s else 0
+                if num_silent_turns * heartbeat_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
     finally:
         reader.close()

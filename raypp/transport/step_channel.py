@@ -5,7 +5,11 @@
 
 The driver binds, the stages connect. Every message is one zmq frame: a header of 8 bytes (kind, stage index), then the
 payload, which stays 8-byte aligned so that `messages.unpack` can view it in place. Addresses are zmq's: `ipc://` on one
-node, `tcp://` between nodes. A channel belongs to one thread. All its waits block in zmq, without the GIL.
+node, `tcp://` between nodes. All waits block in zmq, without the GIL. A channel belongs to one thread; of a stage's,
+each direction may belong to one.
+
+Between nodes the channel is encrypted (zmq's CURVE): the driver makes a key pair, and only who was told its
+`server_key` gets a connection. The key goes to the stages with their addresses, by Ray, and to nobody else.
 """
 
 from __future__ import annotations
@@ -83,6 +87,7 @@ class DriverChannel:
         result_address: To bind, likewise.
         send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
             one means a stage that is gone or frozen.
+        encrypted: Let in only stages that bring `server_key`; wanted wherever an address can be reached by others.
         context: A zmq context to share; by default the channel has its own.
 
     Raises:
@@ -95,8 +100,12 @@ class DriverChannel:
         result_address: str,
         *,
         send_timeout_s: float = 2.0,
+        encrypted: bool = False,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
+        keys: tuple[bytes | None, bytes | None] = zmq.curve_keypair() if encrypted else (None, None)
+        self.server_key, self._secret_key = keys
+        """What a stage must bring to be let in; None when anyone may who reaches the address."""
         self._own_context = zmq.Context() if context is None else None
         self._send_timeout_s = send_timeout_s
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -181,6 +190,9 @@ class DriverChannel:
         socket = context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(queue_length)
+        if self._secret_key is not None:
+            socket.curve_server = True
+            socket.curve_secretkey = self._secret_key
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
@@ -200,6 +212,7 @@ class StageChannel:
         plan_address: Its entry of `DriverChannel.stage_addresses`.
         result_address: `DriverChannel.result_address`.
         num_stages: Sizes the queues.
+        server_key: `DriverChannel.server_key`.
         send_timeout_s: How long the driver may leave a result untaken.
         context: A zmq context to share; by default the channel has its own.
     """
@@ -211,6 +224,7 @@ class StageChannel:
         result_address: str,
         *,
         num_stages: int = 64,
+        server_key: bytes | None = None,
         send_timeout_s: float = 60.0,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
@@ -223,6 +237,9 @@ class StageChannel:
         self._results = zmq_context.socket(zmq.PUSH)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
             socket.set_hwm(_queue_length(num_stages))
+            if server_key is not None:
+                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+                socket.curve_serverkey = server_key
             socket.connect(address)
         self._last_heard_s = time.monotonic()
 

@@ -211,3 +211,50 @@ def test_a_forgotten_one_is_closed(make_engine: MakeEngine) -> None:
     del llm
     gc.collect()
     assert engine.num_closed == 1
+
+
+def test_a_driver_that_says_nothing_is_given_up(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()  # it sends no heartbeats
+        llm = await AsyncLLM.create("tiny", launch=engine.launch, step_timeout_s=0.2, heartbeat_s=0.02)
+        engine.set_gate(is_open=False)
+        with pytest.raises(EngineDeadError, match="the driver is frozen"):
+            async for _ in llm.generate("a", ENDLESS):
+                pass
+        await llm.close()
+
+    run(body())
+
+
+def test_closing_in_another_loop_while_the_first_one_runs(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        engine = make_engine()
+        llm = await AsyncLLM.create("tiny", launch=engine.launch)
+        engine.set_gate(is_open=False)
+
+        async def generate() -> None:
+            async for _ in llm.generate("a", ENDLESS):
+                pass
+
+        pending = asyncio.create_task(generate())
+        await seen(engine, lambda: bool(engine.added))
+        await asyncio.to_thread(asyncio.run, llm.close())
+        with pytest.raises(EngineDeadError, match="closed"):
+            await pending
+        assert engine.num_closed == 1
+
+    run(body())
+
+
+def test_closing_when_the_first_loop_has_ended(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    opened: list[AsyncLLM] = []
+
+    async def use() -> None:
+        opened.append(await AsyncLLM.create("tiny", launch=engine.launch))
+        async for _ in opened[0].generate("a", SamplingParams(max_tokens=2)):
+            pass
+
+    run(use())
+    run(opened[0].close())
+    assert engine.num_closed == 1

@@ -223,3 +223,29 @@ def test_a_queue_that_was_emptied_has_room_at_once(folder: Path) -> None:
         assert [m.step_id for m in driver.receive(DEADLINE_S) if isinstance(m, Heartbeat)] == [step_id]
     stage.close()
     driver.close()
+
+
+def test_an_encrypted_channel_lets_in_only_who_was_told_its_key() -> None:
+    anywhere = "tcp://127.0.0.1:*"
+    driver = DriverChannel([anywhere], anywhere, encrypted=True)
+    address = driver.stage_addresses[0]
+    other_key = DriverChannel([anywhere], anywhere, encrypted=True)
+    strangers = [
+        StageChannel(0, address, driver.result_address, num_stages=1),
+        StageChannel(0, address, driver.result_address, num_stages=1, server_key=other_key.server_key),
+    ]
+    stage = StageChannel(0, address, driver.result_address, num_stages=1, server_key=driver.server_key)
+    for stranger in strangers:
+        stranger.send_result(b"stranger")
+    stage.send_result(b"stage")
+    [message] = take(driver, 1)
+    assert isinstance(message, StageResult)
+    assert bytes(message.payload) == b"stage"
+    for step_id in range(10):  # were a stranger connected, it would get its share
+        driver.send_plan(bytes([step_id]))
+        plan = stage.receive(DEADLINE_S)
+        assert isinstance(plan, memoryview)
+        assert bytes(plan) == bytes([step_id])
+    assert driver.receive(0.2) == []
+    for channel in (stage, *strangers, other_key, driver):
+        channel.close()

@@ -1,0 +1,206 @@
+"""Where an engine's stages run: one placement group over the nodes of the cluster, and who sits where in it.
+
+    nodes      |  node A  |     node B     |  node C  |
+    bundles    |   2   0  |     1    3     |     4    |    as Ray placed them
+    stages     |   0   1  |     2    3     |     4    |    in node order: at most nodes - 1 forward links cross
+
+The driver is in no bundle: it takes no resources and belongs on the node of its client, see docs/design/0006.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from raypp.actors.deadline import Deadline
+from raypp.config.sections import Placement as PlacementStrategy
+from raypp.errors import ResourceError
+
+_LOOPBACK = "127.0.0.1"
+_NODE_ID_LABEL = "ray.io/node-id"
+_OWN_NODE_PATIENCE_S = 1.0
+_NOTICE_S = 5.0  # after this long, say what is being waited for
+_ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster."""
+
+    node_id: str
+    host: str  # its address
+    resources: Mapping[str, float]  # all there are, free or not
+
+    def capacity(self, bundle: Mapping[str, float]) -> int:
+        """Return how many such bundles the node could hold if nothing else ran there."""
+        return min(int(self.resources.get(name, 0.0) / amount + _ROUNDING) for name, amount in bundle.items())
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where one stage runs."""
+
+    bundle_index: int
+    node_id: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an engine runs."""
+
+    group: PlacementGroup
+    driver_node_id: str
+    stages: tuple[StagePlace, ...]  # by stage index
+    hosts: Mapping[str, str]  # the address of each node, as the others know it
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Whether driver and stages are all on the same node."""
+        return all(place.node_id == self.driver_node_id for place in self.stages)
+
+    def host_of(self, node_id: str) -> str:
+        """Return the address at which an engine's processes on a node are reached: loopback when all are there."""
+        return _LOOPBACK if self.is_on_one_node else self.hosts[node_id]
+
+
+def reserve(bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy, deadline: Deadline) -> Placement:
+    """Reserve a bundle for each stage. Waits while others hold what would suffice.
+
+    Args:
+        bundle: What one stage asks Ray for.
+        num_stages: P.
+        strategy: See `ParallelSection.placement`.
+        deadline: How long others may take to free it.
+
+    Raises:
+        ResourceError: the cluster can never hold them (at once), or did not in time.
+    """
+    nodes = [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+    # A bundle must ask for something.
+    bundle = {name: amount for name, amount in bundle.items() if amount} or {"memory": 1.0}
+    check_capacity(nodes, bundle, num_stages, strategy)
+    here = ray.get_runtime_context().get_node_id()
+    group = None
+    if len(nodes) > 1 and strategy in ("pack", "strict_pack"):
+        group = _reserve_on_node(here, nodes, bundle, num_stages, deadline)
+    if group is None:
+        group = _reserve_anywhere(bundle, num_stages, strategy, deadline)
+    node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return Placement(group, here, order_stages(node_of_bundle, here), {node.node_id: node.host for node in nodes})
+
+
+def check_capacity(
+    nodes: Sequence[Node], bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy
+) -> None:
+    """Refuse what the cluster could not hold even if nothing else ran on it.
+
+    Raises:
+        ResourceError: it says what is lacking.
+    """
+    wanted = {name: amount * num_stages for name, amount in bundle.items()}
+    total = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in wanted}
+    lacking = {name: amount for name, amount in wanted.items() if amount > total[name] + _ROUNDING}
+    hint = "add nodes, or ask for less (num_stages, stage_num_cpus, placement)"
+    if lacking:
+        raise ResourceError(
+            "the Ray cluster lacks resources for the engine",
+            got={name: total[name] for name in lacking},
+            expected=lacking,
+            hint=hint,
+        )
+    capacities = [node.capacity(bundle) for node in nodes]
+    room = {
+        "pack": sum(capacities),
+        "spread": sum(capacities),
+        "strict_pack": max(capacities),
+        "strict_spread": sum(capacity > 0 for capacity in capacities),
+    }[strategy]
+    if room < num_stages:
+        per_node = ", ".join(f"{node.host}: {capacity}" for node, capacity in zip(nodes, capacities, strict=True))
+        raise ResourceError(
+            "the nodes of the Ray cluster have no room for the engine's stages",
+            got=f"room for {room} with placement={strategy} ({per_node})",
+            expected=f"room for {num_stages} times {dict(bundle)}",
+            hint=hint,
+        )
+
+
+def order_stages(node_of_bundle: Mapping[int, str], first_node_id: str) -> tuple[StagePlace, ...]:
+    """Return the stages' places: the bundles of one node side by side, those of `first_node_id` at the front."""
+    nodes = list(dict.fromkeys(node_of_bundle[index] for index in sorted(node_of_bundle)))
+    nodes.sort(key=lambda node_id: node_id != first_node_id)  # stable
+    bundles = sorted(node_of_bundle, key=lambda index: (nodes.index(node_of_bundle[index]), index))
+    return tuple(StagePlace(index, node_of_bundle[index]) for index in bundles)
+
+
+def _reserve_on_node(
+    node_id: str, nodes: Sequence[Node], bundle: Mapping[str, float], num_stages: int, deadline: Deadline
+) -> PlacementGroup | None:
+    """Return a group on this node, whose stages need no network; None when it has no room now."""
+    if not any(node.node_id == node_id and node.capacity(bundle) >= num_stages for node in nodes):
+        return None
+    group: PlacementGroup = placement_group(
+        [dict(bundle)] * num_stages,
+        strategy="STRICT_PACK",
+        bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * num_stages,
+    )
+    with _removed_on_error(group):
+        if _is_ready(group, min(_OWN_NODE_PATIENCE_S, deadline.remaining_s)):
+            return group
+    remove_placement_group(group)
+    return None
+
+
+def _reserve_anywhere(
+    bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy, deadline: Deadline
+) -> PlacementGroup:
+    wanted = f"{num_stages} times {dict(bundle)}"
+    group: PlacementGroup = placement_group([dict(bundle)] * num_stages, strategy=strategy.upper())
+    with _removed_on_error(group):
+        if _is_ready(group, min(_NOTICE_S, deadline.remaining_s)):
+            return group
+        logger.warning("waiting for others to free resources of the Ray cluster: %s; free: %s", wanted, _free())
+        if _is_ready(group, deadline.remaining_s):
+            return group
+        raise ResourceError(
+            f"the Ray cluster did not free the engine's resources within {deadline.seconds:g} s",
+            got=f"free: {_free()}",
+            expected=wanted,
+            hint="wait for other work to end, or ask for less",
+        )
+
+
+def _is_ready(group: PlacementGroup, timeout_s: float) -> bool:
+    return group.wait(math.ceil(timeout_s))  # Ray cuts fractions of a second off
+
+
+@contextmanager
+def _removed_on_error(group: PlacementGroup) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        remove_placement_group(group)
+        raise
+
+
+def _free() -> dict[str, Any]:
+    free: dict[str, Any] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return {name: amount for name, amount in free.items() if not name.startswith("node:")}

@@ -1,0 +1,195 @@
+"""The stages of one engine, as the driver holds them: made, started, watched and ended together.
+
+They are children of the driver's process: when that dies, Ray ends them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypp.actors.deadline import Deadline
+from raypp.actors.placement import Placement
+from raypp.actors.processes import ActorProcess
+from raypp.actors.remote_errors import first_line
+from raypp.actors.stage_actor import StageActor, StageAddresses
+from raypp.driver.engine_plan import EnginePlan
+from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
+from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.stage.failure import name_failure
+from raypp.tracing import TraceEvent
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory
+
+_WATCH_S = 0.5
+_LAST_TRACE_S = 1.0  # a stage that still answers does so at once
+
+
+class StageGroup:
+    """All stage actors of an engine."""
+
+    def __init__(self, plan: EnginePlan, factory: StageFactory | None, placement: Placement) -> None:
+        """Make the actors; their processes start."""
+        self._placement = placement
+        self._actors: list[Any] = []
+        resources = plan.stage_resources()
+        for stage_index, place in enumerate(placement.stages):
+            strategy = PlacementGroupSchedulingStrategy(
+                placement.group, placement_group_bundle_index=place.bundle_index
+            )
+            options: dict[str, Any] = {
+                "num_cpus": resources["CPU"],
+                "num_gpus": resources.get("GPU", 0),
+                "scheduling_strategy": strategy,
+                "max_concurrency": 3,  # run, trace, and one to spare
+                "max_restarts": 0,
+            }
+            if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
+                options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+            actor = ray.remote(StageActor).options(**options)
+            self._actors.append(actor.remote(plan.stage_spec(stage_index), plan.model, factory))
+        self._runs: list[Any] = []
+        self._is_ending = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def processes(self, deadline: Deadline) -> list[ActorProcess]:
+        """Return the stages' processes; waits until they are there.
+
+        Raises:
+            StageDiedError, DeadlineError: one does not start.
+        """
+        return self._gather([actor.process.remote() for actor in self._actors], "starting its process", deadline)
+
+    def load(self, deadline: Deadline) -> Any:
+        """Load the model; return where the stages meet, None for a single one.
+
+        Raises:
+            ModelLoadError, ResourceError, ConfigError: a stage cannot hold or read its part.
+            StageDiedError, DeadlineError: one does not come through.
+        """
+        hosts = self._hosts()
+        loading = [actor.prepare.remote(host) for actor, host in zip(self._actors, hosts, strict=True)]
+        return self._gather(loading, "loading the model", deadline)[0]
+
+    def connect(
+        self,
+        rendezvous: Any,
+        plan_addresses: Sequence[str],
+        result_address: str,
+        server_key: bytes | None,
+        deadline: Deadline,
+    ) -> None:
+        """Have the stages open their links and step channels.
+
+        Raises:
+            ConfigError, StageDiedError, DeadlineError: one does not come through.
+        """
+        connecting = [
+            actor.connect.remote(
+                StageAddresses(
+                    own_host=host,
+                    rendezvous=rendezvous,
+                    plan_address=plan_address,
+                    result_address=result_address,
+                    server_key=server_key,
+                ),
+                deadline.remaining_s,
+            )
+            for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
+        ]
+        self._gather(connecting, "connecting to its neighbours", deadline)
+
+    def run(
+        self, heartbeat_s: float, silence_timeout_s: float, on_failure: Callable[[RayppError, Witness], None]
+    ) -> None:
+        """Start the stages' loops, and watch them from a thread.
+
+        Args:
+            heartbeat_s: How often the driver hears from a stage.
+            silence_timeout_s: How long a stage believes in a driver that it does not hear.
+            on_failure: Called in that thread for every loop that ends with an error.
+        """
+        self._runs = [actor.run.remote(heartbeat_s, silence_timeout_s) for actor in self._actors]
+        self._watcher = threading.Thread(target=self._watch, args=(on_failure,), name="stage-watcher", daemon=True)
+        self._watcher.start()
+
+    def await_end(self, timeout_s: float) -> None:
+        """Wait for the loops to end, once the stages were told to stop."""
+        ray.wait(self._runs, num_returns=len(self._runs), timeout=timeout_s)
+
+    def traces(self) -> list[list[TraceEvent] | None]:
+        """Return what each stage did when; None for one that does not answer any more."""
+        asked = [actor.trace.remote() for actor in self._actors]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_LAST_TRACE_S)
+        return [_value_of(ref) if ref in answered else None for ref in asked]
+
+    def kill(self) -> None:
+        """End the actors at once."""
+        self._is_ending.set()
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _hosts(self) -> list[str]:
+        return [self._placement.host_of(place.node_id) for place in self._placement.stages]
+
+    def _gather(self, refs: Sequence[Any], doing: str, deadline: Deadline) -> list[Any]:
+        """Return what all stages answered, or raise the error of the one that is to blame."""
+        waiting, failures = list(refs), FailureReports()
+        while waiting:
+            timeout_s = deadline.remaining_s if failures.best is None else BLAME_S
+            ended, waiting = ray.wait(waiting, num_returns=1, timeout=timeout_s)
+            for ref in ended:
+                if (failure := _failure_of(refs.index(ref), ref, doing)) is not None:
+                    failures.add(*failure)
+            if (error := failures.verdict()) is not None:
+                raise error
+            if not ended and failures.best is None:
+                late = ", ".join(str(refs.index(ref)) for ref in waiting)
+                raise DeadlineError(
+                    f"stage {late} took too long {doing}",
+                    expected=f"all stages ready within start_timeout_s={deadline.seconds:g}",
+                    hint="raise start_timeout_s if loading really takes that long",
+                )
+        if failures.best is not None:
+            raise failures.best
+        return list(ray.get(list(refs)))
+
+    def _watch(self, on_failure: Callable[[RayppError, Witness], None]) -> None:
+        running = list(self._runs)
+        while running and not self._is_ending.is_set():
+            ended, running = ray.wait(running, num_returns=1, timeout=_WATCH_S)
+            for ref in ended:
+                failure = _failure_of(self._runs.index(ref), ref, "running")
+                if failure is not None and not self._is_ending.is_set():
+                    on_failure(*failure)
+
+
+def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:
+    """Return the error of a call that has ended, and how well it is known; None when it ended well."""
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayTaskError as failure:
+        cause = failure.cause
+        named, is_cause = name_failure(stage_index, cause)
+        # While it starts, an error keeps its class: a model that cannot be read is the user's affair, not a death.
+        error = cause if isinstance(cause, RayppError) else named
+        return error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR
+    except ray.exceptions.RayError as death:
+        died = StageDiedError(f"stage {stage_index} died {doing}", stage_index=stage_index, got=first_line(death))
+        return died, Witness.DEATH
+    return None
+
+
+def _value_of(ref: Any) -> Any:
+    """Return what a call returned, None when it failed."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError:
+        return None

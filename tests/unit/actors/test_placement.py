@@ -1,0 +1,60 @@
+"""Who sits where, and what is refused, without a cluster."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from raypp.actors.placement import Node, check_capacity, order_stages
+from raypp.errors import ResourceError
+
+
+def _nodes(*num_gpus: float) -> list[Node]:
+    return [Node(f"n{i}", f"host{i}", {"CPU": 4.0, "GPU": gpus}) for i, gpus in enumerate(num_gpus)]
+
+
+def test_stages_of_one_node_sit_side_by_side_and_the_drivers_node_comes_first():
+    places = order_stages({0: "b", 1: "a", 2: "b", 3: "c", 4: "a"}, "a")
+    assert [(place.bundle_index, place.node_id) for place in places] == [
+        (1, "a"),
+        (4, "a"),
+        (0, "b"),
+        (2, "b"),
+        (3, "c"),
+    ]
+
+
+def test_links_cross_nodes_as_seldom_as_can_be():
+    places = order_stages({index: "abc"[index % 3] for index in range(12)}, "b")
+    nodes = [place.node_id for place in places]
+    assert sum(a != b for a, b in itertools.pairwise(nodes)) == 2
+    assert nodes[0] == "b"
+
+
+@pytest.mark.parametrize("strategy", ["pack", "spread", "strict_pack", "strict_spread"])
+def test_what_fits_is_let_through(strategy):
+    check_capacity(_nodes(2, 2), {"GPU": 1.0, "CPU": 0.01}, 2, strategy)
+    check_capacity(_nodes(1), {"GPU": 0.5}, 1, strategy)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "bundle", "num_stages", "strategy", "words"),
+    [
+        ((0, 0), {"GPU": 1.0}, 2, "pack", "lacks resources"),
+        ((1, 1), {"TPU": 1.0}, 1, "pack", "lacks resources"),
+        ((1, 1, 1), {"GPU": 1.5}, 2, "pack", "no room"),
+        ((2, 2), {"GPU": 1.0}, 3, "strict_pack", "no room"),
+        ((4, 0), {"GPU": 1.0}, 2, "strict_spread", "no room"),
+        ((0.5, 0.5), {"GPU": 1.0}, 1, "spread", "no room"),
+    ],
+)
+def test_what_can_never_fit_is_refused_with_what_is_lacking(num_gpus, bundle, num_stages, strategy, words):
+    with pytest.raises(ResourceError, match=words) as caught:
+        check_capacity(_nodes(*num_gpus), bundle, num_stages, strategy)
+    error = caught.value
+    assert error.got is not None
+    assert error.expected is not None
+    assert error.hint is not None
+    if words == "no room":
+        assert "host0" in str(error.got)

@@ -1,0 +1,306 @@
+"""The driver's server with real sockets: the test plays the clients and the stages. No Ray, no model."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from raypp.client_messages import (
+    AbortRequests,
+    AddRequest,
+    AddRequests,
+    Alive,
+    ClientMessage,
+    CloseClient,
+    DriverMessage,
+    EngineDead,
+    OpenClient,
+    Rejected,
+    StatsCall,
+    StatsReply,
+    decode_driver_message,
+    encode_client_message,
+)
+from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.engine import Engine
+from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.stage_health import StageHealth
+from raypp.errors import StageDiedError
+from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
+from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.failure import describe_failure
+from raypp.tracing import Tracer
+from raypp.transport.step_channel import DriverChannel, StageChannel, Stop
+from raypp.types import FinishReason, SamplingParams
+
+DEADLINE_S = 20.0
+HEARTBEAT_S = 0.05
+NUM_STAGES = 2
+
+
+class Client:
+    """One end of the wire that users are on."""
+
+    def __init__(self, context: zmq.Context, address: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+        self.send(OpenClient())
+
+    def send(self, message: ClientMessage) -> None:
+        self._socket.send_multipart(encode_client_message(message))
+
+    def add(self, name: str, max_tokens: int = 4) -> None:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.send(AddRequests([AddRequest(name, ord(name), [1, 2, 3], params, 0, ())]))
+
+    def next(self, kind: type[DriverMessage]) -> DriverMessage:
+        """Return the next message of a kind; heartbeats and others are skipped."""
+        ends = time.monotonic() + DEADLINE_S
+        while time.monotonic() < ends:
+            if self._socket.poll(100):
+                message = decode_driver_message(self._socket.recv_multipart())
+                if isinstance(message, kind):
+                    return message
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def vanish(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Rig:
+    """A served engine of two stages that the test plays."""
+
+    def __init__(self, folder: Path, step_timeout_s: float) -> None:
+        self.context = zmq.Context()
+        self.address = f"ipc://{folder}/clients"
+        clients = open_client_socket(self.context, self.address)
+        channel = DriverChannel([f"ipc://{folder}/0", f"ipc://{folder}/1"], f"ipc://{folder}/r", context=self.context)
+        self.stages = [
+            StageChannel(index, address, channel.result_address, num_stages=NUM_STAGES, context=self.context)
+            for index, address in enumerate(channel.stage_addresses)
+        ]
+        limits = SchedulerLimits(
+            num_stages=NUM_STAGES,
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            max_model_len=64,
+            block_size=8,
+            num_blocks=65,
+            enable_prefix_caching=False,
+            min_prefill_chunk_tokens=16,
+        )
+        self.scheduler = Scheduler(limits)
+        health = StageHealth(NUM_STAGES, step_timeout_s=step_timeout_s, silence_timeout_s=DEADLINE_S)
+        failures = FailureReports()
+        pipeline = ChannelPipeline(channel, health, failures)
+        engine = Engine(self.scheduler, pipeline, Tracer("driver", enabled=False))
+        self.connected = threading.Event()
+        self.server = DriverServer(
+            engine,
+            pipeline,
+            clients,
+            health,
+            failures,
+            heartbeat_s=HEARTBEAT_S,
+            on_connected=self.connected.set,
+        )
+        self._pool = ThreadPoolExecutor(1)
+        self.serving: Future[None] = self._pool.submit(self.server.serve)
+        self._clients = clients
+        self._tell_stages_to_stop = pipeline.close
+        self._is_stopped = False
+
+    @property
+    def num_unfinished(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.num_running + stats.num_waiting
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        ends = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
+    def client(self) -> Client:
+        return Client(self.context, self.address)
+
+    def answer(self, until: Callable[[], bool]) -> None:
+        """Play both stages: every step yields its own number for every row."""
+        ends = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < ends
+            received = self.stages[1].receive(0.02)
+            if isinstance(received, memoryview):
+                plan = unpack(StepPlan, received)
+                num_rows = len(plan.rows)
+                token_ids = np.full((num_rows, 1), plan.step_id, np.int32)
+                result = StepResult(
+                    plan.step_id, token_ids, plan.samples.astype(np.int32), np.zeros(num_rows, np.int32)
+                )
+                self.stages[1].send_result(pack(result))
+
+    def tell_stages_to_stop(self) -> None:
+        if not self._is_stopped:
+            self._is_stopped = True
+            self._tell_stages_to_stop()
+
+    def close(self) -> None:
+        self.server.stop()
+        self._pool.shutdown()
+        self.tell_stages_to_stop()
+        self._clients.close(linger=0)
+        self.server.close()
+        for stage in self.stages:
+            stage.close()
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    rigs = []
+    with tempfile.TemporaryDirectory(prefix="raypp") as folder:  # pytest's own are too long for a socket's path
+
+        def make(step_timeout_s: float = DEADLINE_S) -> Rig:
+            rigs.append(Rig(Path(folder), step_timeout_s))
+            return rigs[-1]
+
+        yield make
+        for rig in rigs:
+            rig.close()
+
+
+def _collect_tokens(client: Client, handle: int) -> list[int]:
+    token_ids: list[int] = []
+    while True:
+        batch = client.next(OutputBatch)
+        assert isinstance(batch, OutputBatch)
+        assert batch.handles.tolist() == [handle]
+        token_ids += batch.token_ids.tolist()
+        if batch.finish_reasons[0]:
+            assert batch.finish_reasons[0] == FinishReason.LENGTH
+            return token_ids
+
+
+def test_requests_are_answered_and_stages_and_clients_hear_of_the_driver(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    assert rig.connected.wait(DEADLINE_S)
+    client.add("a")
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(_collect_tokens, client, ord("a"))
+        rig.answer(tokens.done)
+    assert len(tokens.result()) == 4
+    client.next(Alive)
+    silent_before = rig.stages[0].silence_s
+    while isinstance(rig.stages[0].receive(0.0), memoryview):
+        pass
+    assert rig.stages[0].receive(2 * HEARTBEAT_S) is None
+    assert rig.stages[0].silence_s < max(silent_before, 1.0)
+    rig.server.stop()
+    rig.serving.result(DEADLINE_S)
+    rig.tell_stages_to_stop()
+    assert rig.stages[1].receive(DEADLINE_S) == Stop()
+
+
+def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.send(AddRequests([AddRequest("long", 7, [1] * 64, SamplingParams(max_tokens=4, temperature=0.0), 0, ())]))
+    rejected = client.next(Rejected)
+    assert isinstance(rejected, Rejected)
+    assert rejected.handle == 7
+    client.add("a")
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(_collect_tokens, client, ord("a"))
+        rig.answer(tokens.done)
+
+
+def test_abort_and_stats(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.add("a", max_tokens=50)
+    client.send(StatsCall(5))
+    reply = client.next(StatsReply)
+    assert isinstance(reply, StatsReply)
+    assert reply.call_id == 5
+    assert len(reply.stats["stage_silent_s"]) == NUM_STAGES
+    client.send(AbortRequests(["a", "unknown"]))
+    batch = client.next(OutputBatch)
+    assert isinstance(batch, OutputBatch)
+    assert batch.finish_reasons.tolist() == [FinishReason.ABORT]
+    rig.answer(lambda: not rig.scheduler.num_in_flight)
+
+
+@pytest.mark.parametrize("leaving", ["politely", "without a word"])
+def test_the_requests_of_a_client_that_leaves_are_aborted(make_rig, leaving):
+    rig = make_rig()
+    stays, leaves = rig.client(), rig.client()
+    stays.add("a", max_tokens=50)
+    leaves.add("b", max_tokens=50)
+    rig.wait_for(lambda: rig.num_unfinished == 2)
+    if leaving == "politely":
+        leaves.send(CloseClient())
+    else:
+        leaves.vanish()
+    rig.answer(lambda: rig.num_unfinished == 1)
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(_collect_tokens, stays, ord("a"))
+        rig.answer(tokens.done)
+    assert len(tokens.result()) == 50
+
+
+def test_a_stage_that_fails_says_why_and_every_client_hears_it(make_rig):
+    rig = make_rig()
+    clients = [rig.client(), rig.client()]
+    for client in clients:
+        client.add("a")
+        client.next(Alive)
+    # The neighbour notices first; the stage itself knows better.
+    gone = StageDiedError("stage 1 is gone", stage_index=1)
+    rig.stages[0].send_error(describe_failure(0, gone))
+    rig.stages[1].send_error(describe_failure(1, ValueError("out of luck")))
+    for client in clients:
+        dead = client.next(EngineDead)
+        assert isinstance(dead, EngineDead)
+        assert isinstance(dead.error, StageDiedError)
+        assert dead.error.stage_index == 1
+        assert "out of luck" in str(dead.error)
+    with pytest.raises(StageDiedError, match="out of luck"):
+        rig.serving.result(DEADLINE_S)
+
+
+def test_a_reported_death_ends_it_at_once(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.next(Alive)
+    rig.server.fail(StageDiedError("stage 0 died", stage_index=0), Witness.DEATH)
+    assert isinstance(client.next(EngineDead), EngineDead)
+    with pytest.raises(StageDiedError, match="stage 0 died"):
+        rig.serving.result(DEADLINE_S)
+
+
+def test_steps_in_flight_without_progress_are_a_frozen_stage(make_rig):
+    rig = make_rig(step_timeout_s=0.5)
+    client = rig.client()
+    started = time.monotonic()
+    client.add("a")
+    while not rig.serving.done():
+        assert time.monotonic() - started < DEADLINE_S
+        rig.stages[0].send_heartbeat(0)
+        rig.stages[1].send_heartbeat(NO_STEP)
+        time.sleep(0.05)
+    with pytest.raises(StageDiedError, match="frozen") as caught:
+        rig.serving.result()
+    assert caught.value.stage_index == 1
+    assert isinstance(client.next(EngineDead), EngineDead)
