@@ -13,8 +13,10 @@ import zmq
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.failure_reports import FailureReports
 from raypp.driver.hardware import Hardware
-from raypp.driver.server import DriverServer
+from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.stage_health import StageHealth
 from raypp.errors import RayppError
 from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.scheduler import Scheduler
@@ -30,18 +32,22 @@ class ThreadEngine:
     def __init__(self, plan: EnginePlan, factory: StageFactory | None) -> None:
         self._plan = plan
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        clients = self._context.socket(zmq.ROUTER)
-        clients.set_hwm(0)
+        clients = open_client_socket(self._context, "tcp://127.0.0.1:*")
         clients.linger = 0
-        self.client_address = f"tcp://127.0.0.1:{clients.bind_to_random_port('tcp://127.0.0.1')}"
+        self.client_address = clients.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.scheduler = Scheduler(plan.scheduler_limits())
         pipeline = _PolledPipeline(build_local_pipeline(plan, factory), self._context)
         engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
+        faults = plan.config.faults
         self._server = DriverServer(
             engine,
             pipeline,  # type: ignore[arg-type]  # what the server needs of a ChannelPipeline
             clients,
-            step_timeout_s=plan.config.faults.step_timeout_s,
+            StageHealth(
+                len(plan.stages), step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+            ),
+            FailureReports(),
+            heartbeat_s=faults.heartbeat_s,
         )
         self._watchers: list[Callable[[RayppError], None]] = []
         self._is_closed = False
