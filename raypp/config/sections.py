@@ -94,8 +94,9 @@ class SchedulerSection(Section):
 class GraphsSection(Section):
     """CUDA graphs."""
 
-    enforce_eager: bool = False
-    """Run without CUDA graphs. On a CPU there are none."""
+    mode: Literal["auto", "full", "none"] = "auto"
+    """`full` records decode steps, padded to one of a few sizes, and replays them. `none` runs every step operation by
+    operation. `auto` is `full` on GPUs and `none` on CPUs, where `full` runs the same padded steps with plain calls."""
 
 
 class ObservabilitySection(Section):

@@ -19,7 +19,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.stage.partition import partition_layers
-from raypp.stage.spec import StageSpec
+from raypp.stage.spec import NUM_PADDING_ROWS, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,6 +56,12 @@ class EnginePlan:
     num_threads: int  # compute threads of a stage
     stages: tuple[StageLayout, ...]
 
+    @property
+    def records_decode(self) -> bool:
+        """Whether decode steps are recorded and replayed."""
+        mode = self.config.graphs.mode
+        return mode == "full" or (mode == "auto" and self.device == "cuda")
+
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
         return SchedulerLimits(
@@ -91,8 +97,9 @@ class EnginePlan:
             device=self.device,
             seed=self.config.model.seed,
             num_threads=self.num_threads,
-            max_num_seqs=self.config.scheduler.max_num_seqs,
+            max_num_seqs=self.config.scheduler.max_num_seqs + NUM_PADDING_ROWS,
             max_step_rows=max_step_rows(self.config),
+            records_decode=self.records_decode,
             max_step_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.model.vocab_size,

@@ -64,7 +64,7 @@ def num_blocks_on_gpus(
     share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
     usable_bytes = int(hardware.gpu_memory_bytes * share)
     step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
-    fixed_bytes = _LIBRARY_BYTES + step_bytes + (0 if config.graphs.enforce_eager else _GRAPH_BYTES)
+    fixed_bytes = _LIBRARY_BYTES + step_bytes + (0 if config.graphs.mode == "none" else _GRAPH_BYTES)
     left = [usable_bytes - fixed_bytes - weights for weights in weight_bytes]
     num_blocks = min(free // block for free, block in zip(left, block_bytes, strict=True))
     asked = config.cache.num_kv_blocks

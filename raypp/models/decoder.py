@@ -144,6 +144,11 @@ class DecoderModel:
             hidden = layer.after_attention(hidden, attended)
         return hidden
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a decode step never waits for the device."""
+        return self._kernels.can_be_recorded or self._device.type == "cpu"
+
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
         self._kernels.plan_attention(attention, ring_entry)

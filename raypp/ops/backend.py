@@ -61,6 +61,8 @@ class KernelSet(Protocol):
     """Makes operations of weights."""
 
     name: str
+    can_be_recorded: bool
+    """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 
     def norm_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None

@@ -34,6 +34,7 @@ class CudaKernels:
     """
 
     name = "cuda"
+    can_be_recorded = True
 
     def __init__(
         self,

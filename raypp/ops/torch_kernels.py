@@ -24,6 +24,7 @@ class TorchKernels:
     """
 
     name = "torch"
+    can_be_recorded = False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype

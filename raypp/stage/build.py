@@ -14,7 +14,8 @@ from raypp.ops.backend import choose_kernels
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.stage import Stage, StageModel
+from raypp.stage.stage import Stage
+from raypp.stage.stage_model import StageModel
 from raypp.tracing import Tracer
 from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
+
+import torch
 
 from raypp.messages import StepPlan
 from raypp.stage.request_rows import NextInputs
 from raypp.stage.step_shape import StepShape
 from raypp.transport.link import LinkReceiver
 from raypp.transport.schema import Schema
+
+
+@dataclass(frozen=True, eq=False)
+class FedBack:
+    """A step that is fed back, and the rows of its message: those of the step, then padding."""
+
+    step_id: int
+    shape: StepShape
+    num_message_rows: int
 
 
 class FeedbackInbox:
@@ -18,18 +30,45 @@ class FeedbackInbox:
         self._receiver = receiver
         self._schema = schema
         self._num_slots = 2 * num_stages
-        self._expected: deque[tuple[int, StepShape]] = deque()  # (step_id, its shape)
+        self._expected: deque[FedBack] = deque()
 
-    def expect(self, step_id: int, shape: StepShape) -> None:
-        """Say that this step will be fed back. Comes after `apply_before`, which frees the step's slot."""
-        self._expected.append((step_id, shape))
-        self._receiver.post_recv(step_id, self._schema.num_bytes(shape.num_rows, shape.num_rows))
+    def expect(self, step_id: int, shape: StepShape, num_message_rows: int) -> None:
+        """Say that this step will be fed back. Comes after what is due before it, which frees the step's slot."""
+        self._expected.append(FedBack(step_id, shape, num_message_rows))
+        self._receiver.post_recv(step_id, self._schema.num_bytes(num_message_rows, num_message_rows))
 
     def apply_before(self, plan: StepPlan, next_inputs: NextInputs) -> None:
         """Apply, in order, all feedback that `plan` builds on, and what would else hold the slot that it needs."""
+        while self._is_due(plan):
+            self._apply(self._expected.popleft(), next_inputs)
+
+    def hand_over_before(
+        self, plan: StepPlan, next_inputs: NextInputs, into: torch.Tensor, num_message_rows: int
+    ) -> FedBack | None:
+        """Do as `apply_before`, but leave the newest message to the step itself, if it has that many rows.
+
+        It is copied to the start of `into`, uint8. Returns it, or None when there is no such message.
+        """
+        due = []
+        while self._is_due(plan):
+            due.append(self._expected.popleft())
+        newest = due.pop() if due and due[-1].num_message_rows == num_message_rows else None
+        for fed_back in due:
+            self._apply(fed_back, next_inputs)
+        if newest is not None:
+            num_bytes = self._schema.num_bytes(num_message_rows, num_message_rows)
+            into[:num_bytes].copy_(self._receiver.wait(newest.step_id)[:num_bytes])
+            self._receiver.release(newest.step_id)
+        return newest
+
+    def _is_due(self, plan: StepPlan) -> bool:
         until = max(plan.requires_feedback_of, plan.step_id - self._num_slots)
-        while self._expected and self._expected[0][0] <= until:
-            step_id, shape = self._expected.popleft()
-            buffer = self._receiver.wait(step_id)
-            next_inputs.apply_feedback(shape, self._schema.views(buffer, shape.num_rows, shape.num_rows))
-            self._receiver.release(step_id)
+        return bool(self._expected) and self._expected[0].step_id <= until
+
+    def _apply(self, fed_back: FedBack, next_inputs: NextInputs) -> None:
+        num_rows = fed_back.num_message_rows
+        feedback = self._schema.views(self._receiver.wait(fed_back.step_id), num_rows, num_rows)
+        if num_rows > fed_back.shape.num_rows:
+            feedback = {name: column[: fed_back.shape.num_rows] for name, column in feedback.items()}
+        next_inputs.apply_feedback(fed_back.shape, feedback)
+        self._receiver.release(fed_back.step_id)

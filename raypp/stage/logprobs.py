@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_BYTES, Bytes, StartExtras, StepLogprobs, StepPlan, pack_inside
+from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
 from raypp.ops.logprobs import TopLogprobs, top_logprobs
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
@@ -90,24 +90,16 @@ class LogprobReporter:
         Shapes: logits [N, V], as the model gave them; token_ids [N] int64, what was chosen; hidden [T, H], of all the
         step's tokens.
         """
-        sampled = self._sampled(shape, logits, token_ids)
         prompt = self._prompt(plan, shape, hidden, compute_logits) if self._prompts else _EMPTY
-        if not sampled.indices and not prompt.indices:
-            return NO_BYTES
-        return pack_inside(
-            StepLogprobs(
-                indices=np.array(sampled.indices, np.int32),
-                token_ids=sampled.token_ids,
-                logprobs=sampled.logprobs,
-                ranks=sampled.ranks,
-                prompt_indices=np.array(prompt.indices, np.int32),
-                prompt_starts=np.array(prompt.starts, np.int32),
-                prompt_counts=np.array(prompt.counts, np.int32),
-                prompt_token_ids=prompt.token_ids,
-                prompt_logprobs=prompt.logprobs,
-                prompt_ranks=prompt.ranks,
-            )
-        )
+        return _packed(self._sampled(shape, logits, token_ids), prompt)
+
+    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> Bytes:
+        """Return the same for a step of decode rows alone."""
+        return _packed(self._sampled(shape, logits, token_ids), _EMPTY)
+
+    def is_asked(self, rows: Int32s) -> bool:
+        """Return whether any of these rows, int32 [R], asks for log-probabilities of its tokens."""
+        return bool((self._num_top_np[rows] != _NONE).any())
 
     def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> _Report:
         num_top = self._num_top_np[shape.logits_rows_np]
@@ -181,4 +173,23 @@ def _on_host(indices: list[int], starts: list[int], counts: list[int], tops: lis
         torch.cat([top.token_ids for top in tops]).cpu().numpy(),
         torch.cat([top.logprobs for top in tops]).cpu().numpy(),
         torch.cat([top.ranks for top in tops]).cpu().numpy(),
+    )
+
+
+def _packed(sampled: _Report, prompt: _Report) -> Bytes:
+    if not sampled.indices and not prompt.indices:
+        return NO_BYTES
+    return pack_inside(
+        StepLogprobs(
+            indices=np.array(sampled.indices, np.int32),
+            token_ids=sampled.token_ids,
+            logprobs=sampled.logprobs,
+            ranks=sampled.ranks,
+            prompt_indices=np.array(prompt.indices, np.int32),
+            prompt_starts=np.array(prompt.starts, np.int32),
+            prompt_counts=np.array(prompt.counts, np.int32),
+            prompt_token_ids=prompt.token_ids,
+            prompt_logprobs=prompt.logprobs,
+            prompt_ranks=prompt.ranks,
+        )
     )

@@ -31,11 +31,19 @@ class BlockTables:
         self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
         self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
 
+    def set_entries(self, rows: torch.Tensor, positions: torch.Tensor, block_ids: torch.Tensor) -> None:
+        """Write entries; `forget_gathered` belongs to it. All int64 [B]; where an entry repeats, any may win."""
+        self._tables.index_put_((rows, positions), block_ids.to(torch.int32))
+
+    def forget_gathered(self) -> None:
+        """Say that the tables have changed."""
+        self._gathered.clear()
+
     def apply(self, plan: StepPlan) -> None:
         """Take over the rows that start and the new entries of the plan."""
         if not len(plan.start_rows) and not len(plan.block_rows):
             return
-        self._gathered.clear()
+        self.forget_gathered()
         if len(plan.start_rows):
             self._tables[_indices(plan.start_rows, self._device)] = NULL_BLOCK
         if len(plan.block_rows):
@@ -47,14 +55,21 @@ class BlockTables:
         width = min(-(-max_seq_len // self._block_size), self._num_entries)
         blocks = self._gathered.get(shape)
         if blocks is None or blocks.tables.shape[1] != width:
-            tables = self._tables[:, :width].index_select(0, shape.rows)
-            blocks = self._gathered[shape] = StepBlocks(
-                tables=tables,
-                first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
-                first_entries=shape.token_rows * width,
-                block_size=self._block_size,
-            )
+            blocks = self._gathered[shape] = self._gather(shape, width)
         return blocks
+
+    def gather_now(self, shape: StepShape) -> StepBlocks:
+        """Return the step's rows of the tables in their full width, read again at every call."""
+        return self._gather(shape, self._num_entries)
+
+    def _gather(self, shape: StepShape, width: int) -> StepBlocks:
+        tables = self._tables[:, :width].index_select(0, shape.rows)
+        return StepBlocks(
+            tables=tables,
+            first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
+            first_entries=shape.token_rows * width,
+            block_size=self._block_size,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +93,7 @@ class NextInputs:
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self._device = device
         self._lengths = torch.zeros(spec.max_num_seqs, dtype=torch.int32, device=device)
+        self._lengths[spec.padding_row] = 1
         self._last_token_ids = torch.zeros(spec.max_num_seqs, dtype=torch.int32, device=device)
         self._draft_ids = torch.zeros(spec.max_num_seqs, spec.max_drafts, dtype=torch.int32, device=device)
         self._known_token_ids: dict[int, np.ndarray] = {}  # row -> tokens that the driver sent; host side
@@ -113,9 +129,22 @@ class NextInputs:
         if self._draft_ids.shape[1]:
             self._draft_ids.index_copy_(0, rows, feedback["draft_ids"].index_select(0, shape.sampled))
 
+    def decode_lengths(self, shape: StepShape) -> torch.Tensor:
+        """Return the tokens of each decode row before this step, int32 [D]; from the tables alone."""
+        return self._lengths.index_select(0, shape.rows[: shape.num_decode_rows]).sub_(1)
+
+    def decode_input_ids(self, shape: StepShape) -> torch.Tensor:
+        """Return the decode rows' tokens, int32 [D * (1 + K)]; from the tables alone."""
+        decode_rows, num_drafts = shape.rows[: shape.num_decode_rows], shape.decode_query_len - 1
+        decode = self._last_token_ids.index_select(0, decode_rows)
+        if not num_drafts:
+            return decode
+        drafts = self._draft_ids.index_select(0, decode_rows)[:, :num_drafts]
+        return torch.cat((decode.unsqueeze(1), drafts), dim=1).view(-1)
+
     def num_computed_tokens(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
         """Return each row's tokens before this step, int32 [R]: decode rows from the table, prefill rows as planned."""
-        decode = self._lengths.index_select(0, shape.rows[: shape.num_decode_rows]).sub_(1)
+        decode = self.decode_lengths(shape)
         if shape.num_decode_rows == shape.num_rows:
             return decode
         planned = plan.num_computed_tokens[shape.num_decode_rows :].copy()
@@ -123,11 +152,7 @@ class NextInputs:
 
     def input_ids(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
         """Return the step's tokens, int32 [T]."""
-        decode_rows = shape.rows[: shape.num_decode_rows]
-        decode = self._last_token_ids.index_select(0, decode_rows)
-        if plan.num_drafts:
-            drafts = self._draft_ids.index_select(0, decode_rows)[:, : plan.num_drafts]
-            decode = torch.cat((decode.unsqueeze(1), drafts), dim=1).view(-1)
+        decode = self.decode_input_ids(shape)
         if shape.num_decode_rows == shape.num_rows:
             return decode
         prefill_rows = zip(

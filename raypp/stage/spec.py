@@ -7,6 +7,9 @@ from typing import Literal
 
 from raypp.config.sections import TransportKind
 
+NUM_PADDING_ROWS = 2
+"""Rows of the tables that no request owns: one that padding reads, one that it writes; see `StageSpec`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageSpec:
@@ -22,8 +25,9 @@ class StageSpec:
     device: str  # a torch device
     seed: int
     num_threads: int
-    max_num_seqs: int  # rows of the tables
+    max_num_seqs: int  # rows of the tables: one per request that may run, and those for padding
     max_step_rows: int  # rows of one step
+    records_decode: bool = False  # whether decode steps are padded, recorded and replayed
     max_step_tokens: int  # tokens of one step
     max_model_len: int
     vocab_size: int
@@ -43,6 +47,16 @@ class StageSpec:
     def is_last(self) -> bool:
         """Whether the stage samples."""
         return self.stage_index == self.num_stages - 1
+
+    @property
+    def padding_row(self) -> int:
+        """The row that padding reads: a sequence of one token in the null block. Nothing ever changes it."""
+        return self.max_num_seqs - 2
+
+    @property
+    def scrap_row(self) -> int:
+        """The row that padding writes. Nobody reads it."""
+        return self.max_num_seqs - 1
 
     @property
     def num_ring_entries(self) -> int:

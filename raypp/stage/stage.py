@@ -10,47 +10,25 @@ A stage executes the driver's plans in their order and decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from raypp.messages import StartExtras, StepPlan, StepResult, unpack
+from raypp.messages import NO_BYTES, StartExtras, StepPlan, StepResult, unpack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.logprobs import LogprobReporter
 from raypp.stage.pending_result import PendingResult, to_host
+from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
+from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.tracing import FORWARD, Tracer, now_ns
+from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
-
-
-class StageModel(Protocol):
-    """The layers of one stage. T tokens, H hidden size, V vocabulary."""
-
-    hidden_size: int
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32."""
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionBatch,
-        kv_caches: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
-        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64."""
-
-    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
-        """Do the host's part of the step's attention; `ring_entry` says which of its buffers are free."""
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
 
 
 class Stage:
@@ -81,6 +59,19 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
+        self._recorded: RecordedDecode | None = None
+        if spec.records_decode and model.can_be_recorded:
+            self._recorded = RecordedDecode(
+                spec,
+                model,
+                kv_caches,
+                schemas,
+                self._block_tables,
+                self._next_inputs if spec.is_first else None,
+                self._sampler if spec.is_last else None,
+            )
+            with torch.inference_mode():
+                self._recorded.record()
 
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already.
@@ -88,9 +79,9 @@ class Stage:
         From another thread than `step`, if need be.
         """
         if self._links.previous is not None:
-            num_tokens = int(plan.num_scheduled_tokens.sum())
-            num_bytes = self._schemas.hidden_states.num_bytes(len(plan.rows), num_tokens)
-            self._links.previous.post_recv(plan.step_id, num_bytes)
+            bucket = self._bucket_of(plan)
+            num_rows, num_tokens = bucket or len(plan.rows), bucket or int(plan.num_scheduled_tokens.sum())
+            self._links.previous.post_recv(plan.step_id, self._schemas.hidden_states.num_bytes(num_rows, num_tokens))
 
     def close(self) -> None:
         """Close the links, once what was sent is out."""
@@ -102,6 +93,65 @@ class Stage:
         Raises:
             DeadlineError, StageDiedError: a neighbour does not answer.
         """
+        bucket = self._bucket_of(plan)
+        return self._step(plan) if bucket is None else self._step_recorded(plan, bucket)
+
+    def _bucket_of(self, plan: StepPlan) -> int | None:
+        return self._recorded.bucket_of(plan) if self._recorded is not None else None
+
+    def _step_recorded(self, plan: StepPlan, bucket: int) -> PendingResult | None:
+        """Execute a decode step as a recording, padded to `bucket` rows."""
+        recorded, links = self._recorded, self._links
+        assert recorded is not None
+        started, fed_back = now_ns(), None
+        if self._spec.is_first:
+            fed_back = self._inbox.hand_over_before(plan, self._next_inputs, recorded.input, bucket)
+            self._inbox.expect(plan.step_id, self._shapes.of(plan), bucket)
+        recorded.upload(plan, bucket, fed_back)
+        if links.previous is not None:
+            num_bytes = self._schemas.hidden_states.num_bytes(bucket, bucket)
+            recorded.input[:num_bytes].copy_(links.previous.wait(plan.step_id)[:num_bytes])
+            links.previous.release(plan.step_id)
+        recorded.run(bucket)
+        if links.next is not None:
+            self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, bucket))
+            self._tracer.record(FORWARD, plan.step_id, started, now_ns())
+            return None
+        needs = self._sampler.needs(plan.rows)
+        recorded.sample(bucket, needs)
+        assert links.feedback_out is not None
+        self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
+        result = self._result_of_recorded(plan, bucket)
+        self._tracer.record(FORWARD, plan.step_id, started, now_ns())
+        return result
+
+    def _send_recorded(self, link: LinkSender, plan: StepPlan, num_bytes: int) -> None:
+        assert self._recorded is not None
+        link.acquire(plan.step_id)[:num_bytes].copy_(self._recorded.output[:num_bytes])
+        link.send(plan.step_id, num_bytes)
+
+    def _result_of_recorded(self, plan: StepPlan, bucket: int) -> PendingResult:
+        recorded, num_rows = self._recorded, len(plan.rows)
+        assert recorded is not None
+        chosen = self._schemas.feedback.views(recorded.output, bucket, bucket)["token_ids"][:num_rows]
+        logprobs = NO_BYTES
+        if self._logprobs.is_asked(plan.rows):
+            logits, _ = recorded.logits(bucket)
+            logprobs = self._logprobs.report_decode(self._shapes.of(plan), logits[:num_rows], chosen[:, 0])
+        token_ids = to_host(chosen)
+        return PendingResult(
+            self._device,
+            lambda: StepResult(
+                step_id=plan.step_id,
+                token_ids=token_ids.numpy(),
+                num_valid=np.ones(num_rows, np.int32),
+                num_accepted=np.zeros(num_rows, np.int32),
+                logprobs=logprobs,
+            ),
+        )
+
+    def _step(self, plan: StepPlan) -> PendingResult | None:
+        """Execute any step, operation by operation."""
         # What the plan alone says is made ready while the input is still on its way.
         shape = self._shapes.of(plan)
         decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
@@ -115,7 +165,7 @@ class Stage:
         waiting = now_ns()
         if self._spec.is_first:
             self._inbox.apply_before(plan, self._next_inputs)
-            self._inbox.expect(plan.step_id, shape)
+            self._inbox.expect(plan.step_id, shape, shape.num_rows)
             self._next_inputs.apply(plan)
             num_computed_tokens = self._next_inputs.num_computed_tokens(shape, plan)
             entering = self._next_inputs.input_ids(shape, plan)

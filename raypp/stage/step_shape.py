@@ -78,6 +78,34 @@ class StepShapes:
         return shape
 
 
+def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
+    """Return the shape of a decode step of the rows that `rows` will hold, int64 [R], each with `query_len` tokens."""
+    num_rows, device = len(rows), rows.device
+    num_tokens = num_rows * query_len
+    indices_np = np.arange(num_rows)
+    tokens = torch.arange(num_tokens, device=device)
+    token_rows = tokens // query_len
+    return StepShape(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        num_decode_rows=num_rows,
+        decode_query_len=query_len,
+        rows=rows,
+        rows_np=np.full(num_rows, -1),  # not known: they change from step to step
+        num_scheduled_tokens=torch.full((num_rows,), query_len, dtype=torch.int32, device=device),
+        query_start_loc=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=device),
+        token_rows=token_rows,
+        token_offsets=tokens % query_len,
+        logits_indices=tokens,
+        logits_rows=rows if query_len == 1 else rows.repeat_interleave(query_len),
+        logits_rows_np=np.full(num_tokens, -1),
+        samples_np=np.ones(num_rows, np.bool_),
+        sampled_np=indices_np,
+        sampled=torch.from_numpy(indices_np).to(device),
+        prefill_query_lens=[],
+    )
+
+
 def max_decode_seq_len(plan: StepPlan) -> int:
     """Return an upper bound of the decode rows' lengths, this step included; 0 without any."""
     if not plan.num_decode_rows:

@@ -54,6 +54,11 @@ class FakeModel:
         time.sleep(self._step_s)
         return hidden
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """It waits, but for no device."""
+        return True
+
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """There is no attention to plan."""
 

@@ -1,0 +1,1 @@
+"""CUDA graphs: sizes to capture for, capturing, replaying. Takes callables; knows no model."""

@@ -1,0 +1,181 @@
+"""Decode steps as recordings: padded to a size that was recorded, between buffers whose addresses never change.
+
+    upload --> [ input message ] --> body: tables, layers, on the last stage logits --> [ tail: sample ] --> [ output ]
+
+Every row of such a step has 1 + K tokens, so that a recording fits every step of its size. Padding reads one spare row
+of the tables and writes another, see `StageSpec`. Messages between stages are padded too: both ends know to what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from raypp.graphs.buckets import row_buckets
+from raypp.graphs.manager import CudaGraphManager
+from raypp.messages import NULL_BLOCK, Int64s, StepPlan
+from raypp.ops.attention import AttentionBatch
+from raypp.stage.feedback import FedBack
+from raypp.stage.request_rows import BlockTables, NextInputs
+from raypp.stage.sampler import Sampler
+from raypp.stage.sampling_rows import Needs
+from raypp.stage.schemas import StageSchemas
+from raypp.stage.spec import StageSpec
+from raypp.stage.stage_model import StageModel
+from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.upload_ring import UploadRing
+
+_TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
+_COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
+
+
+class RecordedDecode:
+    """The recordings of one stage. B rows of a recording, V vocabulary."""
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: StageModel,
+        kv_caches: Sequence[torch.Tensor],
+        schemas: StageSchemas,
+        block_tables: BlockTables,
+        next_inputs: NextInputs | None,
+        sampler: Sampler | None,
+    ) -> None:
+        device = torch.device(spec.device)
+        self._spec = spec
+        self._model = model
+        self._kv_caches = kv_caches
+        self._schemas = schemas
+        self._block_tables = block_tables
+        self._next_inputs = next_inputs
+        self._sampler = sampler
+        self._buckets = row_buckets(spec.max_step_rows)
+        self._graphs = CudaGraphManager(device, replay=device.type == "cuda")
+        self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
+        hidden_bytes = schemas.forward_messages(spec).slot_bytes
+        feedback_bytes = schemas.feedback_messages(spec).slot_bytes
+        self.input = torch.zeros(feedback_bytes if spec.is_first else hidden_bytes, dtype=torch.uint8, device=device)
+        """What the step reads: the message of the stage before; on the first stage a feedback message."""
+        self.output = torch.zeros(feedback_bytes if spec.is_last else hidden_bytes, dtype=torch.uint8, device=device)
+        """What it writes: the message to the next stage; on the last stage the feedback."""
+        self._logits: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by B: logits [B, V], positions [B]
+        self._shapes = {bucket: self._shape(bucket, column=0) for bucket in self._buckets.sizes}
+        self._fed_back = {bucket: self._shape(bucket, column=4) for bucket in self._buckets.sizes}
+
+    def record(self) -> None:
+        """Record everything, the largest first. All rows are padding meanwhile."""
+        for bucket in reversed(self._buckets.sizes):
+            self._write_padding(self._uploads.entry(0), bucket)
+            self._uploads.upload(0, _COLUMNS * bucket)
+            self._graphs.record("full", ("body", bucket), partial(self._body, bucket))
+            for needs in _TAILS if self._spec.is_last else ():
+                self._graphs.record("full", ("tail", bucket, needs), partial(self._tail, bucket, needs))
+        self._graphs.log_costs()
+
+    def bucket_of(self, plan: StepPlan) -> int | None:
+        """Return the size that the plan's rows are padded to; None for a step that cannot be a recording.
+
+        Depends on the plan alone, so all stages answer alike.
+        """
+        if plan.num_decode_rows != len(plan.rows) or plan.num_drafts or len(plan.start_rows):
+            return None
+        return self._buckets.fit(len(plan.rows))
+
+    def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
+        """Queue what the host knows of the step.
+
+        Args:
+            plan: The step.
+            bucket: Of `bucket_of`.
+            fed_back: The feedback message that lies in `input`, on the first stage; None if there is none.
+        """
+        entry = self._uploads.entry(plan.step_id)
+        self._write_padding(entry, bucket)
+        num_rows, num_blocks = len(plan.rows), len(plan.block_rows)
+        entry[:num_rows] = plan.rows
+        if num_blocks <= bucket:
+            for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
+                entry[column * bucket : column * bucket + num_blocks] = values
+            self._block_tables.forget_gathered()
+        else:
+            self._block_tables.apply(plan)
+        if fed_back is not None:
+            assert fed_back.num_message_rows == bucket, "its message lies otherwise"
+            entry[4 * bucket : 4 * bucket + fed_back.shape.num_rows] = fed_back.shape.rows_np
+        self._uploads.upload(plan.step_id, _COLUMNS * bucket)
+
+    def run(self, bucket: int) -> None:
+        """Run the step, up to the logits on the last stage."""
+        self._graphs.run(("body", bucket))
+
+    def sample(self, bucket: int, needs: Needs) -> None:
+        """Choose the tokens and write the feedback. Last stage only."""
+        for recorded in _TAILS:
+            if needs | recorded == recorded:
+                self._graphs.run(("tail", bucket, recorded))
+                return
+        self._tail(bucket, needs)  # its tables appear when they are first needed, so nobody could record it
+
+    def logits(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the step's logits [B, V], and the positions [B] of the tokens that are chosen."""
+        return self._logits[bucket]
+
+    def _shape(self, bucket: int, *, column: int) -> StepShape:
+        rows = self._uploads.values[column * bucket : (column + 1) * bucket]
+        return uniform_shape(rows, query_len=1)
+
+    def _write_padding(self, entry: Int64s, bucket: int) -> None:
+        spec = self._spec
+        columns = entry[: _COLUMNS * bucket].reshape(_COLUMNS, bucket)
+        columns[0] = spec.padding_row
+        columns[1] = spec.scrap_row
+        columns[2] = 0
+        columns[3] = NULL_BLOCK
+        columns[4] = spec.scrap_row
+
+    def _body(self, bucket: int) -> None:
+        spec, shape = self._spec, self._shapes[bucket]
+        _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
+        self._block_tables.set_entries(entry_rows, entry_positions, entry_blocks)
+        if self._next_inputs is not None:
+            feedback = self._schemas.feedback.views(self.input, bucket, bucket)
+            self._next_inputs.apply_feedback(self._fed_back[bucket], feedback)
+            num_computed_tokens = self._next_inputs.decode_lengths(shape)
+            hidden = self._model.embed(self._next_inputs.decode_input_ids(shape))
+        else:
+            entering = self._schemas.hidden_states.views(self.input, bucket, shape.num_tokens)
+            num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
+        positions = shape.positions(num_computed_tokens)
+        blocks = self._block_tables.gather_now(shape)
+        attention = AttentionBatch(
+            num_decode_rows=bucket,
+            decode_query_len=shape.decode_query_len,
+            query_start_loc=shape.query_start_loc,
+            seq_lens=(num_computed_tokens + shape.decode_query_len).clamp_(max=spec.max_model_len),
+            block_tables=blocks.tables,
+            slot_mapping=blocks.slot_mapping(positions),
+            max_decode_seq_len=spec.max_model_len,
+            prefill_query_lens=[],
+            prefill_seq_lens=[],
+        )
+        self._model.plan_attention(attention, 0)
+        hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
+        if spec.is_last:
+            self._logits[bucket] = (self._model.compute_logits(hidden), positions + 1)
+        else:
+            leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
+            leaving["num_computed_tokens"].copy_(num_computed_tokens)
+            leaving["hidden_states"].copy_(hidden)
+
+    def _tail(self, bucket: int, needs: Needs) -> None:
+        sampler, shape = self._sampler, self._shapes[bucket]
+        assert sampler is not None
+        logits, positions = self._logits[bucket]
+        chosen = sampler.choose(logits, shape.rows, positions, needs)
+        sampler.commit(shape.rows, positions, chosen.unsqueeze(1), needs)
+        feedback = self._schemas.feedback.views(self.output, bucket, bucket)
+        feedback["length"].copy_(positions + 1)
+        feedback["token_ids"].copy_(chosen.unsqueeze(1))

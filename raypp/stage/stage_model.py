@@ -1,0 +1,38 @@
+"""What a stage needs of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from raypp.ops.attention import AttentionBatch
+
+
+class StageModel(Protocol):
+    """The layers of one stage. T tokens, H hidden size, V vocabulary."""
+
+    hidden_size: int
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32."""
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64."""
+
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        """Do the host's part of the step's attention; `ring_entry` says which of its buffers are free."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
