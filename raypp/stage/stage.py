@@ -203,6 +203,6 @@ class Stage:
                 token_ids=result_token_ids.numpy(),
                 num_valid=shape.samples_np.astype(np.int32),
                 num_accepted=np.zeros(shape.num_rows, np.int32),
-                logprobs=logprobs,
+                logprobs=logprobs(),
             ),
         )
