@@ -10,39 +10,18 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
-from transformers import (
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from sampling_reference import Case, end_token_ids, reference_scores
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
-from raypp.ops.sampling import gumbel_noise
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_NEW_TOKENS = 24
 EOS = 1
-
-
-@dataclass
-class Case:
-    """One request."""
-
-    prompt: list[int]
-    params: SamplingParams
-    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -77,9 +56,11 @@ def _cases(vocab_size: int, seed: int) -> dict[str, Case]:
         "min tokens": {"min_tokens": 9, "logit_bias": {EOS: 30.0}},
         "min tokens and stop": {"min_tokens": 9, "stop_token_ids": [5], "logit_bias": {5: 30.0}, "ignore_eos": True},
     }
-    cases = {name: Case(prompt(), SamplingParams(**_settings(**settings))) for name, settings in alone.items()}
+    cases = {
+        name: Case(prompt(), SamplingParams(**_settings(**settings)), eos={EOS}) for name, settings in alone.items()
+    }
     words = tuple((t,) for t in frequent[:20]) + tuple((a, b) for a in frequent[20:] for b in frequent[:20])
-    cases["bad words"] = Case(prompt(), SamplingParams(**_settings()), words)
+    cases["bad words"] = Case(prompt(), SamplingParams(**_settings()), words, {EOS})
     for index in range(8):
         settings = {
             "temperature": rng.choice([0.0, 0.6, 1.2]),
@@ -95,7 +76,7 @@ def _cases(vocab_size: int, seed: int) -> dict[str, Case]:
             "seed": rng.getrandbits(40),
         }
         bad_words = rng.choice([(), tuple((t,) for t in ids(9)) + tuple((t, t) for t in ids(30))])
-        cases[f"mixed {index}"] = Case(prompt(), SamplingParams(**_settings(**settings)), bad_words)
+        cases[f"mixed {index}"] = Case(prompt(), SamplingParams(**_settings(**settings)), bad_words, {EOS})
     return cases
 
 
@@ -103,44 +84,13 @@ def _settings(**changed: object) -> dict:
     return {"temperature": 0.0, "seed": 7, "max_tokens": NUM_NEW_TOKENS, **changed}
 
 
-def _reference_scores(logits: torch.Tensor, known: list[int], case: Case) -> torch.Tensor:
-    """Return what transformers' processors leave of the logits [V] for the token after `known`."""
-    params, num_prompt = case.params, len(case.prompt)
-    scores, input_ids = logits.float().unsqueeze(0), torch.tensor([known])
-    if params.logit_bias:
-        # transformers takes no bias for token 0; none of the cases has one.
-        scores = SequenceBiasLogitsProcessor([[[t], float(b)] for t, b in params.logit_bias.items()])(input_ids, scores)
-    if params.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(input_ids, scores)
-    counts = torch.bincount(torch.tensor(known[num_prompt:], dtype=torch.int64), minlength=len(logits))
-    scores = scores - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
-    if case.bad_words:
-        scores = NoBadWordsLogitsProcessor([list(w) for w in case.bad_words])(torch.tensor([[0, *known]]), scores)
-    ends = [*params.stop_token_ids, *([] if params.ignore_eos else [EOS])]
-    scores = MinNewTokensLengthLogitsProcessor(num_prompt, params.min_tokens, ends)(input_ids, scores)
-    if params.allowed_token_ids is not None:
-        others = sorted(set(range(len(logits))) - set(params.allowed_token_ids))
-        scores = SuppressTokensLogitsProcessor(others)(input_ids, scores)
-    if params.is_greedy:
-        return scores[0]
-    scores = TemperatureLogitsWarper(params.temperature)(input_ids, scores)
-    if params.top_k:
-        scores = TopKLogitsWarper(params.top_k)(input_ids, scores)
-    if params.top_p < 1:
-        scores = TopPLogitsWarper(params.top_p)(input_ids, scores)
-    if params.min_p:
-        scores = MinPLogitsWarper(params.min_p)(input_ids, scores)
-    noise = gumbel_noise(torch.tensor([params.seed]), torch.tensor([len(known)]), len(logits))
-    return (scores + noise)[0]
-
-
 def _compare(path, name: str, case: Case, output: list[int], comparison: Comparison) -> None:
     """Check each token against the reference's choice after the engine's own tokens before it."""
     known = list(case.prompt)
-    ends = {*case.params.stop_token_ids, *([] if case.params.ignore_eos else [EOS])}
+    ends = end_token_ids(case)
     logits = hf_logits(path, known + output)
     for index, token_id in enumerate(output):
-        scores = _reference_scores(logits[len(known) - 1], known, case)
+        scores = reference_scores(logits[len(known) - 1], known, case)
         if token_id != scores.argmax():
             gap = float(scores.max() - scores[token_id])
             # A token at the edge of a truncation is as good as kept: it differs from the kept one by rounding.
