@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
 from raypp.ops.logprobs import TopLogprobs, top_logprobs
+from raypp.stage.pending_result import to_host
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 
@@ -34,17 +36,25 @@ class _Prompt:
 
 @dataclass(frozen=True, eq=False)
 class _Report:
-    """Positions of one kind, on the host."""
+    """Positions of one kind, on their way to the host."""
 
     indices: list[int]  # which of the step's rows
     starts: list[int]
     counts: list[int]
-    token_ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    ranks: NDArray[np.int32]
+    top: TopLogprobs
 
 
-_EMPTY = _Report([], [], [], np.empty((0, 1), np.int32), np.empty((0, 1), np.float32), np.empty(0, np.int32))
+_EMPTY = _Report(
+    [],
+    [],
+    [],
+    TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32)),
+)
+
+
+def no_logprobs() -> Bytes:
+    """Return the report of a step in which no row asks for any."""
+    return NO_BYTES
 
 
 class LogprobReporter:
@@ -84,18 +94,22 @@ class LogprobReporter:
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Bytes:
-        """Return a packed `StepLogprobs`, nothing when no row of the step asks for any.
+    ) -> Callable[[], Bytes]:
+        """Queue the computation; return what packs the `StepLogprobs` once a `PendingResult` made later is complete.
 
         Shapes: logits [N, V], as the model gave them; token_ids [N] int64, what was chosen; hidden [T, H], of all the
         step's tokens.
         """
+        sampled = self._sampled(shape, logits, token_ids)
         prompt = self._prompt(plan, shape, hidden, compute_logits) if self._prompts else _EMPTY
-        return _packed(self._sampled(shape, logits, token_ids), prompt)
+        if not sampled.indices and not prompt.indices:
+            return no_logprobs
+        return partial(_packed, sampled, prompt)
 
-    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> Bytes:
+    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> Callable[[], Bytes]:
         """Return the same for a step of decode rows alone."""
-        return _packed(self._sampled(shape, logits, token_ids), _EMPTY)
+        sampled = self._sampled(shape, logits, token_ids)
+        return partial(_packed, sampled, _EMPTY) if sampled.indices else no_logprobs
 
     def is_asked(self, rows: Int32s) -> bool:
         """Return whether any of these rows, int32 [R], asks for log-probabilities of its tokens."""
@@ -114,7 +128,7 @@ class LogprobReporter:
         )
         sampled_rows = shape.rows_np[shape.sampled_np]
         indices = shape.sampled_np[self._num_top_np[sampled_rows] != _NONE].tolist()
-        return _on_host(indices, [], [], [top])
+        return _to_host(indices, [], [], [top])
 
     def _prompt(
         self,
@@ -145,7 +159,7 @@ class LogprobReporter:
             for (first, prompt, start), (_, _, count) in zip(parts, chunks, strict=True)
             for offset, end in _slices(count)
         ]
-        return _on_host([c[0] for c in chunks], [c[1] for c in chunks], [c[2] for c in chunks], tops)
+        return _to_host([c[0] for c in chunks], [c[1] for c in chunks], [c[2] for c in chunks], tops)
 
     def _slice(
         self,
@@ -164,32 +178,32 @@ def _slices(count: int) -> list[tuple[int, int]]:
     return [(start, min(start + _SLICE_TOKENS, count)) for start in range(0, count, _SLICE_TOKENS)]
 
 
-def _on_host(indices: list[int], starts: list[int], counts: list[int], tops: list[TopLogprobs]) -> _Report:
-    """Return a report, copied from the device in three pieces."""
+def _to_host(indices: list[int], starts: list[int], counts: list[int], tops: list[TopLogprobs]) -> _Report:
+    """Return a report whose copy to the host is queued, in three pieces."""
     return _Report(
         indices,
         starts,
         counts,
-        torch.cat([top.token_ids for top in tops]).cpu().numpy(),
-        torch.cat([top.logprobs for top in tops]).cpu().numpy(),
-        torch.cat([top.ranks for top in tops]).cpu().numpy(),
+        TopLogprobs(
+            to_host(torch.cat([top.token_ids for top in tops])),
+            to_host(torch.cat([top.logprobs for top in tops])),
+            to_host(torch.cat([top.ranks for top in tops])),
+        ),
     )
 
 
 def _packed(sampled: _Report, prompt: _Report) -> Bytes:
-    if not sampled.indices and not prompt.indices:
-        return NO_BYTES
     return pack_inside(
         StepLogprobs(
             indices=np.array(sampled.indices, np.int32),
-            token_ids=sampled.token_ids,
-            logprobs=sampled.logprobs,
-            ranks=sampled.ranks,
+            token_ids=sampled.top.token_ids.numpy(),
+            logprobs=sampled.top.logprobs.numpy(),
+            ranks=sampled.top.ranks.numpy(),
             prompt_indices=np.array(prompt.indices, np.int32),
             prompt_starts=np.array(prompt.starts, np.int32),
             prompt_counts=np.array(prompt.counts, np.int32),
-            prompt_token_ids=prompt.token_ids,
-            prompt_logprobs=prompt.logprobs,
-            prompt_ranks=prompt.ranks,
+            prompt_token_ids=prompt.top.token_ids.numpy(),
+            prompt_logprobs=prompt.top.logprobs.numpy(),
+            prompt_ranks=prompt.top.ranks.numpy(),
         )
     )

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypp.messages import NO_BYTES, StartExtras, StepPlan, StepResult, unpack
+from raypp.messages import StartExtras, StepPlan, StepResult, unpack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.feedback import FeedbackInbox
-from raypp.stage.logprobs import LogprobReporter
+from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.pending_result import PendingResult, to_host
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
@@ -134,7 +134,7 @@ class Stage:
         recorded, num_rows = self._recorded, len(plan.rows)
         assert recorded is not None
         chosen = self._schemas.feedback.views(recorded.output, bucket, bucket)["token_ids"][:num_rows]
-        logprobs = NO_BYTES
+        logprobs = no_logprobs
         if self._logprobs.is_asked(plan.rows):
             logits, _ = recorded.logits(bucket)
             logprobs = self._logprobs.report_decode(self._shapes.of(plan), logits[:num_rows], chosen[:, 0])
@@ -146,7 +146,7 @@ class Stage:
                 token_ids=token_ids.numpy(),
                 num_valid=np.ones(num_rows, np.int32),
                 num_accepted=np.zeros(num_rows, np.int32),
-                logprobs=logprobs,
+                logprobs=logprobs(),
             ),
         )
 
@@ -253,6 +253,6 @@ class Stage:
                 token_ids=result_token_ids.numpy(),
                 num_valid=shape.samples_np.astype(np.int32),
                 num_accepted=np.zeros(shape.num_rows, np.int32),
-                logprobs=logprobs,
+                logprobs=logprobs(),
             ),
         )
