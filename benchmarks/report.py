@@ -17,7 +17,7 @@ def print_report(benchmark: str, settings: dict[str, Any], figures: dict[str, An
         "benchmark": benchmark,
         "commit": _commit(),
         "versions": {name: version(name) for name in ("torch", "ray", "transformers", "numpy")},
-        "hardware": {"cpu": _cpu_name(), "num_cpu_cores": len(os.sched_getaffinity(0)), "gpus": []},
+        "hardware": {"cpu": _cpu_name(), "num_cpu_cores": len(os.sched_getaffinity(0)), "gpus": _gpu_names()},
         "settings": settings,
         "figures": figures,
     }
@@ -36,6 +36,12 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return described.stdout.strip()
+
+
+def _gpu_names() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _cpu_name() -> str:

@@ -152,11 +152,16 @@ class CudaDevice:
 
     def _failed(self, what: str, error: Any) -> ResourceError:
         _, name = self._driver.cuGetErrorName(error)
-        free, total = torch.cuda.mem_get_info(self._device)
+        try:
+            free, total = torch.cuda.mem_get_info(self._device)
+            memory = f", {free >> 20} of {total >> 20} MiB free"
+        except RuntimeError:  # the device has failed, and answers nothing any more
+            memory = ""
+        hint = "transport='nccl' needs no memory shared between processes; containers need --ipc=host for ipc links"
+        if error == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            hint = "a slot holds the largest step: lower max_num_batched_tokens, or gpu_memory_utilization"
         return ResourceError(
-            f"CUDA could not {what}",
-            got=f"{name.decode() if name else error} on {self._device}, {free >> 20} of {total >> 20} MiB free",
-            hint="transport='nccl' needs no memory shared between processes; containers need --ipc=host for ipc links",
+            f"CUDA could not {what}", got=f"{name.decode() if name else error} on {self._device}{memory}", hint=hint
         )
 
 

@@ -23,6 +23,7 @@ from raypp.transport.gloo import GlooConnection, GlooDevice
 from raypp.transport.local import open_local_edge
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
 from raypp.transport.ring import RingReceiver, RingSender
+from raypp.transport.staged import StagedReceiver, StagedSender
 
 End = Any  # LinkSender or LinkReceiver
 Role = Literal["sender", "receiver"]
@@ -120,12 +121,24 @@ class LocalEdges:
     def open(
         self, near: Role = "sender", num_slots: int = 3, slot_bytes: int = 1 << 16, deadline_s: float = DEADLINE_S
     ) -> Edge:
-        sender, receiver = open_local_edge(num_slots, slot_bytes, deadline_s)
+        sender, receiver = self._open_ends(num_slots, slot_bytes, deadline_s)
         end, far_end = (sender, receiver) if near == "sender" else (receiver, sender)
         return Edge(end, lambda function, *args: self._pool.submit(function, far_end, *args))
 
     def close(self) -> None:
         self._pool.shutdown()
+
+    def _open_ends(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
+        return open_local_edge(num_slots, slot_bytes, deadline_s)
+
+
+class StagedEdges(LocalEdges):
+    """Edges inside this process whose messages are copied to a device and back; here the device is the CPU."""
+
+    def _open_ends(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
+        sender, receiver = super()._open_ends(num_slots, slot_bytes, deadline_s)
+        device = torch.device("cpu")
+        return StagedSender(sender, slot_bytes, device), StagedReceiver(receiver, num_slots, slot_bytes, device)
 
 
 class GlooEdges:

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import link_harness as harness
 import pytest
-from link_harness import DEADLINE_S, GlooEdges, LocalEdges, receive_steps, send_steps, sizes_of
+from link_harness import DEADLINE_S, GlooEdges, LocalEdges, StagedEdges, receive_steps, send_steps, sizes_of
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
 
 Edges = LocalEdges | GlooEdges
 
 
-@pytest.fixture(scope="module", params=[LocalEdges, GlooEdges], ids=["local", "gloo"])
+@pytest.fixture(scope="module", params=[LocalEdges, StagedEdges, GlooEdges], ids=["local", "staged", "gloo"])
 def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
     edges = request.param()
     yield edges

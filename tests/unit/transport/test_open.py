@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError, DeadlineError, ResourceError
 from raypp.transport.open import MessageSpec, StageLinks, open_local_links, open_stage_links
 from raypp.transport.place import StagePlace
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
+from raypp.transport.ring import RingSender
 from raypp.transport.schema import feedback_schema, hidden_states_schema
 
 FORWARD = MessageSpec(hidden_states_schema(8, torch.float32), max_rows=4, max_tokens=16)
@@ -34,13 +36,13 @@ def server() -> Iterator[RendezvousServer]:
 
 
 def open_in_threads(
-    server: RendezvousServer, pool: ThreadPoolExecutor, forwards: list[MessageSpec]
+    server: RendezvousServer, pool: ThreadPoolExecutor, forwards: list[MessageSpec], kind: TransportKind = "gloo"
 ) -> list[Future[StageLinks]]:
-    """Open the links of as many gloo stages as there are `forwards`, each in a thread and with a store of its own."""
+    """Open the links of as many stages as there are `forwards`, each in a thread and with a store of its own."""
     return [
         pool.submit(
             open_stage_links,
-            "gloo",
+            kind,
             index,
             len(forwards),
             forward=forward,
@@ -143,6 +145,25 @@ def test_a_full_ring_of_stages_with_late_receivers_does_not_deadlock(server: Ren
             run.result(DEADLINE_S)
         for closed in [pool.submit(links.close) for links in opened]:
             closed.result(DEADLINE_S)
+
+
+def test_auto_joins_cpus_over_gloo(server: RendezvousServer) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        opened = [future.result(DEADLINE_S) for future in open_in_threads(server, pool, [FORWARD] * 2, "auto")]
+        assert isinstance(opened[0].next, RingSender)
+        full = threading.Event()
+        runs = [pool.submit(run_ring_stage, links, index, 2, 10, 0.0, full) for index, links in enumerate(opened)]
+        assert runs[0].result(DEADLINE_S) == [step_id + 2 for step_id in range(10)]
+        runs[1].result(DEADLINE_S)
+        for closed in [pool.submit(links.close) for links in opened]:
+            closed.result(DEADLINE_S)
+
+
+def test_links_that_cannot_be_are_refused_by_every_stage(server: RendezvousServer) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        for future in open_in_threads(server, pool, [FORWARD] * 3, "ipc"):
+            with pytest.raises(ConfigError, match="ipc links cannot join stage 0 and stage 1; got: a stage without"):
+                future.result(5.0)
 
 
 def test_local_links_of_a_pipeline_in_one_thread() -> None:
