@@ -59,6 +59,8 @@ def check_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     before = x.clone()
     got = norm_kernels.rms_norm(x, weight, 1e-5, kernels.device)
     kernels.assert_close(got, reference.rms_norm(x, weight, 1e-5), 4)
+    got = norm_kernels.rms_norm(x, None, 1e-5, kernels.device)
+    kernels.assert_close(got, reference.rms_norm(x, torch.ones_like(weight), 1e-5), 4)
     total = (x.float() + residual.float()).to(dtype)
     got = norm_kernels.add_rms_norm(x, residual, weight, 1e-5, kernels.device)
     assert torch.equal(x, before)
@@ -159,8 +161,7 @@ def check_projection(
     weights = Weights(
         kernels.normal(num_weight_rows, num_inputs, scale=num_inputs**-0.5),
         kernels.normal(num_weight_rows) if has_bias else None,
-        kernels.normal(num_inputs) if has_norm else None,
-        1e-5,
+        1e-5 if has_norm else None,
         is_gated,
     )
     residual = kernels.normal(num_rows, num_outputs) if has_residual else None
@@ -168,8 +169,8 @@ def check_projection(
         x,
         weights.weight,
         bias=weights.bias,
-        norm_weight=weights.norm_weight,
-        eps=weights.eps,
+        norm_weight=torch.ones(num_inputs, device=DEVICE) if has_norm else None,
+        eps=1e-5,
         is_gated=is_gated,
         residual=residual,
     )

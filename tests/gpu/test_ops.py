@@ -23,7 +23,7 @@ from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
 from raypp.ops.kernels.choose import MAX_ROWS
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import Tuning, Weights
+from raypp.ops.kernels.projection import Tuning, Weights, fold_norm
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.sdpa_prefill import SdpaPrefill
 from raypp.ops.torch_kernels import TorchKernels
@@ -99,9 +99,11 @@ def test_all_ways_of_a_product_agree(shape):
     num_outputs, num_inputs, is_gated = shape
     kernels = checks.Kernels(BF16)
     weight = kernels.normal(num_outputs * (2 if is_gated else 1), num_inputs, scale=num_inputs**-0.5)
-    norm_weight = kernels.normal(num_inputs)
+    norm_weight = 1 + kernels.normal(num_inputs, scale=0.1)
+    folded = weight.clone()
+    fold_norm(folded, norm_weight)
     bare = CudaProjection(Weights(weight), kernels.device, kernels.workspace)
-    normed = CudaProjection(Weights(weight, None, norm_weight, 1e-6, is_gated), kernels.device, kernels.workspace)
+    normed = CudaProjection(Weights(folded, None, 1e-6, is_gated), kernels.device, kernels.workspace)
     for num_rows in (1, 2, 15, 16, 17, MAX_ROWS, MAX_ROWS + 1, 300):
         x = kernels.normal(num_rows, num_inputs)
         expected = reference.linear(x, weight, norm_weight=norm_weight, eps=1e-6, is_gated=is_gated)
@@ -238,10 +240,10 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
         layers.append(
             [
                 (
-                    made.norm_linear(norm_weight, 1e-6, weights["qkv"]),
+                    made.norm_linear(norm_weight, 1e-6, weights["qkv"].clone()),
                     made.attention(layer_heads),
                     made.add_linear(weights["output"]),
-                    made.norm_gated_linear(norm_weight, 1e-6, weights["gate_up"]),
+                    made.norm_gated_linear(norm_weight, 1e-6, weights["gate_up"].clone()),
                     made.add_linear(weights["down"]),
                 )
                 for made in (device_kernels, TorchKernels(BF16))

@@ -92,8 +92,8 @@ def call_all(workspace: Workspace) -> None:
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
         decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
     for weights in (
-        projection.Weights(torch.empty(6144, 4096, dtype=BF16), None, hidden[0], 1e-6),
-        projection.Weights(torch.empty(24576, 4096, dtype=BF16), None, hidden[0], 1e-6, is_gated=True),
+        projection.Weights(torch.empty(6144, 4096, dtype=BF16), None, 1e-6),
+        projection.Weights(torch.empty(24576, 4096, dtype=BF16), None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
     ):
         for rows in (1, 16, 32):
