@@ -1,8 +1,12 @@
-"""What every test relies on: one compute thread, no network, repeatable hypothesis runs, markers by folder."""
+"""What every test relies on: one compute thread, no network, repeatable hypothesis runs, markers by folder.
+
+Where there is no GPU, Triton's interpreter runs the kernels.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +20,8 @@ for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(_name, _value)
+if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter; read when it is imported
 
 from hypothesis import HealthCheck, settings  # noqa: E402
 

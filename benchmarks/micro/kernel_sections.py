@@ -76,16 +76,16 @@ def _product_weights(outputs: int, inputs: int, has_norm: bool, has_gate: bool) 
     """Return as many weights as it takes that none is still in a cache when it is used again."""
     rows = outputs * (2 if has_gate else 1)
     count = max(2, min(48, math.ceil(COLD_BYTES / (2 * rows * inputs))))
-    norm = torch.ones(inputs, device="cuda", dtype=BF16) if has_norm else None
-    return [Weights(_random(rows, inputs, scale=0.02), None, norm, EPS, has_gate) for _ in range(count)]
+    eps = EPS if has_norm else None
+    return [Weights(_random(rows, inputs, scale=0.02), None, eps, has_gate) for _ in range(count)]
 
 
 def _library(weights: Weights, device: Device, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Compute a product as the library and separate kernels do."""
     if residual is not None:
         return residual.addmm_(x, weights.weight.t())
-    if weights.norm_weight is not None:
-        x = rms_norm(x, weights.norm_weight, EPS, device)
+    if weights.norm_eps is not None:
+        x = rms_norm(x, None, EPS, device)
     y = F.linear(x, weights.weight)
     return silu_and_mul(y, device) if weights.is_gated else y
 
@@ -132,7 +132,7 @@ def _candidates(weights: Weights, num_rows: int) -> list[Tuning]:
         found += [Tuning(4, 4096, 1, 8, 1), Tuning(2, 4096, 1, 8, 1), Tuning(8, 2048, 1, 8, 1)]
         found = [t for t in found if t.inputs <= widest and not (t.num_stages > 1 and t.inputs >= weights.num_inputs)]
         return list(dict.fromkeys(found))
-    splits = (1,) if weights.is_gated or weights.norm_weight is not None else (1, 2, 4, 8)
+    splits = (1,) if weights.is_gated or weights.norm_eps is not None else (1, 2, 4, 8)
     if num_rows <= 16:
         cuts = [(16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
     elif num_rows <= 32:
@@ -154,7 +154,7 @@ def tune_products(shape: Shape) -> Figures:
     products = shape.products | {"lm_head": (shape.vocab, shape.hidden, True, False)}
     for name, (outputs, inputs, has_norm, has_gate) in products.items():
         weights = _product_weights(outputs, inputs, has_norm, has_gate)
-        bare = [replace(each, norm_weight=None) for each in weights]
+        bare = [replace(each, norm_eps=None) for each in weights]
         jobs: list[tuple[str, int, Tuning, list[Callable[[], object]]]] = []
         for rows in (1, 16, 32, 64, 128) if name != "lm_head" else (1, 16, 32, 64):
             x = _random(rows, inputs)

@@ -23,7 +23,7 @@ from typing import Any
 import kernel_sections
 import torch
 
-SECTION_TIMEOUT_S = 150
+SECTION_TIMEOUT_S = 270
 
 
 def run_section(name: str) -> dict[str, Any]:

@@ -112,7 +112,10 @@ class DecoderModel:
         ]
         if self.is_last:
             final_norm = weights.tensor("model.norm.weight", config.hidden_size)
-            self._lm_head = self._kernels.norm_linear(final_norm, config.rms_norm_eps, self._lm_head_weight(weights))
+            # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
+            self._lm_head = self._kernels.norm_linear(
+                final_norm, config.rms_norm_eps, self._lm_head_weight(weights), is_shared=config.tie_word_embeddings
+            )
 
     def _lm_head_weight(self, weights: WeightReader) -> torch.Tensor:
         config = self._config

@@ -65,14 +65,26 @@ class KernelSet(Protocol):
     """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 
     def norm_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        is_shared: bool = False,
     ) -> Projection:
-        """Return x -> norm(x) W^T + b. Shapes: norm_weight [K]; weight [N, K]; bias [N]."""
+        """Return x -> norm(x) W^T + b. Shapes: norm_weight [K]; weight [N, K]; bias [N].
+
+        The weight belongs to the projection from then on and may be changed, unless it `is_shared`.
+        """
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> Projection:
-        """Return x -> silu(gate) * up of norm(x) W^T + b. Shapes: norm_weight [K]; weight [2 I, K], the gate first."""
+        """Return x -> silu(gate) * up of norm(x) W^T + b. Shapes: norm_weight [K]; weight [2 I, K], the gate first.
+
+        The weight belongs to the projection from then on and may be changed.
+        """
 
     def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""

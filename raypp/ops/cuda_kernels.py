@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection
+from raypp.ops.backend import AddedProjection, Projection
 from raypp.ops.cuda_attention import CudaAttention
 from raypp.ops.kernels.choose import MAX_ROWS, Choice, choose_projection
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import Weights, partial_floats, project
+from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
@@ -57,16 +57,26 @@ class CudaKernels:
         self._chooser = TokenChooser(max_rows * max_query_len, self._device, self._workspace)
 
     def norm_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> CudaProjection:
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> Projection:
         """Return x -> norm(x) W^T + b."""
-        return self._projection(Weights(weight, bias, norm_weight, eps))
+        if is_shared:
+            return SeparateNorm(norm_weight, eps, self._projection(Weights(weight, bias)), self._device)
+        fold_norm(weight, norm_weight)
+        return self._projection(Weights(weight, bias, eps))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> CudaProjection:
+    ) -> Projection:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        return self._projection(Weights(weight, bias, norm_weight, eps, is_gated=True))
+        fold_norm(weight, norm_weight)
+        return self._projection(Weights(weight, bias, eps, is_gated=True))
 
     def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b."""
@@ -129,6 +139,20 @@ class LayerAttention:
         return self._attention.run(qkv, self._heads, by, kv_cache, batch, out)
 
 
+class SeparateNorm:
+    """A norm before a product whose weight others use too, so that the norm's own cannot be folded into it."""
+
+    def __init__(self, norm_weight: torch.Tensor, eps: float, projection: Projection, device: Device) -> None:
+        self._norm_weight = norm_weight
+        self._eps = eps
+        self._projection = projection
+        self._device = device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, N]. Shapes: x [T, K] contiguous."""
+        return self._projection(rms_norm(x, self._norm_weight, self._eps, self._device))
+
+
 class CudaProjection:
     """A product with what goes before and after, by own kernels or the library, as its rows are few or many.
 
@@ -140,7 +164,7 @@ class CudaProjection:
 
     def __init__(self, weights: Weights, device: Device, workspace: Workspace) -> None:
         self._weights = weights
-        self._bare_weights = replace(weights, norm_weight=None)
+        self._bare_weights = replace(weights, norm_eps=None)
         self._device = device
         self._workspace = workspace
         self._choices = {rows: choose_projection(rows, weights, device) for rows in range(MAX_ROWS + 1)}
@@ -173,5 +197,5 @@ class CudaProjection:
         return project(x, weights, residual, choice.tuning, self._device, self._workspace)
 
     def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        norm_weight = self._weights.norm_weight
-        return x if norm_weight is None else rms_norm(x, norm_weight, self._weights.eps, self._device)
+        eps = self._weights.norm_eps
+        return x if eps is None else rms_norm(x, None, eps, self._device)

@@ -30,7 +30,13 @@ class TorchKernels:
         self._dtype = dtype
 
     def norm_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        is_shared: bool = False,
     ) -> NormLinear:
         """Return x -> norm(x) W^T + b."""
         return NormLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))

@@ -1,4 +1,4 @@
-"""Which way a product takes, by its rows and shape. Figures: docs/design/0006-gpu-kernels.md.
+"""Which way a product takes, by its rows and shape. Figures: docs/design/0040-gpu-kernels.md.
 
 The library (cuBLAS) reads weights at about 80 % of the memory's rate when rows are few, and takes 5 us however small
 the weight; from some number of rows on it is compute that counts, and cuBLAS is better at that.
@@ -35,7 +35,7 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Choice
         return None
     if num_rows == 1:
         return Choice(_tune_row(weights), fuses_norm=True)
-    fuses_norm = weights.norm_weight is not None and num_rows <= _MAX_NORM_ROWS
+    fuses_norm = weights.norm_eps is not None and num_rows <= _MAX_NORM_ROWS
     return Choice(_tune_rows(weights, device, can_split=not (fuses_norm or weights.is_gated)), fuses_norm)
 
 

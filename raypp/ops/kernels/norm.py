@@ -9,8 +9,8 @@ import triton.language as tl
 from raypp.ops.kernels.launch import Device, start
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, device: Device) -> torch.Tensor:
-    """Return x normalized, [T, H]. Shapes: x [T, H] contiguous; weight [H]. Computed in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, device: Device) -> torch.Tensor:
+    """Return x normalized, [T, H]. Shapes: x [T, H] contiguous; weight [H], None for ones. Computed in float32."""
     y = torch.empty_like(x)
     _launch(x, x, weight, y, eps, device, adds=False)
     return y
@@ -32,7 +32,7 @@ def add_rms_norm(
 def _launch(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     y: torch.Tensor,
     eps: float,
     device: Device,
@@ -46,11 +46,12 @@ def _launch(
     _rms_norm[(num_tokens,)](
         x,
         residual,
-        weight,
+        x if weight is None else weight,
         y,
         eps,
         size,
         BLOCK=block,
+        HAS_WEIGHT=weight is not None,
         ADDS=adds,
         OVERLAPS=device.has_dependent_launch,
         num_warps=min(16, max(1, block // 512)),
@@ -59,11 +60,23 @@ def _launch(
 
 
 @triton.jit
-def _rms_norm(x, residual, weight, y, eps, size, BLOCK: tl.constexpr, ADDS: tl.constexpr, OVERLAPS: tl.constexpr):
+def _rms_norm(
+    x,
+    residual,
+    weight,
+    y,
+    eps,
+    size,
+    BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    ADDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     inside = column < size
     cell = tl.program_id(0).to(tl.int64) * size + column
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_WEIGHT:
+        factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
     value = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
@@ -71,5 +84,7 @@ def _rms_norm(x, residual, weight, y, eps, size, BLOCK: tl.constexpr, ADDS: tl.c
         total = value.to(residual.dtype.element_ty)
         tl.store(residual + cell, total, mask=inside)
         value = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
-    tl.store(y + cell, (value * scale * factor).to(y.dtype.element_ty), mask=inside)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    if HAS_WEIGHT:
+        value *= factor
+    tl.store(y + cell, value.to(y.dtype.element_ty), mask=inside)

@@ -4,9 +4,10 @@
     a few rows    each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
                   along K, then the last part to finish adds the parts, in their order: the same bits every time
 
-With a norm, x is multiplied by the norm's weight on the way, its squares are summed beside, and the result is scaled at
-the end: norm(x) W^T = ((x * g) W^T) / rms(x). With a gate, a program computes an output's gate and up together. The
-first piece of the weight is asked for before the previous kernel has finished (see `raypp.ops.kernels.launch`).
+With a norm, the norm's weight g is part of the product's weight already (`fold_norm`), the squares of x are summed
+beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) / rms(x). With a gate, a program computes an
+output's gate and up together. The first piece of the weight is asked for before the previous kernel has finished (see
+`raypp.ops.kernels.launch`).
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -30,8 +31,7 @@ class Weights:
 
     weight: torch.Tensor  # [N, K] contiguous
     bias: torch.Tensor | None = None  # [N]
-    norm_weight: torch.Tensor | None = None  # [K]
-    eps: float = 0.0
+    norm_eps: float | None = None  # x is normalized first, by a norm whose weight is folded into this one
     is_gated: bool = False
 
     @property
@@ -43,6 +43,16 @@ class Weights:
     def num_inputs(self) -> int:
         """K."""
         return self.weight.shape[1]
+
+
+def fold_norm(weight: torch.Tensor, norm_weight: torch.Tensor) -> None:
+    """Multiply each input's column by the norm's weight, in place.
+
+    Shapes: weight [N, K]; norm_weight [K]. It rounds the weight where a norm of its own would round its output; the
+    errors are alike.
+    """
+    for rows in weight.split(4096):  # in float32, a piece at a time
+        rows.copy_(rows.float() * norm_weight.float())
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,7 @@ def project(
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     arguments = (
         x,
-        x if weights.norm_weight is None else weights.norm_weight,
-        weights.eps,
+        weights.norm_eps or 0.0,
         weights.weight,
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,
@@ -98,7 +107,7 @@ def project(
         num_inputs,
     )
     flags = {
-        "HAS_NORM": weights.norm_weight is not None,
+        "HAS_NORM": weights.norm_eps is not None,
         "HAS_GATE": weights.is_gated,
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
@@ -118,7 +127,7 @@ def project(
             **flags,
         )
         return y
-    assert tuning.num_splits == 1 or not (weights.is_gated or weights.norm_weight is not None)
+    assert tuning.num_splits == 1 or not (weights.is_gated or weights.norm_eps is not None)
     _project_rows[(num_programs, tuning.num_splits)](
         *arguments,
         workspace.floats,
@@ -164,7 +173,6 @@ def _finish(value, up, scale, bias, residual, output, num_outputs, HAS_GATE: tl.
 @triton.jit
 def _project_row(
     x,
-    norm_weight,
     eps,
     weight,
     bias,
@@ -196,8 +204,6 @@ def _project_row(
     first_up_piece = first_piece
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
-    if HAS_NORM:
-        first_factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
     first_value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
     if not IS_WHOLE:
@@ -207,7 +213,6 @@ def _project_row(
             piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
             if HAS_NORM:
                 squares += value * value
-                value *= tl.load(norm_weight + begin + column, mask=inside, other=0.0).to(tl.float32)
             total += piece.to(tl.float32) * value[None, :]
             if HAS_GATE:
                 up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
@@ -215,7 +220,6 @@ def _project_row(
     scale = 1.0
     if HAS_NORM:
         squares += first_value * first_value
-        first_value *= first_factor
         scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
     total += first_piece.to(tl.float32) * first_value[None, :]
     if HAS_GATE:
@@ -231,7 +235,6 @@ def _project_row(
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
-    norm_weight,
     eps,
     weight,
     bias,
@@ -281,8 +284,6 @@ def _project_rows(
         if HAS_NORM:
             wide = value.to(tl.float32)
             squares += wide * wide
-            factor = tl.load(norm_weight + begin + column, mask=begin + column < last, other=0.0).to(tl.float32)
-            value = (wide * factor[None, :]).to(value.dtype)
         total = tl.dot(value, tl.trans(piece), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
@@ -290,8 +291,6 @@ def _project_rows(
     if HAS_NORM:
         wide = first_value.to(tl.float32)
         squares += wide * wide
-        factor = tl.load(norm_weight + first + column, mask=first + column < last, other=0.0).to(tl.float32)
-        first_value = (wide * factor[None, :]).to(first_value.dtype)
     total = tl.dot(first_value, tl.trans(first_piece), total)
     if HAS_GATE:
         up_total = tl.dot(first_value, tl.trans(first_up_piece), up_total)

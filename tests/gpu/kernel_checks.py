@@ -1,0 +1,211 @@
+"""Each kernel against its twin, on a GPU or, where there is none, in Triton's interpreter.
+
+The interpreter knows no products of bfloat16, so it computes in float16 and float32; and it is slow, so shapes are
+small there.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from raypp.ops import reference
+from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.kernels import norm as norm_kernels
+from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.kernels.gate import silu_and_mul
+from raypp.ops.kernels.heads import append_heads, rotation_table
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.projection import Tuning, Weights, project
+from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.sampling import sample, sample_greedy
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+IS_GPU = DEVICE.type == "cuda"
+DTYPES = [torch.bfloat16, torch.float16] if IS_GPU else [torch.float16, torch.float32]
+# One rounding, and for products the difference of two orders of summation.
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+class Kernels:
+    """What the kernels need around them, and random tensors."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self.dtype = dtype
+        self.device = Device.of(DEVICE)
+        self.workspace = Workspace(DEVICE)
+        self.rng = random.Random(seed)
+        self._generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Return a random tensor."""
+        return (torch.randn(shape, generator=self._generator, device=DEVICE) * scale).to(self.dtype)
+
+    def assert_close(self, got: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
+        """Compare; `scale` is the size of what was summed."""
+        assert got.dtype == expected.dtype
+        assert got.isfinite().all()
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(got, expected, atol=tolerance * scale, rtol=tolerance)
+
+
+def check_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    """Norm, and norm of a sum that stays behind."""
+    kernels = Kernels(dtype)
+    x, residual = kernels.normal(num_tokens, size), kernels.normal(num_tokens, size)
+    weight = kernels.normal(size)
+    before = x.clone()
+    got = norm_kernels.rms_norm(x, weight, 1e-5, kernels.device)
+    kernels.assert_close(got, reference.rms_norm(x, weight, 1e-5), 4)
+    got = norm_kernels.rms_norm(x, None, 1e-5, kernels.device)
+    kernels.assert_close(got, reference.rms_norm(x, torch.ones_like(weight), 1e-5), 4)
+    total = (x.float() + residual.float()).to(dtype)
+    got = norm_kernels.add_rms_norm(x, residual, weight, 1e-5, kernels.device)
+    assert torch.equal(x, before)
+    kernels.assert_close(residual, total)
+    kernels.assert_close(got, reference.rms_norm(residual, weight, 1e-5), 4)
+
+
+def check_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    """Gate of an MLP."""
+    kernels = Kernels(dtype)
+    gate_up = kernels.normal(num_tokens, 2 * size)
+    kernels.assert_close(silu_and_mul(gate_up, kernels.device), reference.silu_and_mul(gate_up), 2)
+
+
+def check_heads(
+    dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool
+) -> None:
+    """Norm, rotation and append, at positions up to 100,000."""
+    kernels = Kernels(dtype, seed=num_tokens)
+    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
+    heads = Heads(num_heads, num_kv_heads, head_dim, norm)
+    block_size, num_blocks = 16, 1 + num_tokens
+    qkv = kernels.normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
+    positions = torch.tensor([kernels.rng.choice((0, 1, 77, 4095, 100_000)) for _ in range(num_tokens)], device=DEVICE)
+    slots = kernels.rng.sample(range(block_size, num_blocks * block_size), num_tokens)
+    slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
+    frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+    cache = kernels.normal(2, num_blocks, num_kv_heads, block_size, head_dim)
+    expected_cache = cache.clone()
+    expected = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
+    by = rotation_table(positions, frequencies, kernels.device)
+    got = append_heads(qkv, heads, by, slot_mapping, cache, kernels.device)
+    scale = 8 if positions.max() > 10_000 else 4  # sines of large angles differ by more than a rounding
+    kernels.assert_close(got, expected, scale)
+    kernels.assert_close(cache, expected_cache, scale)
+
+
+def check_decode(
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    tuning: DecodeTuning | None = None,
+    block_size: int = 16,
+) -> None:
+    """Split decode attention over shuffled blocks; run twice, since the counters must be back at 0."""
+    kernels = Kernels(dtype, seed=len(seq_lens))
+    decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
+    kernels.workspace.reserve(1 << 20)
+    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
+    scale = head_dim**-0.5
+    expected = reference.decode_attention(q, cache, lens, tables, query_len, scale)
+    first, second = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
+    decode(q, cache, lens, tables, query_len, scale, first, tuning)
+    decode(q, cache, lens, tables, query_len, scale, second, tuning)
+    kernels.assert_close(first, expected)
+    assert torch.equal(first, second)
+    assert not kernels.workspace.counters.any()
+
+
+def decode_step(
+    kernels: Kernels,
+    seq_lens: list[int],
+    query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, cache, lengths and tables of decode rows."""
+    width = -(-max(seq_lens) // block_size) + 1
+    blocks = kernels.rng.sample(range(1, 1 + width * len(seq_lens)), width * len(seq_lens))
+    tables = torch.tensor(blocks, dtype=torch.int32, device=DEVICE).view(len(seq_lens), width)
+    cache = kernels.normal(2, 1 + len(blocks), num_kv_heads, block_size, head_dim)
+    q = kernels.normal(len(seq_lens) * query_len, num_heads, head_dim)
+    return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
+
+
+def check_projection(
+    dtype: torch.dtype,
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    tuning: Tuning,
+    *,
+    has_norm: bool = False,
+    is_gated: bool = False,
+    has_bias: bool = False,
+    has_residual: bool = False,
+) -> None:
+    """A product with what goes before and after; twice, with the same bits."""
+    kernels = Kernels(dtype, seed=num_rows)
+    kernels.workspace.reserve(1 << 22)
+    num_weight_rows = num_outputs * (2 if is_gated else 1)
+    x = kernels.normal(num_rows, num_inputs)
+    weights = Weights(
+        kernels.normal(num_weight_rows, num_inputs, scale=num_inputs**-0.5),
+        kernels.normal(num_weight_rows) if has_bias else None,
+        1e-5 if has_norm else None,
+        is_gated,
+    )
+    residual = kernels.normal(num_rows, num_outputs) if has_residual else None
+    expected = reference.linear(
+        x,
+        weights.weight,
+        bias=weights.bias,
+        norm_weight=torch.ones(num_inputs, device=DEVICE) if has_norm else None,
+        eps=1e-5,
+        is_gated=is_gated,
+        residual=residual,
+    )
+    got = project(x, weights, residual, tuning, kernels.device, kernels.workspace)
+    kernels.assert_close(got, expected, 4)
+    assert torch.equal(got, project(x, weights, residual, tuning, kernels.device, kernels.workspace))
+    assert not kernels.workspace.counters.any()
+
+
+def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    """Greedy tokens and draws equal the twin's; a draw may differ where two tokens are equal but for rounding."""
+    kernels = Kernels(dtype, seed=num_rows)
+    chooser = TokenChooser(num_rows, kernels.device, kernels.workspace)
+    logits = kernels.normal(num_rows, vocab_size, scale=3.0)
+    lowest_best = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(chooser.greedy(logits), lowest_best)
+    temperature = torch.tensor([kernels.rng.choice((0.0, 0.2, 0.8, 1.5)) for _ in range(num_rows)], device=DEVICE)
+    seeds = torch.tensor([kernels.rng.randrange(-(2**63), 2**63) for _ in range(num_rows)], device=DEVICE)
+    positions = torch.tensor([kernels.rng.randrange(100_000) for _ in range(num_rows)], device=DEVICE)
+    drawn = chooser.draw(logits, temperature, seeds, positions)
+    expected = sample(logits, temperature, seeds, positions)
+    greedy = temperature == 0
+    assert torch.equal(drawn[greedy], lowest_best[greedy])
+    differing = int((drawn[~greedy] != expected[~greedy]).sum())
+    assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+    assert not kernels.workspace.counters.any()
+
+
+def check_rows_without_a_best(vocab_size: int) -> None:
+    """Whatever the logits, the token exists."""
+    kernels = Kernels(torch.float32)
+    chooser = TokenChooser(3, kernels.device, kernels.workspace)
+    logits = torch.zeros(3, vocab_size, device=DEVICE)
+    logits[0], logits[1] = torch.nan, -torch.inf
+    logits[2, vocab_size - 1] = torch.inf
+    tokens = chooser.greedy(logits)
+    assert ((tokens >= 0) & (tokens < vocab_size)).all()
+    assert tokens[2] == sample_greedy(logits)[2]

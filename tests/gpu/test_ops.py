@@ -1,0 +1,335 @@
+"""Each kernel against its twin on shapes of real models, and inside CUDA graphs; FlashInfer's attention against its."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+import kernel_checks as checks
+
+from raypp.ops import reference
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.backend import choose_kernels
+from raypp.ops.cpu_attention import paged_attention
+from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
+from raypp.ops.kernels.choose import MAX_ROWS
+from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.projection import Tuning, Weights, fold_norm
+from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.sdpa_prefill import SdpaPrefill
+from raypp.ops.torch_kernels import TorchKernels
+
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+BLOCK_SIZE = 16
+HEADS_8B = (32, 8, 128)
+needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1024), (7, 4096), (300, 5120), (16, 896)])
+def test_norms(dtype, num_tokens, size):
+    checks.check_norms(dtype, num_tokens, size)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (33, 12288), (5, 4864)])
+def test_gate(dtype, num_tokens, size):
+    checks.check_gate(dtype, num_tokens, size)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("heads", [HEADS_8B, (16, 8, 128), (14, 2, 64), (8, 8, 80)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 19, 260])
+def test_heads(heads, num_tokens, has_norm):
+    checks.check_heads(BF16, num_tokens, *heads, has_norm)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("heads", [HEADS_8B, (16, 8, 128), (14, 2, 64), (64, 8, 128), (6, 6, 80)], ids=str)
+@pytest.mark.parametrize("query_len", [1, 2, 5, 9])
+def test_decode(heads, query_len, seed):
+    rng = random.Random(seed)
+    seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(rng.choice((1, 3, 16, 40)))]
+    checks.check_decode(BF16, seq_lens, query_len, *heads)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 16])
+@pytest.mark.parametrize("tile_tokens", [16, 64, 128])
+def test_decode_cuts(num_splits, tile_tokens):
+    checks.check_decode(BF16, [1000, 1, 64, 129], 1, *HEADS_8B, DecodeTuning(num_splits, tile_tokens))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 32, 60])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1024, 3072), (6144, 4096), (896, 896), (4864, 896)])
+def test_projections(num_rows, num_outputs, num_inputs):
+    tuning = Tuning(4, 1024) if num_rows == 1 else Tuning(32, 128)
+    for has_norm, is_gated, has_bias in itertools.product((False, True), repeat=3):
+        checks.check_projection(
+            BF16,
+            num_rows,
+            num_outputs,
+            num_inputs,
+            tuning,
+            has_norm=has_norm,
+            is_gated=is_gated,
+            has_bias=has_bias,
+            has_residual=not is_gated,
+        )
+
+
+@pytest.mark.parametrize("num_rows", [2, 16, 33, 128])
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_split_projections(num_rows, num_splits):
+    checks.check_projection(BF16, num_rows, 4096, 4096, Tuning(32, 128, num_splits), has_bias=True, has_residual=True)
+
+
+@pytest.mark.parametrize("shape", [(6144, 4096, False), (3072, 1024, True), (1024, 3072, False)], ids=str)
+def test_all_ways_of_a_product_agree(shape):
+    """Own kernels up to some rows, the library beyond: as chosen, against the twin."""
+    num_outputs, num_inputs, is_gated = shape
+    kernels = checks.Kernels(BF16)
+    weight = kernels.normal(num_outputs * (2 if is_gated else 1), num_inputs, scale=num_inputs**-0.5)
+    norm_weight = 1 + kernels.normal(num_inputs, scale=0.1)
+    folded = weight.clone()
+    fold_norm(folded, norm_weight)
+    bare = CudaProjection(Weights(weight), kernels.device, kernels.workspace)
+    normed = CudaProjection(Weights(folded, None, 1e-6, is_gated), kernels.device, kernels.workspace)
+    for num_rows in (1, 2, 15, 16, 17, MAX_ROWS, MAX_ROWS + 1, 300):
+        x = kernels.normal(num_rows, num_inputs)
+        expected = reference.linear(x, weight, norm_weight=norm_weight, eps=1e-6, is_gated=is_gated)
+        kernels.assert_close(normed(x), expected, 4)
+        if not is_gated:
+            residual = kernels.normal(num_rows, num_outputs)
+            expected = reference.linear(x, weight, residual=residual)
+            kernels.assert_close(bare.add(x, residual), expected, 4)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (7, 32000), (256, 151936), (600, 1000)])
+def test_sampling(dtype, num_rows, vocab_size):
+    checks.check_sampling(dtype, num_rows, vocab_size)
+
+
+def test_rows_without_a_best():
+    checks.check_rows_without_a_best(151936)
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("heads", [HEADS_8B, (16, 8, 128)], ids=str)
+@pytest.mark.parametrize("query_len", [1, 2, 5])
+def test_xqa(heads, query_len):
+    kernels = checks.Kernels(BF16, seed=query_len)
+    decode = XqaDecode(64, query_len, CUDA)
+    for seq_lens in ([700], [query_len, 33, 1024, 2000], [200] * 40):
+        step = checks.decode_step(kernels, seq_lens, query_len, *heads, BLOCK_SIZE)
+        q, cache, lens, tables = step
+        expected = reference.decode_attention(q, cache, lens, tables, query_len, heads[2] ** -0.5)
+        for _ in range(2):
+            out = torch.full_like(q, torch.nan)
+            decode(q, cache, lens, tables, query_len, heads[2] ** -0.5, out)
+            kernels.assert_close(out, expected)
+
+
+def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
+    """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache."""
+    lengths = [40, *(length for _, length in prefill)]
+    width = -(-max(lengths) // BLOCK_SIZE)
+    blocks = kernels.rng.sample(range(1, 1 + width * len(lengths)), width * len(lengths))
+    tables = torch.tensor(blocks, dtype=torch.int32, device=CUDA).view(len(lengths), width)
+    cache = kernels.normal(2, 1 + len(blocks), num_kv_heads, BLOCK_SIZE, head_dim)
+    counts = [1, *(count for count, _ in prefill)]
+    slots = [
+        int(tables[row, position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE
+        for row, (count, length) in enumerate(zip(counts, lengths, strict=True))
+        for position in range(length - count, length)
+    ]
+    batch = AttentionBatch(
+        num_decode_rows=1,
+        decode_query_len=1,
+        query_start_loc=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=CUDA),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
+        block_tables=tables,
+        slot_mapping=torch.tensor(slots, device=CUDA),
+        max_decode_seq_len=40,
+        prefill_query_lens=counts[1:],
+        prefill_seq_lens=lengths[1:],
+    )
+    return batch, cache
+
+
+PREFILLS = [[(70, 70)], [(1, 1)], [(30, 100), (512, 512), (1, 300)], [(300, 1000), (7, 7)]]
+
+
+@pytest.mark.parametrize("prefill", PREFILLS, ids=str)
+@pytest.mark.parametrize("library", [pytest.param("flashinfer", marks=needs_flashinfer), "torch"])
+def test_prefill(library, prefill):
+    kernels = checks.Kernels(BF16)
+    heads = Heads(*HEADS_8B)
+    attention = (
+        FlashInferPrefill(heads, BLOCK_SIZE, BF16, 3, CUDA)
+        if library == "flashinfer"
+        else SdpaPrefill(heads, BLOCK_SIZE)
+    )
+    batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+    q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
+    plans = [attention.plan(batch, entry) for entry in range(3)]  # as steps in flight: each stays what it was
+    for plan in plans:
+        out = torch.full_like(q, torch.nan)
+        attention.run(plan, q, cache, out)
+        begin = 0
+        for row, (count, length) in enumerate(prefill, 1):
+            keys, values = (
+                side[batch.block_tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for side in cache
+            )
+            tokens = slice(begin, begin + count)
+            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads.scale))
+            begin += count
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("prefill", [[], *PREFILLS], ids=str)
+def test_attention_of_a_mixed_step(prefill, has_norm):
+    """The kernel set's attention as a whole, against plain torch's on the same device."""
+    kernels = checks.Kernels(BF16)
+    norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
+    heads = Heads(*HEADS_8B, norm)
+    batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+    num_tokens = len(batch.slot_mapping)
+    qkv = kernels.normal(num_tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+    positions = torch.randint(0, 4000, (num_tokens,), device=CUDA)
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, 128, 2, device=CUDA) / 128)
+    expected_cache = cache.clone()
+    q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mapping, expected_cache)
+    k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mapping] for side in expected_cache)
+    expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads.scale).flatten(1)
+
+    chosen = choose_kernels(CUDA, BF16)
+    assert isinstance(chosen, CudaKernels)
+    attention = chosen.attention(heads)
+    chosen.plan_attention(batch, 0)
+    got = attention(qkv, chosen.rotation(positions, frequencies), cache, batch)
+    kernels.assert_close(cache, expected_cache, 4)
+    kernels.assert_close(got, expected, 2)
+
+
+def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072, heads=(16, 8, 128)):
+    """Return a function from the residual stream to that after some layers, and its inputs."""
+    device_kernels = choose_kernels(CUDA, BF16)
+    num_heads, num_kv_heads, head_dim = heads
+    layer_heads = Heads(*heads, HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6))
+    q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+    norm_weight = kernels.normal(hidden)
+    layers = []
+    for _ in range(num_layers):
+        weights = {
+            "qkv": kernels.normal(q_size + 2 * kv_size, hidden, scale=0.02),
+            "output": kernels.normal(hidden, q_size, scale=0.02),
+            "gate_up": kernels.normal(2 * intermediate, hidden, scale=0.02),
+            "down": kernels.normal(hidden, intermediate, scale=0.02),
+        }
+        layers.append(
+            [
+                (
+                    made.norm_linear(norm_weight, 1e-6, weights["qkv"].clone()),
+                    made.attention(layer_heads),
+                    made.add_linear(weights["output"]),
+                    made.norm_gated_linear(norm_weight, 1e-6, weights["gate_up"].clone()),
+                    made.add_linear(weights["down"]),
+                )
+                for made in (device_kernels, TorchKernels(BF16))
+            ]
+        )
+    _, cache, lens, tables = checks.decode_step(kernels, [100] * num_rows, 1, *heads, BLOCK_SIZE)
+    caches = [cache.clone() for _ in layers]
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
+
+    def forward(which, start, lens, caches):
+        positions = lens.long() - 1
+        slots = tables.gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1).long() * BLOCK_SIZE
+        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=CUDA)
+        batch = AttentionBatch(num_rows, 1, starts, lens, tables, slots + positions % BLOCK_SIZE, 100, [], [])
+        made = (device_kernels, TorchKernels(BF16))[which]
+        hidden, by = start.clone(), made.rotation(positions, frequencies)
+        for layer, layer_cache in zip(layers, caches, strict=True):
+            qkv, attention, output, gate_up, down = layer[which]
+            hidden = output(attention(qkv(hidden), by, layer_cache, batch), hidden)
+            hidden = down(gate_up(hidden), hidden)
+        return hidden
+
+    return forward, lens, caches
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 48])
+def test_layers_in_a_graph(num_rows):
+    """Captured once, replayed with other lengths: the bits of an eager run, and near plain torch."""
+    kernels = checks.Kernels(BF16)
+    forward, lens, caches = _decode_chain(kernels, 4, num_rows)
+    start = kernels.normal(num_rows, 1024)
+    forward(0, start, lens, caches)  # compiles, and allocates the workspace
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(0, start, lens, caches)
+    for seed in range(3):
+        lens.copy_(torch.randint(1, 101, (num_rows,), generator=torch.Generator().manual_seed(seed)).int())
+        start.copy_(kernels.normal(num_rows, 1024))
+        eager = forward(0, start, lens, [cache.clone() for cache in caches])
+        plain = forward(1, start, lens, [cache.clone() for cache in caches])
+        for _ in range(2):
+            graph.replay()
+            assert torch.equal(captured, eager)
+        error = (captured.float() - plain.float()).abs().max() / plain.float().abs().max()
+        assert error < 0.03
+
+
+def test_overlapping_kernels_see_what_came_before():
+    """A long chain of small kernels, each started before the last has ended, gives the same bits 200 times."""
+    kernels = checks.Kernels(BF16)
+    forward, lens, caches = _decode_chain(kernels, 12, 1)
+    start = kernels.normal(1, 1024)
+    expected = forward(0, start, lens, caches)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(0, start, lens, caches)
+    for _ in range(200):
+        captured.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+def test_decode_in_a_graph_follows_lengths_and_tables():
+    kernels = checks.Kernels(BF16)
+    q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, *HEADS_8B, BLOCK_SIZE)
+    decode = TritonDecode(*HEADS_8B, 3, Device.of(CUDA), Workspace(CUDA))
+    out = torch.empty_like(q)
+    decode(q, cache, lens, tables, 3, 0.1, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode(q, cache, lens, tables, 3, 0.1, out)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        lens.copy_(torch.randint(3, 2000, (6,), generator=generator).int())
+        tables.copy_(tables[torch.randperm(6, generator=generator)].clone())
+        graph.replay()
+        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, 0.1))
+
+
+def test_lengths_past_the_table_are_cut():
+    kernels = checks.Kernels(BF16)
+    q, cache, lens, tables = checks.decode_step(kernels, [64, 64], 1, *HEADS_8B, BLOCK_SIZE)
+    decode = TritonDecode(*HEADS_8B, 1, Device.of(CUDA), Workspace(CUDA))
+    lens[1] = 10_000
+    out = torch.empty_like(q)
+    decode(q, cache, lens, tables, 1, 0.1, out)
+    assert out.isfinite().all()
+    kernels.assert_close(out[:1], reference.decode_attention(q[:1], cache, lens[:1], tables[:1], 1, 0.1))

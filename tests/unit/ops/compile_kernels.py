@@ -1,0 +1,121 @@
+"""Compiles every kernel for compute capability 9.0, as models use it, without a GPU; prints what each takes, as JSON.
+
+A process of its own: a driver that only pretends to have a device takes the place of Triton's, and launches compile
+without running. The compiler and the assembler are those that a GPU's host has too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.kernels import decode_attention, gate, heads, norm, projection, sampling
+from raypp.ops.kernels.choose import choose_projection
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.workspace import Workspace
+
+CPU = torch.device("cpu")
+DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
+BF16 = torch.bfloat16
+
+
+class PretendedDriver:
+    """An H200 as far as the compiler asks."""
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what to compile for."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Return the device's number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return no stream: nothing runs."""
+        return 0
+
+
+def compile_instead_of_launching() -> list[Any]:
+    """Return the list that collects what is compiled from now on."""
+    driver.set_active(PretendedDriver())
+    compiled = []
+
+    def __getitem__(kernel: Any, grid: Any) -> Any:  # noqa: N807
+        def launch(*args: Any, **kwargs: Any) -> None:
+            compiled.append((kernel.__name__, kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+
+        return launch
+
+    JITFunction.__getitem__ = __getitem__
+    return compiled
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Return the registers of a thread, and the bytes of its stack, onto which registers are spilled."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        printed = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
+    assert found, printed
+    return {"registers": int(found[1]), "stack_bytes": int(found[2]), "shared_bytes": kernel.metadata.shared}
+
+
+def call_all(workspace: Workspace) -> None:
+    """Call each kernel as Qwen3-8B does, in a step of 1, of 16 and of 32 rows."""
+    layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
+    decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
+    chooser = sampling.TokenChooser(32, DEVICE, workspace)
+    workspace.reserve(1 << 24)
+    cache = torch.zeros(2, 3, 8, 16, 128, dtype=BF16)
+    integers = torch.zeros(32, dtype=torch.int64)
+    hidden = torch.zeros(32, 4096, dtype=BF16)
+    norm.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
+    norm.add_rms_norm(hidden, hidden, hidden[0], 1e-6, DEVICE)
+    gate.silu_and_mul(hidden, DEVICE)
+    by = heads.rotation_table(integers, torch.ones(64), DEVICE)
+    heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)
+    for rows, query_len in ((1, 1), (16, 1), (32, 1), (32, 5)):
+        q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
+        lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
+    for weights in (
+        projection.Weights(torch.empty(6144, 4096, dtype=BF16), None, 1e-6),
+        projection.Weights(torch.empty(24576, 4096, dtype=BF16), None, 1e-6, is_gated=True),
+        projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
+    ):
+        for rows in (1, 16, 32):
+            choice = choose_projection(rows, weights, DEVICE)
+            if choice is not None:
+                x = torch.empty(rows, weights.num_inputs, dtype=BF16)
+                residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
+                bare = projection.Weights(weights.weight, is_gated=weights.is_gated)
+                projection.project(
+                    x, weights if choice.fuses_norm else bare, residual, choice.tuning, DEVICE, workspace
+                )
+    logits = torch.zeros(32, 5000, dtype=BF16)
+    chooser.greedy(logits)
+    chooser.draw(logits, torch.ones(32), integers, integers)
+
+
+def main() -> None:
+    """Compile, and print a list of kernels."""
+    compiled = compile_instead_of_launching()
+    call_all(Workspace(CPU))
+    print(json.dumps([{"kernel": name} | resources(kernel) for name, kernel in compiled]))
+
+
+if __name__ == "__main__":
+    main()

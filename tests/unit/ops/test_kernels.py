@@ -1,0 +1,80 @@
+"""The GPU's kernels in Triton's interpreter, against their twins; on a GPU the same checks run compiled."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import kernel_checks as checks
+
+from raypp.ops.kernels.decode_attention import DecodeTuning
+from raypp.ops.kernels.projection import Tuning
+
+pytestmark = pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 100), (0, 64)])
+def test_norms(dtype, num_tokens, size):
+    checks.check_norms(dtype, num_tokens, size)
+
+
+def test_gate(dtype):
+    checks.check_gate(dtype, 3, 48)
+    checks.check_gate(dtype, 1, 1100)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("heads", [(4, 2, 16), (3, 1, 24), (2, 2, 8)])
+def test_heads(dtype, heads, has_norm):
+    checks.check_heads(dtype, 5, *heads, has_norm)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize(
+    "tuning", [None, DecodeTuning(1, 16), DecodeTuning(2, 32), DecodeTuning(8, 16)], ids=["chosen", "1", "2", "8"]
+)
+def test_decode(dtype, query_len, tuning):
+    checks.check_decode(dtype, [33, query_len, 70, 16, 17], query_len, 4, 2, 16, tuning, block_size=8)
+
+
+def test_decode_of_odd_heads(dtype):
+    checks.check_decode(dtype, [40, 5], 2, 6, 2, 24)
+    checks.check_decode(dtype, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+def test_projections(dtype, num_rows):
+    for has_norm, is_gated, has_bias, has_residual in itertools.product((False, True), repeat=4):
+        if not (is_gated and has_residual):
+            checks.check_projection(
+                dtype,
+                num_rows,
+                40,
+                96,
+                Tuning(16, 32),
+                has_norm=has_norm,
+                is_gated=is_gated,
+                has_bias=has_bias,
+                has_residual=has_residual,
+            )
+
+
+@pytest.mark.parametrize("num_inputs", [32, 64, 80, 200])
+def test_projections_of_uneven_pieces(dtype, num_inputs):
+    checks.check_projection(dtype, 1, 24, num_inputs, Tuning(4, 128), has_norm=True)
+    checks.check_projection(dtype, 1, 24, num_inputs, Tuning(4, 64, num_stages=1), has_residual=True)
+    for num_splits in (1, 2, 4):  # also more parts than pieces
+        checks.check_projection(dtype, 2, 24, num_inputs, Tuning(16, 32, num_splits), has_bias=True, has_residual=True)
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), (9, 5000), (4, 9001)])
+def test_sampling(dtype, num_rows, vocab_size):
+    checks.check_sampling(dtype, num_rows, vocab_size)
+
+
+def test_rows_without_a_best(dtype):
+    if dtype == checks.DTYPES[0]:
+        checks.check_rows_without_a_best(300)
