@@ -1,4 +1,4 @@
-"""Stages and drivers that die, freeze or fail: every request gets the named error, soon, and a new engine works at once.
+"""Stages and drivers that die, freeze or fail: requests get the named error, soon, and a new engine works at once.
 
 FAULT_KILLS=20 runs the whole campaign of kills; by default there are as many as CI has time for.
 """
@@ -174,7 +174,7 @@ def test_a_step_that_fails_is_explained_and_a_trace_is_still_written(local_ray, 
         LLM(
             "tiny", num_stages=2, stage_factory=Misbehaving("fail later"), skip_tokenizer_init=True, trace=str(path)
         ) as llm,
-        pytest.raises(StageDiedError, match="stage 1 failed.*in the tenth step") as caught,
+        pytest.raises(StageDiedError, match=r"stage 1 failed.*in the tenth step") as caught,
     ):
         llm.generate([PROMPT], ENDLESS)
     assert caught.value.stage_index == 1
