@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
 
 Model = str | os.PathLike[str] | EngineConfig
-"""What names a model, or a whole configuration."""
+"""What names a model, or a whole configuration: also as the path of a TOML file."""
 
 
 class EngineHandle(Protocol):
@@ -106,5 +106,7 @@ def _config_of(model: Model, settings: Mapping[str, object]) -> EngineConfig:
     if isinstance(model, EngineConfig):
         return model.with_settings(**settings) if settings else model
     if isinstance(model, str | os.PathLike):
+        if os.fspath(model).endswith(".toml"):
+            return EngineConfig.from_toml(model, **settings)
         return EngineConfig.from_flat(model, **settings)
     raise ConfigError("no model is named", got=repr(model), expected="a name, a directory or an EngineConfig")

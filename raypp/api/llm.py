@@ -43,7 +43,7 @@ class LLM:
         """Start an engine. Blocks until it can be used.
 
         Args:
-            model: `tiny`, a directory, a Hugging Face model id, or a whole EngineConfig.
+            model: `tiny`, a directory, a Hugging Face model id; or a whole EngineConfig, or the path of one, `*.toml`.
             stage_factory: Makes a stage in place of the model's own; for tests.
             launch: Starts the engine.
             **settings: Fields of EngineConfig by their names alone, e.g. `num_stages=2`.

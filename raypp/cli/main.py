@@ -15,7 +15,7 @@ from typing import Any
 
 from raypp import __version__
 from raypp.api.llm import LLM
-from raypp.cli import generate, info
+from raypp.cli import generate, info, tune
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment
 from raypp.errors import RayppError
@@ -31,12 +31,19 @@ def _describe_engine(config: EngineConfig) -> dict[str, Any]:
     return describe_engine(config)
 
 
+def _tune_engine(config: EngineConfig, **options: Any) -> Any:
+    from raypp.actors.tune import tune_engine  # imports ray
+
+    return tune_engine(config, **options)
+
+
 @dataclass(frozen=True)
 class Doors:
     """What the commands reach the engine through."""
 
     open_llm: Callable[[EngineConfig], Any] = LLM
     describe: Callable[[EngineConfig], dict[str, Any]] = _describe_engine
+    tune: Callable[..., Any] = _tune_engine
 
 
 def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> int:
@@ -77,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     info.add_parser(commands)
+    tune.add_parser(commands)
     return parser
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
+from raypp.driver.cost_model import estimated_costs
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.errors import ConfigError, ResourceError
@@ -18,7 +19,6 @@ from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.stage.partition import partition_layers
 from raypp.stage.spec import NUM_PADDING_ROWS, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
@@ -61,6 +61,11 @@ class EnginePlan:
         """Whether decode steps are recorded and replayed."""
         mode = self.config.graphs.mode
         return mode == "full" or (mode == "auto" and self.device == "cuda")
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a weight, and of an element of the KV cache."""
+        return _DTYPE_BYTES[self.dtype]
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -237,9 +242,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
 def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> list[int]:
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
-        # A decode step reads every weight once, so bytes stand for time; the embedding reads a few rows only.
-        costs = [float(layer_weight_bytes(model, dtype_bytes))] * model.num_layers
-        return partition_layers(costs, num_stages, last_stage_cost=float(lm_head_bytes(model, dtype_bytes)))
+        return estimated_costs(model, dtype_bytes).partition(model.num_layers, num_stages)
     if sum(explicit) != model.num_layers:
         raise ConfigError(
             "layer_partition does not add up to the model's layers",

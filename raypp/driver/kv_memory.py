@@ -37,6 +37,25 @@ def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
     return num_blocks
 
 
+def stage_budget_bytes(
+    config: EngineConfig, hardware: Hardware, model: ModelConfig, *, device: str, dtype_bytes: int, max_step_rows: int
+) -> int:
+    """Return what a stage may spend on weights and KV: its share of a GPU less what a step takes, or all main memory.
+
+    Args:
+        config: The shares of a GPU.
+        hardware: Its memory, or the machine's.
+        model: Sizes of a step's tensors.
+        device: `cpu` or `cuda`.
+        dtype_bytes: Of weights, activations and KV.
+        max_step_rows: The most rows of one step.
+    """
+    if device == "cpu":
+        return hardware.memory_bytes
+    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes, max_step_rows)
+    return usable_bytes - step_bytes - library_bytes
+
+
 def num_blocks_on_gpus(
     config: EngineConfig,
     hardware: Hardware,
@@ -61,25 +80,32 @@ def num_blocks_on_gpus(
     Raises:
         ResourceError: the memory does not suffice; says for what, with the numbers.
     """
-    share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    usable_bytes = int(hardware.gpu_memory_bytes * share)
-    step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
-    fixed_bytes = _LIBRARY_BYTES + step_bytes + (0 if config.graphs.mode == "none" else _GRAPH_BYTES)
-    left = [usable_bytes - fixed_bytes - weights for weights in weight_bytes]
+    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes, max_step_rows)
+    left = [usable_bytes - step_bytes - library_bytes - weights for weights in weight_bytes]
     num_blocks = min(free // block for free, block in zip(left, block_bytes, strict=True))
     asked = config.cache.num_kv_blocks
     if num_blocks < max(2, asked or 2):
         stage_index = min(range(len(left)), key=lambda index: left[index] // block_bytes[index])
         raise ResourceError(
             f"stage {stage_index} does not fit its share of a GPU",
-            got=f"{usable_bytes / 2**30:.2f} GiB ({share:.0%} of {hardware.gpu_memory_bytes / 2**30:.2f}): "
+            got=f"{usable_bytes / 2**30:.2f} GiB of {hardware.gpu_memory_bytes / 2**30:.2f}: "
             f"weights {weight_bytes[stage_index] / 2**30:.2f}, a step's tensors {step_bytes / 2**30:.2f}, "
-            f"libraries and graphs {(fixed_bytes - step_bytes) / 2**30:.2f}; the rest: {max(num_blocks, 0)} KV blocks",
+            f"libraries and graphs {library_bytes / 2**30:.2f}; the rest: {max(num_blocks, 0)} KV blocks",
             expected=f"at least {asked or 2} KV blocks of {block_bytes[stage_index]} bytes",
             hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
             "or smaller max_num_batched_tokens or num_kv_blocks",
         )
     return asked or num_blocks
+
+
+def _gpu_share(
+    config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int, max_step_rows: int
+) -> tuple[int, int, int]:
+    """Return a stage's bytes of a GPU, and how many of them a step's tensors, and libraries and graphs take."""
+    share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
+    library_bytes = _LIBRARY_BYTES + (0 if config.graphs.mode == "none" else _GRAPH_BYTES)
+    step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
+    return int(hardware.gpu_memory_bytes * share), step_bytes, library_bytes
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_step_rows: int) -> int:

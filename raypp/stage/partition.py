@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, ResourceError
+
+_ROUNDING = 1e-9  # sums of costs that are equal on paper
 
 
 def partition_layers(
-    layer_costs: Sequence[float], num_stages: int, *, first_stage_cost: float = 0.0, last_stage_cost: float = 0.0
+    layer_costs: Sequence[float],
+    num_stages: int,
+    *,
+    first_stage_cost: float = 0.0,
+    last_stage_cost: float = 0.0,
+    max_layers: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the number of layers of each stage that minimizes the slowest stage's cost, every stage with at least one.
 
-    Solved exactly by dynamic programming over prefixes; of equal solutions, the one with the least sum of squared stage
-    costs, so that no stage is slower than it need be.
+    Solved exactly, by two dynamic programs over prefixes: the first finds the least cost that the slowest stage can
+    have. Of all partitions with that cost, the second finds the one with the least sum of squared stage costs, so that
+    no other stage is slower than it need be.
 
     Args:
         layer_costs: Of each layer, in any unit of time or bytes.
         num_stages: P.
         first_stage_cost: What the first stage does besides its layers (the embedding), in the same unit.
         last_stage_cost: What the last stage does besides its layers (norm, LM head, sampling).
+        max_layers: The most layers that each stage's memory holds; None: no limit.
 
     Raises:
         ConfigError: fewer layers than stages.
+        ResourceError: the stages' memory does not hold all layers.
     """
     num_layers = len(layer_costs)
     if num_stages > num_layers:
@@ -33,28 +44,50 @@ def partition_layers(
             expected=f"at most {num_layers}, the model's layers",
             hint="every stage holds at least one layer",
         )
+    limits = list(max_layers) if max_layers is not None else [num_layers] * num_stages
+    if min(limits) < 1 or sum(limits) < num_layers:
+        raise ResourceError(
+            "the stages' memory does not hold the model",
+            got=f"room for {limits} layers",
+            expected=f"{num_layers} layers, at least one per stage",
+            hint="more stages, or less KV cache (max_model_len, num_kv_blocks)",
+        )
     prefix = [0.0, *accumulate(layer_costs)]
 
-    def stage_cost(stage: int, start: int, end: int) -> float:
-        cost = prefix[end] - prefix[start]
-        if stage == 0:
-            cost += first_stage_cost
-        if stage == num_stages - 1:
-            cost += last_stage_cost
-        return cost
+    def cost(stage: int, start: int, end: int) -> float:
+        return (
+            prefix[end]
+            - prefix[start]
+            + (first_stage_cost if stage == 0 else 0.0)
+            + (last_stage_cost if stage == num_stages - 1 else 0.0)
+        )
 
-    # best[end] = (slowest stage, sum of squares, cuts) over the stages so far, which hold layers [0, end)
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    def starts(stage: int, end: int) -> range:
+        return range(max(stage, end - limits[stage]), end)
+
+    # slowest[end]: the least that the slowest of the stages so far can cost, when they hold the layers [0, end).
+    slowest = [0.0] + [math.inf] * num_layers
     for stage in range(num_stages):
-        layers_left = num_stages - stage - 1
-        reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, num_layers - layers_left + 1):
-            reached[end] = min(
-                (max(slowest, cost), squares + cost**2, (*cuts, end))
-                for start, (slowest, squares, cuts) in best.items()
-                if start < end
-                for cost in (stage_cost(stage, start, end),)
+        slowest = [
+            min((max(slowest[start], cost(stage, start, end)) for start in starts(stage, end)), default=math.inf)
+            for end in range(num_layers + 1)
+        ]
+    bound = slowest[num_layers] + _ROUNDING * max(1.0, abs(slowest[num_layers]))
+
+    # best[end]: the least sum of squares within that bound, and where the stages are cut for it.
+    unreached: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [unreached] * num_layers
+    for stage in range(num_stages):
+        best = [
+            min(
+                (
+                    (best[start][0] + cost(stage, start, end) ** 2, (*best[start][1], end))
+                    for start in starts(stage, end)
+                    if cost(stage, start, end) <= bound
+                ),
+                default=unreached,
             )
-        best = reached
-    cuts = best[num_layers][2]
+            for end in range(num_layers + 1)
+        ]
+    cuts = best[num_layers][1]
     return [end - start for start, end in zip((0, *cuts), cuts, strict=False)]

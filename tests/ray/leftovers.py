@@ -46,14 +46,20 @@ def meeting_places() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("raypp-*")}
 
 
-def raypp_processes() -> set[int]:
-    """Return the processes of raypp's actors, by the name that Ray gives them."""
-    found = set()
+def actor_processes() -> dict[int, str]:
+    """Return the processes of raypp's actors and their classes, by the name that Ray gives them."""
+    found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             title = path.read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"ray::DriverActor" in title or b"ray::StageActor" in title:
-            found.add(int(path.parent.name))
+        for name in ("DriverActor", "StageActor"):
+            if title.startswith(f"ray::{name}".encode()):
+                found[int(path.parent.name)] = name
     return found
+
+
+def raypp_processes() -> set[int]:
+    """Return the processes of raypp's actors."""
+    return set(actor_processes())

@@ -1,41 +1,53 @@
 """The layer partition, against brute force."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, ResourceError
 from raypp.stage.partition import partition_layers
 
 
-def _slowest(layers, costs, first, last):
+def _stage_costs(layers, costs, first, last):
     starts = [sum(layers[:i]) for i in range(len(layers))]
     stages = [sum(costs[start : start + count]) for start, count in zip(starts, layers, strict=True)]
     stages[0] += first
     stages[-1] += last
-    return max(stages)
+    return stages
 
 
-@given(
-    costs=st.lists(st.integers(1, 20), min_size=1, max_size=9),
-    num_stages=st.integers(1, 5),
-    first=st.integers(0, 20),
-    last=st.integers(0, 40),
-)
-def test_no_other_partition_is_faster(costs, num_stages, first, last):
-    if num_stages > len(costs):
-        return
-    layers = partition_layers(costs, num_stages, first_stage_cost=first, last_stage_cost=last)
-    assert len(layers) == num_stages
-    assert sum(layers) == len(costs)
-    assert min(layers) >= 1
-    best = min(
-        _slowest([b - a for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True)], costs, first, last)
+@st.composite
+def _problems(draw):
+    costs = draw(st.lists(st.integers(1, 20), min_size=1, max_size=9))
+    num_stages = draw(st.integers(1, min(5, len(costs))))
+    limits = draw(st.none() | st.lists(st.integers(1, 9), min_size=num_stages, max_size=num_stages))
+    return costs, num_stages, draw(st.integers(-5, 20)), draw(st.integers(-5, 40)), limits
+
+
+@given(_problems())
+def test_no_other_partition_is_better(problem):
+    costs, num_stages, first, last, limits = problem
+    possible = [
+        layers
         for cuts in combinations(range(1, len(costs)), num_stages - 1)
-    )
-    assert _slowest(layers, costs, first, last) == best
+        for layers in [[b - a for a, b in pairwise((0, *cuts, len(costs)))]]
+        if limits is None or all(count <= limit for count, limit in zip(layers, limits, strict=True))
+    ]
+    options = {"first_stage_cost": first, "last_stage_cost": last, "max_layers": limits}
+    if not possible:
+        with pytest.raises(ResourceError, match="does not hold the model"):
+            partition_layers(costs, num_stages, **options)
+        return
+    layers = partition_layers(costs, num_stages, **options)
+    assert layers in possible
+
+    def quality(layers):
+        stages = _stage_costs(layers, costs, first, last)
+        return max(stages), sum(cost**2 for cost in stages)
+
+    assert quality(layers) == min(quality(other) for other in possible)
 
 
 def test_the_lm_head_takes_layers_from_the_last_stage():

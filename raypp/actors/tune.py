@@ -1,0 +1,62 @@
+"""Measuring on the device that a stage would get: in a process that Ray places like one."""
+
+from __future__ import annotations
+
+import ray
+
+from raypp.actors.cluster import Cluster
+from raypp.actors.remote_errors import raypp_errors
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import EnginePlan, max_step_rows, plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.driver.measure import MeasuredCosts, default_context_len, measure_costs
+from raypp.driver.tuning import Tuning, tune_partition
+from raypp.errors import ConfigError
+from raypp.sampling_params import SamplingParams
+
+
+def tune_engine(
+    config: EngineConfig, *, num_rows: int | None = None, context_len: int | None = None, temperature: float = 1.0
+) -> Tuning:
+    """Measure the configured model on one stage's device, and cut its layers by that.
+
+    Args:
+        config: Which model, how many stages, and what a stage asks Ray for.
+        num_rows: Of a decode step; None: the most that a step of this configuration holds.
+        context_len: Tokens of each row; None: what they have when the KV cache is half full.
+        temperature: Of the sampling; 0 is greedy.
+
+    Raises:
+        ConfigError, ModelLoadError, ResourceError: it cannot run, or not at this size.
+        DeadlineError: it took longer than start_timeout_s.
+    """
+    hardware = Hardware.of_this_machine()
+    plan = plan_engine(config, hardware)
+    num_rows = num_rows or max_step_rows(config)
+    context_len = context_len or default_context_len(plan, num_rows)
+    if min(num_rows, context_len) < 1:
+        raise ConfigError(
+            "nothing can be measured", got=f"{num_rows} rows of {context_len} tokens", expected="1 or more"
+        )
+    params = SamplingParams(temperature=temperature)
+    cluster = Cluster.connect()
+    try:
+        measured = _measure_on_ray(plan, num_rows, context_len, params)
+    finally:
+        cluster.disconnect()
+    return tune_partition(plan, hardware, measured)
+
+
+def _measure_on_ray(plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
+    resources = plan.stage_resources()
+    timeout_s = plan.config.faults.start_timeout_s
+    task = ray.remote(_measure).options(
+        num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0, max_calls=1
+    )
+    with raypp_errors(f"start_timeout_s={timeout_s:g}"):
+        measured: MeasuredCosts = ray.get(task.remote(plan, num_rows, context_len, params), timeout=timeout_s)
+    return measured
+
+
+def _measure(plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
+    return measure_costs(plan, num_rows=num_rows, context_len=context_len, params=params)

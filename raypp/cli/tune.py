@@ -1,0 +1,86 @@
+"""`raypp tune`: measure a model's parts, cut its layers into stages by that, write the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "tune",
+        help="measure a model and balance its stages",
+        description="Measure a model's layers, embedding, LM head and sampler on a stage's device, find the layers per "
+        "stage for which the slowest stage is fastest, and write a configuration with them.",
+    )
+    add_engine_options(parser)
+    parser.add_argument("--output", metavar="FILE", default="tuned.toml", help="where to write it; - is stdout")
+    parser.add_argument("--batch-size", metavar="R", type=int, help="rows of a step; default: the most it may hold")
+    parser.add_argument("--context-len", metavar="C", type=int, help="tokens of a row; default: with half the KV cache")
+    parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of the sampling; 0 is greedy")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    for name in ("batch_size", "context_len"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is not a size", got=value, expected="1 or more")
+    _check_folder(args.output)
+    tuning = args.doors.tune(
+        engine_config(args),
+        num_rows=args.batch_size,
+        context_len=args.context_len,
+        temperature=args.temperature,
+    )
+    described = tuning.describe()
+    # With the configuration on stdout, the report must go elsewhere.
+    report_to = sys.stderr if args.output == "-" else sys.stdout
+    print(json.dumps(described, indent=2) if args.json else "\n".join(_lines(described)), file=report_to)
+    if args.output == "-":
+        print(tuning.to_toml(), end="")
+    else:
+        Path(args.output).write_text(tuning.to_toml(), encoding="utf-8")
+        if not args.json:
+            print(f"written to {args.output}: LLM({args.output!r}), or --config {args.output}")
+    return 0
+
+
+def _check_folder(output: str) -> None:
+    if output != "-" and not Path(output).absolute().parent.is_dir():
+        raise ConfigError("the configuration cannot be written where it is wanted", got=output, expected="a folder")
+
+
+def _lines(tuning: dict[str, Any]) -> Iterator[str]:
+    measured = tuning["measured"]
+    yield (
+        f"{tuning['model']}, {tuning['num_stages']} stages; "
+        f"decode steps of {measured['num_rows']} rows of {measured['context_len']} tokens"
+    )
+    yield ""
+    for name, label in (
+        ("layer_ms", "layer"),
+        ("embedding_ms", "embedding"),
+        ("lm_head_ms", "LM head"),
+        ("sampler_ms", "sampler"),
+        ("every_stage_ms", "every stage besides"),
+    ):
+        yield f"  {label:20} {measured[name]:9.3f} ms"
+    yield ""
+    yield f"  {'layers per stage':>24}  {'ms per stage':>32}  slowest"
+    for split in tuning["splits"]:
+        layers = " ".join(map(str, split["layers"]))
+        times = " ".join(f"{ms:.2f}" for ms in split["stage_ms"])
+        yield f"  {split['split']:8}{layers:>16}  {times:>32}  {split['slowest_ms']:.2f}"
+    yield ""
+    yield f"expected gain over the even split: {tuning['gain_over_even']:+.1%} steps per second"

@@ -1,0 +1,54 @@
+"""What a decode step of a stage costs: the same for every layer, and what the first and the last stage do besides.
+
+    stage = every_stage + num_layers * layer  (+ first_stage)  (+ last_stage)
+
+Costs are estimated from the weights' bytes, or measured; only their ratios matter for cutting the layers into stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raypp.models.config import ModelConfig
+from raypp.models.sizes import layer_weight_bytes, lm_head_bytes
+from raypp.stage.partition import partition_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """The costs of one decode step, in one unit, milliseconds or bytes."""
+
+    layer: float
+    every_stage: float = 0.0  # receiving, positions, block tables, sending
+    first_stage: float = 0.0  # beyond that: feedback, the embedding
+    last_stage: float = 0.0  # beyond that: norm, LM head, sampling
+
+    def of_stages(self, layers: Sequence[int]) -> list[float]:
+        """Return what each stage costs."""
+        costs = [self.every_stage + count * self.layer for count in layers]
+        costs[0] += self.first_stage
+        costs[-1] += self.last_stage
+        return costs
+
+    def partition(self, num_layers: int, num_stages: int, max_layers: Sequence[int] | None = None) -> list[int]:
+        """Return the layers of each stage for which the slowest one is fastest; see `partition_layers`."""
+        return partition_layers(
+            [self.layer] * num_layers,
+            num_stages,
+            first_stage_cost=self.first_stage,
+            last_stage_cost=self.last_stage,
+            max_layers=max_layers,
+        )
+
+
+def estimated_costs(model: ModelConfig, dtype_bytes: int) -> StepCosts:
+    """Return the costs in bytes: a decode step reads every weight once, and of the embedding only a few rows."""
+    return StepCosts(
+        layer=float(layer_weight_bytes(model, dtype_bytes)), last_stage=float(lm_head_bytes(model, dtype_bytes))
+    )
+
+
+def even_partition(num_layers: int, num_stages: int) -> list[int]:
+    """Return the layers of each stage when nothing but layers counts; the first stages get what is left over."""
+    return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]

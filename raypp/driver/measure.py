@@ -1,0 +1,282 @@
+"""Timing the parts of a model on the device at hand, in steps like those that an engine would run.
+
+Real stages are run one after the other in this process: a first, a middle and a last one, with one layer each, and
+again with a few. What more layers take more is a layer's time; what is left is what each stage does besides. Weights
+are random, prompts are not computed: neither changes how long a decode step takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from raypp.driver.cost_model import StepCosts
+from raypp.driver.engine import Engine
+from raypp.driver.engine_plan import EnginePlan
+from raypp.messages import StepPlan, StepResult
+from raypp.ops.attention import AttentionBatch
+from raypp.sampling_params import SamplingParams
+from raypp.scheduler.request import Request
+from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.build import allocate_kv_caches, build_stage_model, configure_torch
+from raypp.stage.schemas import StageSchemas
+from raypp.stage.stage import Stage, StageModel
+from raypp.tracing import Tracer
+from raypp.transport.open import open_local_links
+
+_NUM_STAGES = 3
+_FEW_LAYERS, _MORE_LAYERS = 1, 3
+_WARM_UP_STEPS = 3
+_MAX_STEPS, _MIN_STEPS = 40, 8
+_MAX_SECONDS = 10.0  # for the steps of one measurement; at least _MIN_STEPS are made
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCosts:
+    """How long the parts of a decode step take, milliseconds."""
+
+    num_rows: int  # of the step
+    context_len: int  # tokens of each row
+    num_steps: int  # that were timed
+    layer_ms: float
+    embedding_ms: float
+    lm_head_ms: float  # with the final norm
+    sampler_ms: float  # with the feedback to the first stage
+    every_stage_ms: float  # receiving, positions, block tables, sending
+    first_stage_ms: float  # the embedding, and applying feedback
+    last_stage_ms: float  # LM head and sampler, less the sending
+
+    def step_costs(self) -> StepCosts:
+        """Return what cutting the layers into stages needs of it."""
+        return StepCosts(
+            layer=self.layer_ms,
+            every_stage=self.every_stage_ms,
+            first_stage=self.first_stage_ms,
+            last_stage=self.last_stage_ms,
+        )
+
+
+def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
+    """Time the parts of the plan's model on the plan's device. Takes seconds.
+
+    Args:
+        plan: Model, data type, device, threads and block size.
+        num_rows: R, the rows of a decode step.
+        context_len: Tokens of each row.
+        params: How rows are sampled.
+    """
+    few, more = (
+        _Rig(plan, num_layers, num_rows=num_rows, context_len=context_len, params=params)
+        for num_layers in (_FEW_LAYERS, _MORE_LAYERS)
+    )
+    # By turns, so that a machine whose speed changes while this runs does not change the difference.
+    started_s, num_steps = time.monotonic(), 0
+    while num_steps < _MAX_STEPS and (num_steps < _MIN_STEPS or time.monotonic() - started_s < _MAX_SECONDS):
+        few.step()
+        more.step()
+        num_steps += 1
+    few_ms, more_ms = few.stage_ms(), more.stage_ms()
+    layer_ms = sum(b - a for a, b in zip(few_ms, more_ms, strict=True)) / (_NUM_STAGES * (_MORE_LAYERS - _FEW_LAYERS))
+    first_ms, middle_ms, last_ms = (
+        ((a - _FEW_LAYERS * layer_ms) + (b - _MORE_LAYERS * layer_ms)) / 2 for a, b in zip(few_ms, more_ms, strict=True)
+    )
+    embedding_ms, lm_head_ms = few.embedding_ms(), few.lm_head_ms()
+    return MeasuredCosts(
+        num_rows=num_rows,
+        context_len=context_len,
+        num_steps=num_steps,
+        layer_ms=layer_ms,
+        embedding_ms=embedding_ms,
+        lm_head_ms=lm_head_ms,
+        sampler_ms=max(last_ms - middle_ms - lm_head_ms, 0.0),
+        every_stage_ms=middle_ms,
+        first_stage_ms=first_ms - middle_ms,
+        last_stage_ms=last_ms - middle_ms,
+    )
+
+
+class _Rig:
+    """Three stages of a few layers each, and an engine that keeps `num_rows` requests decoding."""
+
+    def __init__(
+        self, plan: EnginePlan, num_layers: int, *, num_rows: int, context_len: int, params: SamplingParams
+    ) -> None:
+        model = replace(plan.model, num_layers=_NUM_STAGES * num_layers)
+        num_tokens = context_len + _MAX_STEPS + 4 * _WARM_UP_STEPS + 8
+        blocks_per_row = -(-num_tokens // plan.config.cache.block_size)
+        common = replace(
+            plan.stage_spec(0),
+            num_stages=_NUM_STAGES,
+            load_format="dummy",
+            transport="local",
+            max_num_seqs=num_rows,
+            max_step_rows=num_rows,
+            max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows),
+            max_model_len=num_tokens,
+            num_blocks=1 + num_rows * blocks_per_row,
+            trace=False,
+        )
+        specs = [
+            replace(common, stage_index=index, start_layer=index * num_layers, end_layer=(index + 1) * num_layers)
+            for index in range(_NUM_STAGES)
+        ]
+        configure_torch(common)
+        self._models = [_PromptSkipping(build_stage_model(spec, model, None)) for spec in specs]
+        self._device = torch.device(common.device)
+        self._dtype: torch.dtype = getattr(torch, common.dtype)
+        self._num_rows, self._model_config = num_rows, model
+        schemas = StageSchemas.of(common, model.hidden_size)
+        links = open_local_links(
+            _NUM_STAGES,
+            forward=schemas.forward_messages(common),
+            feedback=schemas.feedback_messages(common),
+            device=self._device,
+        )
+        silent = Tracer("measure", enabled=False)
+        stages = [
+            Stage(spec, of_stage, allocate_kv_caches(spec, model), ends, schemas, silent)
+            for spec, of_stage, ends in zip(specs, self._models, links, strict=True)
+        ]
+        self._pipeline = _TimedPipeline(stages, self._device)
+        # One cohort that holds all rows: every decode step is a full one.
+        limits = replace(
+            plan.scheduler_limits(),
+            num_stages=1,
+            max_num_seqs=num_rows,
+            max_num_batched_tokens=common.max_step_tokens,
+            max_model_len=common.max_model_len,
+            num_blocks=common.num_blocks,
+            enable_prefix_caching=False,
+        )
+        self._engine = Engine(Scheduler(limits), self._pipeline, silent)
+        self._start(context_len, replace(params, max_tokens=num_tokens - context_len, ignore_eos=True))
+
+    def step(self) -> None:
+        """Run one decode step of all rows."""
+        num_before = self._pipeline.num_timed
+        while self._pipeline.num_timed == num_before:
+            assert self._engine.has_unfinished, "the requests ended before the measurement"
+            self._engine.step()
+
+    def stage_ms(self) -> list[float]:
+        """Return each stage's median time of a decode step, milliseconds."""
+        return [statistics.median(times) * 1e3 for times in self._pipeline.seconds]
+
+    def embedding_ms(self) -> float:
+        """Return the time of the embedding of a step's tokens, milliseconds."""
+        token_ids = torch.arange(self._num_rows, device=self._device, dtype=torch.int32) % self._model_config.vocab_size
+        return self._time(lambda: self._models[0].embed(token_ids))
+
+    def lm_head_ms(self) -> float:
+        """Return the time of the final norm and the LM head for a step's rows, milliseconds."""
+        hidden = torch.randn(self._num_rows, self._model_config.hidden_size).to(self._device, self._dtype)
+        return self._time(lambda: self._models[-1].compute_logits(hidden))
+
+    def _time(self, function: Callable[[], torch.Tensor]) -> float:
+        seconds = []
+        with torch.inference_mode():
+            for _ in range(_WARM_UP_STEPS + _MIN_STEPS):
+                started_s = time.perf_counter()
+                function()
+                _finish(self._device)
+                seconds.append(time.perf_counter() - started_s)
+        return statistics.median(seconds[_WARM_UP_STEPS:]) * 1e3
+
+    def _start(self, context_len: int, params: SamplingParams) -> None:
+        """Bring all rows to decoding, without computing their prompts."""
+        for number in range(self._num_rows):
+            self._engine.add(Request(f"row-{number}", [1] * context_len, params, seed=number))
+        self._pipeline.num_rows = self._num_rows
+        for model in self._models:
+            model.skips = True
+        while not self._pipeline.num_timed:
+            self._engine.step()
+        for model in self._models:
+            model.skips = False
+        for _ in range(_WARM_UP_STEPS):
+            self.step()
+        self._pipeline.forget()
+
+
+class _PromptSkipping:
+    """A stage's model that computes nothing while it is told to skip."""
+
+    def __init__(self, model: StageModel) -> None:
+        self._model = model
+        self.hidden_size = model.hidden_size
+        self.skips = False
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(input_ids)
+
+    def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
+        if not self.skips:
+            self._model.plan_attention(attention, ring_entry)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        kv_caches: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        return hidden if self.skips else self._model.forward(hidden, positions, attention, kv_caches)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.compute_logits(hidden)
+
+
+class _TimedPipeline:
+    """Runs the stages one after the other, and times the decode steps of all rows."""
+
+    def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
+        self._stages = stages
+        self._device = device
+        self._submitted: list[StepPlan] = []
+        self.num_rows = 0
+        self.num_timed = 0
+        self.seconds: list[list[float]] = [[] for _ in stages]
+
+    def submit(self, plan: StepPlan) -> None:
+        self._submitted.append(plan)
+
+    def collect(self) -> list[StepResult]:
+        if not self._submitted:
+            return []
+        plan = self._submitted.pop(0)
+        is_timed = plan.num_decode_rows == self.num_rows
+        with torch.inference_mode():
+            for stage, seconds in zip(self._stages, self.seconds, strict=True):
+                stage.announce(plan)
+                _finish(self._device)
+                started_s = time.perf_counter()
+                pending = stage.step(plan)
+                _finish(self._device)
+                if is_timed:
+                    seconds.append(time.perf_counter() - started_s)
+        self.num_timed += is_timed
+        assert pending is not None
+        return [pending.wait()]
+
+    def forget(self) -> None:
+        """Drop the times so far."""
+        for seconds in self.seconds:
+            seconds.clear()
+
+    def close(self) -> None:
+        self._submitted.clear()
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def default_context_len(plan: EnginePlan, num_rows: int) -> int:
+    """Return the tokens that a row has on average when the KV cache is half full, at most half of the longest."""
+    held = (plan.num_blocks - 1) * plan.config.cache.block_size // num_rows
+    return max(min(held // 2, plan.max_model_len // 2), 1)

@@ -1,0 +1,149 @@
+"""Whose Ray it is: one that raypp started, one that is shared, one that was there; and stages on several nodes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import ray
+from leftovers import wait_until_gone
+from ray.cluster_utils import Cluster as RayCluster
+
+from raypp import LLM, ResourceError, SamplingParams, StageDiedError
+from raypp.testing import FakeStage
+
+pytestmark = pytest.mark.ray
+
+NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+PROMPTS = ["def main(", "import "]
+WAIT_S = 60.0
+
+
+def _fake(**settings) -> LLM:
+    return LLM("tiny", stage_factory=FakeStage(step_ms=2), skip_tokenizer_init=True, **settings)
+
+
+def _tokens(llm: LLM, prompts=PROMPTS) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+
+
+def test_engines_share_the_ray_that_the_first_one_started(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    prompt = [{"prompt_token_ids": [1]}]
+    first, second = _fake(), _fake()
+    first.close()
+    assert ray.is_initialized()
+    assert _tokens(second, prompt) == [list(range(2, 26))]
+    first.close()
+    assert _tokens(second, prompt) == [list(range(2, 26))]
+    second.close()
+    assert not ray.is_initialized(), "the last user ends it"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    cluster.add_node(**NODE)
+    yield cluster
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def at_address(cluster, monkeypatch) -> RayCluster:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    return cluster
+
+
+def _node_of(pid: int) -> str:
+    """Return the node on which an actor runs, by the arguments that its raylet gave to its process."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return next(v.decode() for v in file.read().split(b"\0") if v.startswith(b"RAY_RAYLET_PID="))
+
+
+def test_a_cluster_that_was_there_is_used_and_left_alone(at_address):
+    with LLM("tiny", num_stages=2) as llm:
+        assert ray.get_runtime_context().gcs_address == at_address.address
+        on_one_node = _tokens(llm)
+        assert len({_node_of(pid) for pid in llm.processes()["stages"]}) == 1, "stages are packed where there is room"
+    assert not ray.is_initialized()
+    with LLM("tiny", num_stages=2, placement="strict_spread") as llm:
+        assert len({_node_of(pid) for pid in llm.processes()["stages"]}) == 2
+        assert _tokens(llm) == on_one_node
+        pids = llm.processes()
+    assert not wait_until_gone([pids["driver"], *pids["stages"]], 0.0), "ended, on both nodes"
+
+
+def test_a_connection_of_the_user_is_left_alone(at_address):
+    ray.init(address=at_address.address, log_to_driver=False)
+    try:
+        with _fake(num_stages=2):
+            pass
+        assert ray.is_initialized()
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_stages": 3, "placement": "strict_spread"}, "no room"),
+        ({"num_stages": 2, "stage_num_cpus": 1.5, "placement": "strict_pack"}, "no room"),
+        ({"num_stages": 2, "stage_num_cpus": 1000.0}, "lacks resources"),
+    ],
+)
+def test_what_the_cluster_can_never_hold_is_refused_at_once(at_address, settings, words):
+    started = time.monotonic()
+    with pytest.raises(ResourceError, match=words) as caught:
+        _fake(**settings)
+    print(f"\n{caught.value}")
+    assert time.monotonic() - started < 10.0
+    assert caught.value.expected is not None
+    assert caught.value.got is not None
+
+
+def test_what_others_hold_is_waited_for_until_the_deadline(at_address):
+    with _fake(num_stages=2, stage_num_cpus=2.0) as holder:
+        with pytest.raises(ResourceError, match="did not free") as caught:
+            _fake(stage_num_cpus=2.0, start_timeout_s=2.0)
+        assert "'CPU'" in str(caught.value)
+        assert len(_tokens(holder, [{"prompt_token_ids": [1]}])[0]) == 24
+
+
+def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(cluster, at_address):
+    endless = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+    with _fake(num_stages=2, placement="strict_spread") as llm, ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(llm.generate, [{"prompt_token_ids": [1]}], endless)
+        ends = time.monotonic() + WAIT_S
+        while llm.stats()["num_generated_tokens"] < 5:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        [worker] = [node for node in cluster.list_all_nodes() if not node.is_head()]
+        lost = time.monotonic()
+        cluster.remove_node(worker, allow_graceful=False)
+        error = pending.exception(WAIT_S)
+        print(f"\nnode lost: {type(error).__name__} after {time.monotonic() - lost:.2f} s: {error}")
+        assert isinstance(error, StageDiedError)
+        assert error.stage_index == 1, "the first stage is on the driver's node"
+    with _fake(num_stages=2) as llm:
+        assert len(_tokens(llm, [{"prompt_token_ids": [1]}])[0]) == 24
+    with pytest.raises(ResourceError, match="no room"):
+        _fake(num_stages=2, placement="strict_spread")
+
+
+def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch):
+    if ray.is_initialized():
+        ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    with pytest.raises(ResourceError, match="cannot be reached"):
+        _fake()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ResourceError, match="Ray Client"):
+        _fake()
+    assert not ray.is_initialized()
+    assert "RAY_ADDRESS" in os.environ
