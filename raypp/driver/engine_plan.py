@@ -134,6 +134,7 @@ class EnginePlan:
             "model": self.config.model.model,
             "architecture": self.model.architecture,
             "dtype": self.dtype,
+            "vocab_size": self.model.vocab_size,
             "device": self.device,
             "transport": self.transport,
             "max_model_len": self.max_model_len,

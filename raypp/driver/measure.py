@@ -113,7 +113,7 @@ class _Rig:
             num_stages=_NUM_STAGES,
             load_format="dummy",
             transport="local",
-            max_num_seqs=num_rows,
+            max_num_seqs=num_rows + NUM_PADDING_ROWS,
             max_step_rows=num_rows,
             max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows),
             max_model_len=num_tokens,
@@ -209,6 +209,10 @@ class _PromptSkipping:
         self._model = model
         self.hidden_size = model.hidden_size
         self.skips = False
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return self._model.can_be_recorded  # decode steps are never skipped
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._model.embed(input_ids)
