@@ -12,6 +12,8 @@ from raypp.models.config import ModelConfig
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
 _GRAPH_BYTES = 1 << 30  # captured graphs and their pool
+_SAMPLING_BYTES = 40  # per logit while a step samples: float32 copies, and what truncation sorts
+_COUNT_BYTES = 5  # per row and token, from the first request with penalties on; see `raypp.stage.token_history`
 
 
 def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
@@ -109,10 +111,14 @@ def _gpu_share(
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_step_rows: int) -> int:
-    """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies."""
+    """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies.
+
+    And what penalties need: it is allocated when the first request has any, but must be there then.
+    """
     tokens = config.scheduler.max_num_batched_tokens
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
-    logits_bytes = max_step_rows * model.vocab_size * (dtype_bytes + 4 * 4)
-    return max(layer_bytes, logits_bytes)
+    logits_bytes = max_step_rows * model.vocab_size * (dtype_bytes + _SAMPLING_BYTES)
+    penalty_bytes = config.scheduler.max_num_seqs * model.vocab_size * _COUNT_BYTES
+    return max(layer_bytes, logits_bytes) + penalty_bytes

@@ -6,9 +6,9 @@ the logits of a whole chunk may be larger than everything else in the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,36 +25,39 @@ _SLICE_TOKENS = 128
 
 _NONE = -1
 
+PendingLogprobs = Callable[[], Bytes]
+"""Packs a `StepLogprobs`, or nothing; to be called when a `PendingResult` that was made later is complete."""
+
+
+def no_logprobs() -> Bytes:
+    """Return the report of a step in which nobody asks for any."""
+    return NO_BYTES
+
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
     """A row whose prompt tokens are reported."""
 
-    token_ids: NDArray[np.int32]
+    token_ids: Int32s
     num_top: int
 
 
 @dataclass(frozen=True, eq=False)
-class _Report:
-    """Positions of one kind, on their way to the host."""
+class _Chunk:
+    """The prompt tokens that a step reports of one row."""
 
-    indices: list[int]  # which of the step's rows
-    starts: list[int]
-    counts: list[int]
-    top: TopLogprobs
+    index: int  # of the row in the step
+    first_token: int  # of the step: the one before the first that is reported
+    start: int  # position of the first that is reported
+    count: int
+    prompt: _Prompt
 
-
-_EMPTY = _Report(
-    [],
-    [],
-    [],
-    TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32)),
-)
-
-
-def no_logprobs() -> Bytes:
-    """Return the report of a step in which no row asks for any."""
-    return NO_BYTES
+    def slices(self) -> Iterator[tuple[int, Int32s]]:
+        """Yield pieces of bounded size: their first token of the step, and the tokens that follow it and the next."""
+        end = self.start + self.count
+        for position in range(self.start, end, _SLICE_TOKENS):
+            token_ids = self.prompt.token_ids[position : min(position + _SLICE_TOKENS, end)]
+            yield self.first_token + position - self.start, token_ids
 
 
 class LogprobReporter:
@@ -71,9 +74,8 @@ class LogprobReporter:
         if not len(rows):
             return
         self._num_top_np[rows] = _NONE
-        if self._prompts:
-            for row in rows.tolist():
-                self._prompts.pop(row, None)
+        for row in rows.tolist():
+            self._prompts.pop(row, None)
         if extras is None:
             return
         self._num_top_np[extras.rows] = extras.num_logprobs
@@ -86,6 +88,10 @@ class LogprobReporter:
                 token_ids = plan.start_token_ids[start : start + int(plan.start_prompt_lens[index])]
                 self._prompts[row] = _Prompt(token_ids, num_top)
 
+    def is_asked(self, rows: Int32s) -> bool:
+        """Return whether any of these rows, int32 [R], asks for log-probabilities of its tokens."""
+        return bool((self._num_top_np[rows] != _NONE).any())
+
     def report(
         self,
         plan: StepPlan,
@@ -94,51 +100,37 @@ class LogprobReporter:
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Callable[[], Bytes]:
-        """Queue the computation; return what packs the `StepLogprobs` once a `PendingResult` made later is complete.
+    ) -> PendingLogprobs:
+        """Queue the report of a step.
 
-        Shapes: logits [N, V], as the model gave them; token_ids [N] int64, what was chosen; hidden [T, H], of all the
-        step's tokens.
+        Shapes: logits [N, V], as the model gave them; token_ids [N], what was chosen; hidden [T, H], of all the step's
+        tokens.
         """
-        sampled = self._sampled(shape, logits, token_ids)
-        prompt = self._prompt(plan, shape, hidden, compute_logits) if self._prompts else _EMPTY
-        if not sampled.indices and not prompt.indices:
-            return no_logprobs
-        return partial(_packed, sampled, prompt)
+        chunks = self._chunks(plan, shape) if self._prompts else []
+        sampled, scored = self._sampled(shape, logits, token_ids), self._scored(chunks, hidden, compute_logits)
+        return _pending(self._sampled_rows(shape), sampled, chunks, scored)
 
-    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> Callable[[], Bytes]:
-        """Return the same for a step of decode rows alone."""
-        sampled = self._sampled(shape, logits, token_ids)
-        return partial(_packed, sampled, _EMPTY) if sampled.indices else no_logprobs
+    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> PendingLogprobs:
+        """Queue the same for a step of decode rows alone."""
+        return _pending(self._sampled_rows(shape), self._sampled(shape, logits, token_ids), [], None)
 
-    def is_asked(self, rows: Int32s) -> bool:
-        """Return whether any of these rows, int32 [R], asks for log-probabilities of its tokens."""
-        return bool((self._num_top_np[rows] != _NONE).any())
+    def _sampled_rows(self, shape: StepShape) -> NDArray[np.int64]:
+        """Return the rows that yield tokens and ask for their log-probabilities, as indices into the step's rows."""
+        asking: NDArray[np.int64] = shape.sampled_np[self._num_top_np[shape.rows_np[shape.sampled_np]] != _NONE]
+        return asking
 
-    def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> _Report:
+    def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs | None:
         num_top = self._num_top_np[shape.logits_rows_np]
-        if not len(num_top) or num_top.max() == _NONE:
-            return _EMPTY
         asking = np.flatnonzero(num_top != _NONE)
+        if not len(asking):
+            return None
         positions = torch.from_numpy(asking).to(self._device)
-        top = top_logprobs(
-            logits.index_select(0, positions),
-            token_ids.index_select(0, positions),
-            min(int(num_top.max()), logits.shape[1]),
-        )
-        sampled_rows = shape.rows_np[shape.sampled_np]
-        indices = shape.sampled_np[self._num_top_np[sampled_rows] != _NONE].tolist()
-        return _to_host(indices, [], [], [top])
+        chosen = token_ids.index_select(0, positions).to(torch.int64)
+        top = top_logprobs(logits.index_select(0, positions), chosen, min(int(num_top.max()), logits.shape[1]))
+        return _to_host([top])
 
-    def _prompt(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        hidden: torch.Tensor,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> _Report:
-        chunks: list[tuple[int, int, int]] = []  # index of the row, first reported position, count
-        parts: list[tuple[int, _Prompt, int]] = []  # first token of the step, prompt, ...
+    def _chunks(self, plan: StepPlan, shape: StepShape) -> list[_Chunk]:
+        chunks = []
         first_token = shape.num_decode_rows * shape.decode_query_len
         for index in range(shape.num_decode_rows, shape.num_rows):
             num_tokens = int(plan.num_scheduled_tokens[index])
@@ -148,62 +140,52 @@ class LogprobReporter:
                 start = int(plan.num_computed_tokens[index]) + 1
                 count = min(num_tokens, len(prompt.token_ids) - start)
                 if count > 0:
-                    chunks.append((index, start, count))
-                    parts.append((first_token, prompt, start))
+                    chunks.append(_Chunk(index, first_token, start, count, prompt))
             first_token += num_tokens
+        return chunks
+
+    def _scored(
+        self, chunks: list[_Chunk], hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
+    ) -> TopLogprobs | None:
         if not chunks:
-            return _EMPTY
-        num_top = max(prompt.num_top for _, prompt, _ in parts)
-        tops = [
-            self._slice(hidden, first + offset, prompt.token_ids[start + offset : start + end], num_top, compute_logits)
-            for (first, prompt, start), (_, _, count) in zip(parts, chunks, strict=True)
-            for offset, end in _slices(count)
-        ]
-        return _to_host([c[0] for c in chunks], [c[1] for c in chunks], [c[2] for c in chunks], tops)
-
-    def _slice(
-        self,
-        hidden: torch.Tensor,
-        first_token: int,
-        token_ids: NDArray[np.int32],
-        num_top: int,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor],
-    ) -> TopLogprobs:
-        logits = compute_logits(hidden[first_token : first_token + len(token_ids)])
-        wanted = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        return top_logprobs(logits, wanted, min(num_top, logits.shape[1]))
+            return None
+        num_top, tops = max(chunk.prompt.num_top for chunk in chunks), []
+        for chunk in chunks:
+            for first_token, token_ids in chunk.slices():
+                logits = compute_logits(hidden[first_token : first_token + len(token_ids)])
+                wanted = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+                tops.append(top_logprobs(logits, wanted, min(num_top, logits.shape[1])))
+        return _to_host(tops)
 
 
-def _slices(count: int) -> list[tuple[int, int]]:
-    return [(start, min(start + _SLICE_TOKENS, count)) for start in range(0, count, _SLICE_TOKENS)]
+def _to_host(tops: list[TopLogprobs]) -> TopLogprobs:
+    """Queue the copies of all of them, joined."""
+    return TopLogprobs(*(to_host(torch.cat(column)) for column in zip(*tops, strict=True)))
 
 
-def _to_host(indices: list[int], starts: list[int], counts: list[int], tops: list[TopLogprobs]) -> _Report:
-    """Return a report whose copy to the host is queued, in three pieces."""
-    return _Report(
-        indices,
-        starts,
-        counts,
-        TopLogprobs(
-            to_host(torch.cat([top.token_ids for top in tops])),
-            to_host(torch.cat([top.logprobs for top in tops])),
-            to_host(torch.cat([top.ranks for top in tops])),
-        ),
-    )
-
-
-def _packed(sampled: _Report, prompt: _Report) -> Bytes:
-    return pack_inside(
+def _pending(
+    sampled_rows: NDArray[np.int64], sampled: TopLogprobs | None, chunks: list[_Chunk], scored: TopLogprobs | None
+) -> PendingLogprobs:
+    if sampled is None and scored is None:
+        return no_logprobs
+    return lambda: pack_inside(
         StepLogprobs(
-            indices=np.array(sampled.indices, np.int32),
-            token_ids=sampled.top.token_ids.numpy(),
-            logprobs=sampled.top.logprobs.numpy(),
-            ranks=sampled.top.ranks.numpy(),
-            prompt_indices=np.array(prompt.indices, np.int32),
-            prompt_starts=np.array(prompt.starts, np.int32),
-            prompt_counts=np.array(prompt.counts, np.int32),
-            prompt_token_ids=prompt.top.token_ids.numpy(),
-            prompt_logprobs=prompt.top.logprobs.numpy(),
-            prompt_ranks=prompt.top.ranks.numpy(),
+            indices=sampled_rows.astype(np.int32),
+            **_columns("", sampled),
+            prompt_indices=_int32s([chunk.index for chunk in chunks]),
+            prompt_starts=_int32s([chunk.start for chunk in chunks]),
+            prompt_counts=_int32s([chunk.count for chunk in chunks]),
+            **_columns("prompt_", scored),
         )
     )
+
+
+def _columns(prefix: str, top: TopLogprobs | None) -> dict[str, NDArray[Any]]:
+    if top is None:
+        none = TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32))
+        return _columns(prefix, none)
+    return {f"{prefix}{name}": column.numpy() for name, column in top._asdict().items()}
+
+
+def _int32s(values: list[int]) -> Int32s:
+    return np.array(values, np.int32)

@@ -54,9 +54,11 @@ class TokenHistory:
         if counts:
             table, in_prompt = self._count_tables()
             known = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-            table[row] = torch.bincount(known[prompt_len:], minlength=self._vocab_size).to(torch.int32)
+            generated = known[prompt_len:]
+            table[row] = 0
+            table[row].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
             in_prompt[row] = False
-            in_prompt[row, known[:prompt_len]] = True
+            in_prompt[row].index_fill_(0, known[:prompt_len], True)
 
     def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor) -> None:
         """Let the positions after drafts see them.
@@ -129,8 +131,3 @@ class TokenHistory:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self.version += 1
         return self._counts, self._in_prompt
-
-
-def count_table_bytes(max_num_seqs: int, vocab_size: int) -> int:
-    """Return the bytes that the first request with penalties makes the last stage allocate."""
-    return max_num_seqs * vocab_size * (torch.int32.itemsize + torch.bool.itemsize)

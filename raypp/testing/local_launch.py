@@ -18,7 +18,7 @@ from raypp.driver.hardware import Hardware
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import RayppError
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import NO_STEP, StepPlan, StepResult
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build import StageFactory
 from raypp.testing.local_engine import build_local_pipeline
@@ -36,16 +36,17 @@ class ThreadEngine:
         clients.linger = 0
         self.client_address = clients.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         self.scheduler = Scheduler(plan.scheduler_limits())
-        pipeline = _PolledPipeline(build_local_pipeline(plan, factory), self._context)
-        engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
         faults = plan.config.faults
+        health = StageHealth(
+            len(plan.stages), step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+        )
+        pipeline = _PolledPipeline(build_local_pipeline(plan, factory), self._context, health, len(plan.stages))
+        engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
         self._server = DriverServer(
             engine,
             pipeline,  # type: ignore[arg-type]  # what the server needs of a ChannelPipeline
             clients,
-            StageHealth(
-                len(plan.stages), step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
-            ),
+            health,
             FailureReports(),
             heartbeat_s=faults.heartbeat_s,
         )
@@ -103,10 +104,18 @@ def launch_in_thread(config: EngineConfig, *, stage_factory: StageFactory | None
 
 
 class _PolledPipeline:
-    """A local pipeline with a socket that is readable while steps are in flight, as the server's poller wants it."""
+    """A local pipeline with a socket that is readable while steps are in flight, as the server's poller wants it.
 
-    def __init__(self, pipeline: LocalPipeline, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    Its stages run in the server's own turn: whenever that comes round, they are alive.
+    """
+
+    def __init__(
+        self, pipeline: LocalPipeline, context: zmq.Context[zmq.Socket[bytes]], health: StageHealth, num_stages: int
+    ) -> None:
         self._pipeline = pipeline
+        self._health = health
+        self._num_stages = num_stages
+        self._last_step_id = NO_STEP
         self.socket = context.socket(zmq.PAIR)
         self.socket.bind("inproc://steps")
         self._signal = context.socket(zmq.PAIR)
@@ -120,16 +129,15 @@ class _PolledPipeline:
     def collect(self) -> list[StepResult]:
         """Execute the oldest plan and return its result."""
         results = self._pipeline.collect()
-        for _ in results:
+        for result in results:
             self.socket.recv()
+            self._last_step_id = result.step_id
+        for stage_index in range(self._num_stages):
+            self._health.heard(stage_index, self._last_step_id)
         return results
 
     def send_heartbeat(self) -> None:
         """Nobody needs one."""
-
-    def slowest_stage(self) -> tuple[int, float]:
-        """Return the first stage, heard of just now: they all run here."""
-        return 0, 0.0
 
     def close(self) -> None:
         """Close the sockets."""
