@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.types import RequestOutput, SamplingParams
-
-_PARAM_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+from raypp.cli.sampling_options import add_sampling_options, sampling_params
+from raypp.types import CompletionOutput, Logprobs, RequestOutput
 
 
 def add_parser(commands: Any) -> None:
@@ -30,29 +29,21 @@ def add_parser(commands: Any) -> None:
         required=True,
         help="what to continue; - reads it from stdin; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
-    sampling = parser.add_argument_group("sampling", "defaults are those of raypp.SamplingParams")
-    sampling.add_argument("--max-tokens", metavar="K", type=int, help="the most tokens to generate")
-    sampling.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
-    sampling.add_argument("--top-p", metavar="P", type=float)
-    sampling.add_argument("--top-k", metavar="K", type=int)
-    sampling.add_argument("--min-p", metavar="P", type=float)
-    sampling.add_argument("--seed", metavar="S", type=int, help="same seed, same text")
-    sampling.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
+    add_sampling_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
-    given = {name: getattr(args, name) for name in _PARAM_OPTIONS if getattr(args, name) is not None}
-    params = SamplingParams(**given)
+    params = sampling_params(args)
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     with args.doors.open_llm(config) as llm:
         outputs = llm.generate(prompts, params)
     for output in outputs:
-        print(_as_json(output) if args.json else output.outputs[0].text)
+        for completion in output.outputs:
+            print(_as_json(output, completion) if args.json else completion.text)
     return 0
 
 
@@ -62,16 +53,24 @@ def _read_prompts(given: Sequence[str]) -> list[str]:
     return [stdin if prompt == "-" else prompt for prompt in given]
 
 
-def _as_json(output: RequestOutput) -> str:
-    completion = output.outputs[0]
-    return json.dumps(
-        {
-            "request_id": output.request_id,
-            "prompt": output.prompt,
-            "text": completion.text,
-            "token_ids": completion.token_ids,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            "metrics": asdict(output.metrics),
-        }
-    )
+def _as_json(output: RequestOutput, completion: CompletionOutput) -> str:
+    values: dict[str, Any] = {
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "index": completion.index,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "metrics": asdict(output.metrics),
+    }
+    if completion.logprobs is not None:
+        values["cumulative_logprob"] = completion.cumulative_logprob
+        values["logprobs"] = [_plain(of_token) for of_token in completion.logprobs]
+    if output.prompt_logprobs is not None:
+        values["prompt_logprobs"] = [of_token and _plain(of_token) for of_token in output.prompt_logprobs]
+    return json.dumps(values)
+
+
+def _plain(logprobs: Logprobs) -> dict[int, dict[str, Any]]:
+    return {token_id: entry._asdict() for token_id, entry in logprobs.items()}

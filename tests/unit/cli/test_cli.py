@@ -15,7 +15,7 @@ import pytest
 from raypp.cli.main import Doors, main
 from raypp.config.engine import EngineConfig
 from raypp.errors import ModelLoadError
-from raypp.types import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 
 class FakeLLM:
@@ -72,11 +72,57 @@ def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_all_sampling_options() -> None:
     llm = FakeLLM()
-    options = "--max-tokens 7 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --seed 9 --stop x --stop y --ignore-eos"
+    options = (
+        "--max-tokens 7 --temperature 0 --top-p 0.5 --top-k 3 --min-p 0.1 --seed 9 --stop x --stop y --ignore-eos "
+        "--min-tokens 2 --presence-penalty 1 --frequency-penalty -0.5 --repetition-penalty 1.1 --logit-bias 5=-1.5 "
+        "--logit-bias 6=2 --allow-token 5 --allow-token 6 --bad-word b --logprobs 2 --prompt-logprobs 0 "
+        "--stop-token 8 --include-stop --keep-special-tokens"
+    )
     assert run(llm, "--prompt", "a", *options.split()) == 0
     assert llm.params == SamplingParams(
-        max_tokens=7, temperature=0, top_p=0.5, top_k=3, min_p=0.1, seed=9, stop=["x", "y"], ignore_eos=True
+        max_tokens=7,
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=9,
+        stop=["x", "y"],
+        ignore_eos=True,
+        min_tokens=2,
+        presence_penalty=1,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.1,
+        logit_bias={5: -1.5, 6: 2},
+        allowed_token_ids=[5, 6],
+        bad_words=["b"],
+        logprobs=2,
+        prompt_logprobs=0,
+        stop_token_ids=[8],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
     )
+    assert run(llm, "--prompt", "a", "--n", "3") == 0
+    assert llm.params == SamplingParams(n=3)
+
+
+def test_every_continuation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    class TwoTexts(FakeLLM):
+        def _answer(self, index: int, prompt: str) -> RequestOutput:
+            output = super()._answer(index, prompt)
+            output.outputs[0].logprobs = [{1: Logprob(-0.5, 1, "x")}, {2: Logprob(-1.5, 2, None)}]
+            output.outputs[0].cumulative_logprob = -2.0
+            output.outputs.append(CompletionOutput(index=1, text="two", token_ids=[3], finish_reason="stop"))
+            output.prompt_logprobs = [None]
+            return output
+
+    assert run(TwoTexts(), "--prompt", "a", "--prompt", "b") == 0
+    assert capsys.readouterr().out == "A\ntwo\nB\ntwo\n"
+    assert run(TwoTexts(), "--prompt", "a", "--json") == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["index"], second["index"], second["text"]) == (0, 1, "two")
+    assert first["logprobs"][0] == {"1": {"logprob": -0.5, "rank": 1, "decoded_token": "x"}}
+    assert (first["cumulative_logprob"], first["prompt_logprobs"]) == (-2.0, [None])
+    assert "logprobs" not in second
 
 
 def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
