@@ -26,15 +26,16 @@ def raypp_errors(limit: str) -> Iterator[None]:
             "an actor of the engine failed", got=repr(error.cause), hint="this is a fault of raypp"
         ) from error
     except ray.exceptions.RayActorError as error:
-        raise EngineDeadError("an actor of the engine died", got=first_line(error)) from error
+        raise EngineDeadError("an actor of the engine died", got=in_short(error)) from error
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineError(
             "the engine's driver did not answer in time", expected=f"an answer within {limit}"
         ) from error
     except ray.exceptions.RayError as error:
-        raise EngineDeadError("Ray ended an actor of the engine", got=first_line(error)) from error
+        raise EngineDeadError("Ray ended an actor of the engine", got=in_short(error)) from error
 
 
-def first_line(error: Exception) -> str:
-    """Return what Ray says first; the rest is for Ray's own log."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def in_short(error: Exception) -> str:
+    """Return what Ray says first, and last if that is the end of a traceback; the rest is for Ray's own log."""
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    return f"{lines[0]} ... {lines[-1]}" if any(line.startswith("  File ") for line in lines) else lines[0]

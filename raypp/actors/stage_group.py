@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raypp.actors.deadline import Deadline
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
-from raypp.actors.remote_errors import first_line
+from raypp.actors.remote_errors import in_short
 from raypp.actors.stage_actor import StageActor, StageAddresses
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
@@ -36,6 +36,7 @@ class StageGroup:
     def __init__(self, plan: EnginePlan, factory: StageFactory | None, placement: Placement) -> None:
         """Make the actors; their processes start."""
         self._placement = placement
+        self._start_timeout_s = plan.config.faults.start_timeout_s  # of which a deadline here is the rest
         self._actors: list[Any] = []
         resources = plan.stage_resources()
         for stage_index, place in enumerate(placement.stages):
@@ -154,8 +155,8 @@ class StageGroup:
                 late = ", ".join(str(refs.index(ref)) for ref in waiting)
                 raise DeadlineError(
                     f"stage {late} took too long {doing}",
-                    expected=f"all stages ready within start_timeout_s={deadline.seconds:g}",
-                    hint="raise start_timeout_s if loading really takes that long",
+                    expected=f"all stages ready within start_timeout_s={self._start_timeout_s:g}",
+                    hint="raise start_timeout_s if starting really takes that long",
                 )
         if failures.best is not None:
             raise failures.best
@@ -182,7 +183,7 @@ def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Wit
         error = cause if isinstance(cause, RayppError) else named
         return error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR
     except ray.exceptions.RayError as death:
-        died = StageDiedError(f"stage {stage_index} died {doing}", stage_index=stage_index, got=first_line(death))
+        died = StageDiedError(f"stage {stage_index} died {doing}", stage_index=stage_index, got=in_short(death))
         return died, Witness.DEATH
     return None
 

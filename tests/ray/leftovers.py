@@ -8,6 +8,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+TEST_RUN = "TEST_RUN_OF_RAY"
+os.environ.setdefault(TEST_RUN, f"{os.getpid()}-{time.time_ns()}")
+
 
 def is_alive(pid: int) -> bool:
     """Return whether a process runs (a zombie does not)."""
@@ -47,12 +50,18 @@ def meeting_places() -> set[str]:
 
 
 def actor_processes() -> dict[int, str]:
-    """Return the processes of raypp's actors and their classes, by the name that Ray gives them."""
+    """Return the processes of raypp's actors and their classes, by the name that Ray gives them.
+
+    Only of Rays that this test run started: they inherit its environment.
+    """
     found = {}
+    run = f"{TEST_RUN}={os.environ[TEST_RUN]}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             title = path.read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
+            if not title.startswith(b"ray::") or run not in (path.parent / "environ").read_bytes().split(b"\0"):
+                continue
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
         for name in ("DriverActor", "StageActor"):
             if title.startswith(f"ray::{name}".encode()):

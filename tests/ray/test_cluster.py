@@ -79,16 +79,6 @@ def test_a_cluster_that_was_there_is_used_and_left_alone(at_address):
     assert not wait_until_gone([pids["driver"], *pids["stages"]], 0.0), "ended, on both nodes"
 
 
-def test_a_connection_of_the_user_is_left_alone(at_address):
-    ray.init(address=at_address.address, log_to_driver=False)
-    try:
-        with _fake(num_stages=2):
-            pass
-        assert ray.is_initialized()
-    finally:
-        ray.shutdown()
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -107,12 +97,15 @@ def test_what_the_cluster_can_never_hold_is_refused_at_once(at_address, settings
     assert caught.value.got is not None
 
 
-def test_what_others_hold_is_waited_for_until_the_deadline(at_address):
+def test_what_others_hold_is_waited_for_and_a_connection_of_the_user_is_left_alone(at_address):
+    ray.init(address=at_address.address, log_to_driver=False)
     with _fake(num_stages=2, stage_num_cpus=2.0) as holder:
         with pytest.raises(ResourceError, match="did not free") as caught:
             _fake(stage_num_cpus=2.0, start_timeout_s=2.0)
         assert "'CPU'" in str(caught.value)
         assert len(_tokens(holder, [{"prompt_token_ids": [1]}])[0]) == 24
+    assert ray.is_initialized()
+    ray.shutdown()
 
 
 def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(cluster, at_address):

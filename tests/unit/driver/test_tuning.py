@@ -1,0 +1,96 @@
+"""From times to layers per stage; and the measuring itself, on a model small enough for a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.cost_model import StepCosts, estimated_costs, even_partition
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.driver.measure import MeasuredCosts, default_context_len, measure_costs
+from raypp.driver.tuning import max_layers_by_memory, tune_partition
+from raypp.errors import ResourceError
+from raypp.sampling_params import SamplingParams
+
+MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
+
+
+def _plan(**settings):
+    return plan_engine(EngineConfig.from_flat("tiny", **settings), MACHINE)
+
+
+def _measured(**values: float) -> MeasuredCosts:
+    times = {
+        "layer_ms": 1.0,
+        "embedding_ms": 0.1,
+        "lm_head_ms": 2.0,
+        "sampler_ms": 0.5,
+        "every_stage_ms": 0.2,
+        "first_stage_ms": 0.1,
+        "last_stage_ms": 2.5,
+    }
+    return MeasuredCosts(num_rows=4, context_len=32, num_steps=8, **{**times, **values})
+
+
+def test_even_and_estimated_splits():
+    assert even_partition(10, 4) == [3, 3, 2, 2]
+    assert estimated_costs(_plan().model, 4).partition(6, 2) == [4, 2]
+
+
+def test_costs_of_stages():
+    costs = StepCosts(layer=1.0, every_stage=0.5, first_stage=0.25, last_stage=2.0)
+    assert costs.of_stages([3, 2, 1]) == [3.75, 2.5, 3.5]
+    assert costs.of_stages([6]) == [8.75]
+
+
+def test_a_heavy_head_takes_layers_from_the_last_stage_and_the_gain_is_said():
+    tuning = tune_partition(_plan(num_stages=2), MACHINE, _measured())
+    assert tuning.best.layers == (4, 2)
+    assert tuning.best.slowest_ms == pytest.approx(4.7)
+    assert tuning.even.layers == (3, 3)
+    assert tuning.gain_over(tuning.even) == pytest.approx(5.7 / 4.7 - 1)
+    described = tuning.describe()
+    assert described["gain_over_even"] == pytest.approx(0.2128, abs=1e-4)
+    assert [split["layers"] for split in described["splits"]] == [[4, 2], [3, 3], [4, 2]]
+
+
+def test_what_is_written_can_be_read_and_keeps_the_other_settings(tmp_path):
+    tuning = tune_partition(_plan(num_stages=2, block_size=8, max_model_len=64), MACHINE, _measured(last_stage_ms=0.0))
+    path = tmp_path / "tuned.toml"
+    path.write_text(tuning.to_toml())
+    config = EngineConfig.from_toml(path)
+    assert config.parallel.layer_partition == [3, 3]
+    assert (config.cache.block_size, config.model.max_model_len) == (8, 64)
+    assert path.read_text().startswith("# Layers per stage by `raypp tune`")
+
+
+def test_memory_limits_the_layers_of_a_stage():
+    plan = _plan(num_stages=2, max_model_len=64, num_kv_blocks=5)
+    layer_bytes = plan.stages[0].weight_bytes // plan.stages[0].num_layers
+    assert max_layers_by_memory(plan, MACHINE) == [6, 6]
+    little = Hardware(num_cpu_cores=2, memory_bytes=4 * layer_bytes)
+    first, last = max_layers_by_memory(plan, little)
+    assert 1 <= first < 4
+    assert 1 <= last < 4
+    with pytest.raises(ResourceError, match="does not hold the model"):
+        tune_partition(plan, Hardware(num_cpu_cores=2, memory_bytes=2 * layer_bytes), _measured())
+
+
+def test_measuring_finds_times_that_add_up():
+    plan = _plan(num_stages=2, max_model_len=256)
+    measured = measure_costs(plan, num_rows=4, context_len=16, params=SamplingParams(temperature=0.0))
+    assert measured.num_steps >= 8
+    assert measured.layer_ms > 0
+    assert measured.lm_head_ms > 0
+    assert measured.embedding_ms > 0
+    assert measured.every_stage_ms > -measured.layer_ms, "noise at most"
+    stages = measured.step_costs().of_stages([3, 3])
+    assert all(ms > 0 for ms in stages)
+
+
+def test_the_context_that_is_measured_by_default():
+    plan = _plan(num_stages=2, num_kv_blocks=1 + 64, block_size=16, max_model_len=512)
+    assert default_context_len(plan, 8) == 64
+    assert default_context_len(plan, 1) == 256
+    assert default_context_len(plan, 4096) == 1
