@@ -27,6 +27,9 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 from raypp.ops.sdpa_prefill import SdpaPrefill
 
+MAX_FUSED_ROWS = 16
+"""Up to so many decode rows, attention makes its heads itself: each row's are made once per split and KV head."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -94,14 +97,16 @@ class CudaAttention:
     ) -> None:
         self._device = device
         torch_device = device.torch_device
-        self._decode: Decode = TritonDecode(
+        triton_decode = TritonDecode(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
         )
+        self._decode: Decode = triton_decode
+        self._fused_decode: TritonDecode | None = triton_decode
         if decode == "xqa":
             capability = torch.cuda.get_device_capability(torch_device)
             missing = missing_for_xqa(heads.num_heads, heads.num_kv_heads, block_size, capability)
             if missing is None:
-                self._decode = XqaDecode(max_rows, max_query_len, torch_device)
+                self._decode, self._fused_decode = XqaDecode(max_rows, max_query_len, torch_device), None
             else:
                 _LOG.warning("decode attention runs in Triton: %s", missing)
         missing = missing_for_flashinfer(heads.head_dim)
@@ -127,12 +132,17 @@ class CudaAttention:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return one layer's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
-        if out is None:
-            out = torch.empty(len(q), heads.num_heads * heads.head_dim, dtype=q.dtype, device=q.device)
-        out_heads = out.view(q.shape)
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
         num_decode_tokens = num_rows * query_len
+        if out is None:
+            out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=qkv.dtype, device=qkv.device)
+        out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
+        if self._fused_decode is not None and num_rows <= MAX_FUSED_ROWS and num_decode_tokens == len(qkv):
+            self._fused_decode.from_projection(
+                qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
+            )
+            return out
+        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
         if num_rows:
             self._decode(
                 q[:num_decode_tokens],

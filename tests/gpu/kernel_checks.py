@@ -123,6 +123,42 @@ def check_decode(
     assert not kernels.workspace.counters.any()
 
 
+def check_fused_decode(
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_norm: bool,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """Attention from the projection on, against norm, rotation and append, then attention."""
+    kernels = Kernels(dtype, seed=len(seq_lens))
+    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
+    heads = Heads(num_heads, num_kv_heads, head_dim, norm)
+    decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
+    kernels.workspace.reserve(1 << 20)
+    block_size = 16
+    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
+    positions = torch.cat([torch.arange(length - query_len, length) for length in seq_lens]).to(DEVICE)
+    rows = torch.arange(len(seq_lens), device=DEVICE).repeat_interleave(query_len)
+    slot_mapping = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    qkv = kernels.normal(len(q), (num_heads + 2 * num_kv_heads) * head_dim)
+    frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+    expected_cache = cache.clone()
+    q = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
+    expected = reference.decode_attention(q, expected_cache, lens, tables, query_len, heads.scale)
+    by = rotation_table(positions, frequencies, kernels.device)
+    outputs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    for out in outputs:
+        decode.from_projection(qkv, heads, by, slot_mapping, cache, lens, tables, query_len, out, tuning)
+    kernels.assert_close(cache, expected_cache, 4)
+    kernels.assert_close(outputs[0], expected, 2)
+    assert torch.equal(*outputs)
+    assert not kernels.workspace.counters.any()
+
+
 def decode_step(
     kernels: Kernels,
     seq_lens: list[int],

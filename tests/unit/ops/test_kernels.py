@@ -45,6 +45,14 @@ def test_decode_of_odd_heads(dtype):
     checks.check_decode(dtype, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
 
 
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_decode_from_projection(dtype, query_len, has_norm):
+    seq_lens = [33, query_len, 70, 16, 17]  # one has no context yet
+    checks.check_fused_decode(dtype, seq_lens, query_len, 4, 2, 16, has_norm, DecodeTuning(4, 16))
+    checks.check_fused_decode(dtype, seq_lens[:2], query_len, 6, 2, 24, has_norm)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 def test_projections(dtype, num_rows):
     for has_norm, is_gated, has_bias, has_residual in itertools.product((False, True), repeat=4):
