@@ -59,12 +59,13 @@ class Prefill(Protocol):
         """Write the output to `out`; see `raypp.ops.flashinfer_attention.FlashInferPrefill`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CudaAttentionPlan:
-    """What the host made ready of a step."""
+    """What is made ready of a step for all layers: by the host, and by the first layer."""
 
-    num_prefill_tokens: int
-    prefill: object
+    num_prefill_tokens: int = 0
+    prefill: object = None
+    decode_lens: torch.Tensor | None = None  # [R] int32, none past its row's table
 
 
 class CudaAttention:
@@ -96,6 +97,7 @@ class CudaAttention:
         decode: str = "triton",
     ) -> None:
         self._device = device
+        self._block_size = block_size
         torch_device = device.torch_device
         triton_decode = TritonDecode(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
@@ -119,8 +121,8 @@ class CudaAttention:
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Set the batch's plan."""
-        prefill = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
-        batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), prefill)
+        if batch.prefill_query_lens:
+            batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), self._prefill.plan(batch, ring_entry))
 
     def run(
         self,
@@ -143,19 +145,25 @@ class CudaAttention:
             )
             return out
         q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
+        plan = batch.plan
+        if plan is None:
+            assert not batch.prefill_query_lens, "prefill rows need plan_attention"
+            plan = batch.plan = CudaAttentionPlan()
+        assert isinstance(plan, CudaAttentionPlan)
         if num_rows:
+            if plan.decode_lens is None:
+                lens, max_len = batch.seq_lens[:num_rows], batch.block_tables.shape[1] * self._block_size
+                plan.decode_lens = lens if self._fused_decode is not None else lens.clamp(max=max_len)
             self._decode(
                 q[:num_decode_tokens],
                 kv_cache,
-                batch.seq_lens[:num_rows],
+                plan.decode_lens,
                 batch.block_tables[:num_rows],
                 query_len,
                 heads.scale,
                 out_heads[:num_decode_tokens],
             )
-        if batch.prefill_query_lens:
-            plan = batch.plan
-            assert isinstance(plan, CudaAttentionPlan), "prefill rows need plan_attention"
+        if plan.prefill is not None:
             tokens = slice(num_decode_tokens, num_decode_tokens + plan.num_prefill_tokens)
             self._prefill.run(plan.prefill, q[tokens], kv_cache, out_heads[tokens])
         return out
