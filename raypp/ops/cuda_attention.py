@@ -121,8 +121,8 @@ class CudaAttention:
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Set the batch's plan."""
-        if batch.prefill_query_lens:
-            batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), self._prefill.plan(batch, ring_entry))
+        prefill = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
+        batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), prefill)
 
     def run(
         self,
