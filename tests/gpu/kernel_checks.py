@@ -225,12 +225,16 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     temperature = torch.tensor([kernels.rng.choice((0.0, 0.2, 0.8, 1.5)) for _ in range(num_rows)], device=DEVICE)
     seeds = torch.tensor([kernels.rng.randrange(-(2**63), 2**63) for _ in range(num_rows)], device=DEVICE)
     positions = torch.tensor([kernels.rng.randrange(100_000) for _ in range(num_rows)], device=DEVICE)
-    drawn = chooser.draw(logits, temperature, seeds, positions)
-    expected = sample(logits, temperature, seeds, positions)
+    top_k = torch.tensor([kernels.rng.choice((0, 1, 40)) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([kernels.rng.choice((1.0, 0.7)) for _ in range(num_rows)], device=DEVICE)
     greedy = temperature == 0
-    assert torch.equal(drawn[greedy], lowest_best[greedy])
-    differing = int((drawn[~greedy] != expected[~greedy]).sum())
-    assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+    for truncation in (None, (top_k, top_p, torch.zeros_like(top_p))):
+        drawn = chooser.draw(logits, temperature, seeds, positions, truncation)
+        expected = sample(logits, temperature, seeds, positions, truncation)
+        differing = int((drawn[~greedy] != expected[~greedy]).sum())
+        assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+        if truncation is None:
+            assert torch.equal(drawn[greedy], lowest_best[greedy])
     assert not kernels.workspace.counters.any()
 
 
