@@ -202,13 +202,11 @@ class Cache:
 
 
 def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
-    """Decode attention: Triton as chosen, the best of other cuts, XQA, and the floor."""
+    """Decode attention: Triton as chosen, the best of other cuts, from the projection on, XQA, and the floor."""
     device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
     workspace.reserve(64 << 20)
     decode = TritonDecode(shape.num_heads, shape.num_kv_heads, shape.head_dim, query_len, device, workspace)
     xqa = XqaDecode(256, query_len, torch.device("cuda"))
-    scale = shape.head_dim**-0.5
-    points = [(1, 640), (1, 8192), (16, 1024), (32, 640), (64, 1024), (128, 640), (256, 768)]
     tried = [
         DecodeTuning(splits, tile, warps, stages)
         for splits, (tile, warps, stages) in itertools.product(
@@ -216,53 +214,67 @@ def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
         )
     ]
     small = Cache(shape, 1, 64, query_len)
-    small_out = torch.empty_like(small.q)
-    calls = [
-        partial(decode, small.q, small.caches[0], small.seq_lens, small.tables, query_len, scale, small_out, tuning)
-        for tuning in tried
-    ]
-    compile_ahead(calls)
-    for rows, context in points:
+    arguments = small.seq_lens, small.tables, query_len, 0.1, torch.empty_like(small.q)
+    compile_ahead([partial(decode, small.q, small.caches[0], *arguments, tuning) for tuning in tried])
+    for rows, context in [(1, 640), (1, 8192), (16, 1024), (32, 640), (64, 1024), (128, 640), (256, 768)]:
         try:
-            cache = Cache(shape, rows, context, query_len)
-            out = torch.empty_like(cache.q)
-
-            def run(kernel: Any, kv: torch.Tensor, *more: Any, cache: Cache = cache, out: torch.Tensor = out) -> None:
-                kernel(cache.q, kv, cache.seq_lens, cache.tables, query_len, scale, out, *more)
-
-            expected = reference.decode_attention(
-                cache.q[: 2 * query_len],
-                cache.caches[0],
-                cache.seq_lens[:2],
-                cache.tables[:2],
-                query_len,
-                scale,
-            )
-            errors = {}
-            for name, kernel in (("triton", decode), ("xqa", xqa)):
-                out.zero_()
-                run(kernel, cache.caches[0])
-                errors[name] = round((out[: len(expected)] - expected).abs().max().item(), 5)
-            times = {
-                "triton": try_us([partial(run, decode, kv) for kv in cache.caches]),
-                "xqa": try_us([partial(run, xqa, kv) for kv in cache.caches]),
-            }
-            chosen = tune_decode(rows, shape.num_kv_heads, device)
-            best = []
-            for tuning in tried:
-                if context // tuning.num_splits >= tuning.tile_tokens or tuning.num_splits == 1:
-                    us = try_us([partial(run, decode, kv, tuning) for kv in cache.caches])
-                    if isinstance(us, float):
-                        cut = (tuning.num_splits, tuning.tile_tokens, tuning.num_warps, tuning.num_stages)
-                        best.append((us, str(cut)))
-            best = sorted(best)[:3]
-            floor = round(cache.num_bytes / BYTES_PER_US, 2)
-            print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} errors {errors}", flush=True)
-            figures[f"{rows} x {context}"] = times | {"floor_us": floor, "best": best, "errors": errors}
+            figures[f"{rows} x {context}"] = _measure_decode(shape, rows, context, query_len, decode, xqa, tried)
         except Exception as error:
             print(f"{rows:>4} x {context:<5} {error!r}"[:300], flush=True)
             figures[f"{rows} x {context}"] = {"error": repr(error)[:300]}
     return figures
+
+
+def _measure_decode(
+    shape: Shape,
+    rows: int,
+    context: int,
+    query_len: int,
+    decode: TritonDecode,
+    xqa: XqaDecode,
+    tried: Sequence[DecodeTuning],
+) -> Figures:
+    device, cache = _device(), Cache(shape, rows, context, query_len)
+    lens, tables, out = cache.seq_lens, cache.tables, torch.empty_like(cache.q)
+    norm = HeadNorm(*torch.ones(2, shape.head_dim, device="cuda", dtype=BF16), EPS)
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, norm)
+    qkv = _random(len(cache.q), (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
+    slots = torch.arange(len(qkv), device="cuda")
+    by = rotation_table(slots, torch.ones(shape.head_dim // 2, device="cuda"), device)
+
+    def run_triton(kv: torch.Tensor, tuning: DecodeTuning | None = None) -> None:
+        decode(cache.q, kv, lens, tables, query_len, heads.scale, out, tuning)
+
+    def run_xqa(kv: torch.Tensor) -> None:
+        xqa(cache.q, kv, lens, tables, query_len, heads.scale, out)
+
+    def run_pair(kv: torch.Tensor) -> None:
+        q = append_heads(qkv, heads, by, slots, kv, device)
+        decode(q, kv, lens, tables, query_len, heads.scale, out)
+
+    def run_fused(kv: torch.Tensor) -> None:
+        decode.from_projection(qkv, heads, by, slots, kv, lens, tables, query_len, out)
+
+    ways: dict[str, Callable[[torch.Tensor], None]] = {"triton": run_triton, "xqa": run_xqa}
+    first = slice(0, 2 * query_len)
+    expected = reference.decode_attention(cache.q[first], cache.caches[0], lens[:2], tables[:2], query_len, heads.scale)
+    errors = {}
+    for name, way in ways.items():
+        way(cache.caches[0])
+        errors[name] = round((out[: len(expected)] - expected).abs().max().item(), 5)
+    ways |= {"append_and_triton": run_pair, "fused": run_fused}
+    times = {name: try_us([partial(way, kv) for kv in cache.caches]) for name, way in ways.items()}
+    best = []
+    for tuning in tried:
+        if context // tuning.num_splits >= tuning.tile_tokens or tuning.num_splits == 1:
+            us = try_us([partial(run_triton, kv, tuning) for kv in cache.caches])
+            if isinstance(us, float):
+                best.append((us, str((tuning.num_splits, tuning.tile_tokens, tuning.num_warps, tuning.num_stages))))
+    best = sorted(best)[:3]
+    floor = round(cache.num_bytes / BYTES_PER_US, 2)
+    chosen = tune_decode(rows, shape.num_kv_heads, device)
+    print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} errors {errors}", flush=True)
+    return times | {"floor_us": floor, "best": best, "errors": errors}
 
 
 def measure_small(shape: Shape) -> Figures:

@@ -20,6 +20,7 @@ import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.rotary import Rotation
+from raypp.ops.sampling import Truncation
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,13 +104,22 @@ class KernelSet(Protocol):
             ring_entry: Which of the plan buffers to use; free again when the step that used it last has finished.
         """
 
-    def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each row's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
 
-    def sample(
-        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+class TokenChoice(Protocol):
+    """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each position's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        truncation: Truncation | None = None,
     ) -> torch.Tensor:
-        """Return a draw per row, int64 [N]; see `raypp.ops.sampling.sample`, without truncation."""
+        """Return a draw per position, int64 [N]; see `raypp.ops.sampling.sample`, whose draws these are."""
 
 
 def choose_kernels(
@@ -153,3 +163,25 @@ def choose_kernels(
         max_query_len=max_query_len,
         num_ring_entries=num_ring_entries,
     )
+
+
+def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice:
+    """Return the fastest choice of tokens on a device, for at most `max_positions` at a time."""
+    from raypp.ops.torch_kernels import TorchTokenChoice
+
+    if device.type != "cuda" or not _has_triton():
+        return TorchTokenChoice()
+    from raypp.ops.kernels.launch import Device
+    from raypp.ops.kernels.sampling import TokenChooser
+    from raypp.ops.kernels.workspace import Workspace
+
+    return TokenChooser(max_positions, Device.of(device), Workspace(device))
+
+
+def _has_triton() -> bool:
+    if find_spec("triton") is None:
+        _LOG.warning(
+            "Triton is not installed: plain torch computes, slowly and without CUDA graphs (pip install triton)"
+        )
+        return False
+    return True

@@ -27,6 +27,9 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 from raypp.ops.sdpa_prefill import SdpaPrefill
 
+MAX_FUSED_ROWS = 16
+"""Up to so many decode rows, attention makes its heads itself: each row's are made once per split and KV head."""
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,12 +59,13 @@ class Prefill(Protocol):
         """Write the output to `out`; see `raypp.ops.flashinfer_attention.FlashInferPrefill`."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CudaAttentionPlan:
-    """What the host made ready of a step."""
+    """What is made ready of a step for all layers: by the host, and by the first layer."""
 
-    num_prefill_tokens: int
-    prefill: object
+    num_prefill_tokens: int = 0
+    prefill: object = None
+    decode_lens: torch.Tensor | None = None  # [R] int32, none past its row's table
 
 
 class CudaAttention:
@@ -93,15 +97,18 @@ class CudaAttention:
         decode: str = "triton",
     ) -> None:
         self._device = device
+        self._block_size = block_size
         torch_device = device.torch_device
-        self._decode: Decode = TritonDecode(
+        triton_decode = TritonDecode(
             heads.num_heads, heads.num_kv_heads, heads.head_dim, max_query_len, device, workspace
         )
+        self._decode: Decode = triton_decode
+        self._fused_decode: TritonDecode | None = triton_decode
         if decode == "xqa":
             capability = torch.cuda.get_device_capability(torch_device)
             missing = missing_for_xqa(heads.num_heads, heads.num_kv_heads, block_size, capability)
             if missing is None:
-                self._decode = XqaDecode(max_rows, max_query_len, torch_device)
+                self._decode, self._fused_decode = XqaDecode(max_rows, max_query_len, torch_device), None
             else:
                 _LOG.warning("decode attention runs in Triton: %s", missing)
         missing = missing_for_flashinfer(heads.head_dim)
@@ -127,25 +134,36 @@ class CudaAttention:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return one layer's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
-        if out is None:
-            out = torch.empty(len(q), heads.num_heads * heads.head_dim, dtype=q.dtype, device=q.device)
-        out_heads = out.view(q.shape)
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
         num_decode_tokens = num_rows * query_len
+        if out is None:
+            out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=qkv.dtype, device=qkv.device)
+        out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
+        if self._fused_decode is not None and num_rows <= MAX_FUSED_ROWS and num_decode_tokens == len(qkv):
+            self._fused_decode.from_projection(
+                qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
+            )
+            return out
+        q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
+        plan = batch.plan
+        if plan is None:
+            assert not batch.prefill_query_lens, "prefill rows need plan_attention"
+            plan = batch.plan = CudaAttentionPlan()
+        assert isinstance(plan, CudaAttentionPlan)
         if num_rows:
+            if plan.decode_lens is None:
+                lens, max_len = batch.seq_lens[:num_rows], batch.block_tables.shape[1] * self._block_size
+                plan.decode_lens = lens if self._fused_decode is not None else lens.clamp(max=max_len)
             self._decode(
                 q[:num_decode_tokens],
                 kv_cache,
-                batch.seq_lens[:num_rows],
+                plan.decode_lens,
                 batch.block_tables[:num_rows],
                 query_len,
                 heads.scale,
                 out_heads[:num_decode_tokens],
             )
-        if batch.prefill_query_lens:
-            plan = batch.plan
-            assert isinstance(plan, CudaAttentionPlan), "prefill rows need plan_attention"
+        if plan.prefill is not None:
             tokens = slice(num_decode_tokens, num_decode_tokens + plan.num_prefill_tokens)
             self._prefill.run(plan.prefill, q[tokens], kv_cache, out_heads[tokens])
         return out

@@ -16,7 +16,6 @@ from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
 from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project
-from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -54,7 +53,6 @@ class CudaKernels:
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
         self._attention: CudaAttention | None = None
-        self._chooser = TokenChooser(max_rows * max_query_len, self._device, self._workspace)
 
     def norm_linear(
         self,
@@ -108,16 +106,6 @@ class CudaKernels:
 
     def _projection(self, weights: Weights) -> CudaProjection:
         return CudaProjection(weights, self._device, self._workspace)
-
-    def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each row's most likely token."""
-        return self._chooser.greedy(logits)
-
-    def sample(
-        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a draw per row."""
-        return self._chooser.draw(logits, temperature, seeds, positions)
 
 
 class LayerAttention:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from importlib.util import find_spec
 
+import numpy as np
 import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
@@ -58,10 +59,7 @@ class XqaDecode:
 
         self._run = xqa_batch_decode_with_kv_cache
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)  # it counts in it, from 0
-        self._masks = {
-            query_len: causal_mask(query_len, device).expand(max_rows, -1, -1).contiguous()
-            for query_len in range(2, max_query_len + 1)
-        }
+        self._masks = {query_len: causal_mask(query_len, max_rows, device) for query_len in range(2, max_query_len + 1)}
 
     def __call__(
         self,
@@ -94,15 +92,15 @@ class XqaDecode:
         )
 
 
-def causal_mask(query_len: int, device: torch.device) -> torch.Tensor:
-    """Return which of a row's query tokens each sees, as bits: uint16 [1, query_len, 2 * ceil(query_len / 32)].
+def causal_mask(query_len: int, num_rows: int, device: torch.device) -> torch.Tensor:
+    """Return which of a row's query tokens each sees, as bits: uint16 [num_rows, query_len, 2 * ceil(query_len / 32)].
 
     Bit j of token i is set where j <= i. Words are little endian; rows are padded to 32 bits.
     """
     num_words = 2 * -(-query_len // 32)
     rows = [(1 << (token + 1)) - 1 for token in range(query_len)]
-    words = [[row >> (16 * word) & 0xFFFF for word in range(num_words)] for row in rows]
-    return torch.tensor([words], dtype=torch.int32).to(torch.uint16).to(device)
+    words = np.array([[row >> (16 * word) & 0xFFFF for word in range(num_words)] for row in rows], np.uint16)
+    return torch.from_numpy(np.tile(words, (num_rows, 1, 1))).to(device)
 
 
 class FlashInferPrefill:

@@ -14,6 +14,9 @@ from functools import cache
 
 import torch
 
+Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""top_k [R] int32, top_p [R] float32, min_p [R] float32; see `mask_truncated`."""
+
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
 _MIX_2 = -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
@@ -76,12 +79,22 @@ def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
+def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Return float32 logits divided by their row's temperature, the highest 0; of rows of temperature 0 only shifted.
+
+    Shapes: logits [R, V]; temperature [R] float32.
+    """
+    logits = logits.to(torch.float32)
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
+    return logits / torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    truncation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    truncation: Truncation | None = None,
 ) -> torch.Tensor:
     """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
 
@@ -89,11 +102,8 @@ def sample(
     top_p [R] float32, min_p [R] float32), or None when no row truncates.
     Returns: int64 [R]. Never synchronizes with the host.
     """
-    greedy = temperature == 0
-    logits = logits.to(torch.float32)
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # so that a tiny temperature cannot overflow
-    logits = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
+    logits = temper(logits, temperature)
     if truncation is not None:
         logits = mask_truncated(logits, *truncation)
-    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_(greedy.unsqueeze(1), 0.0)
+    noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
     return (logits + noise).argmax(dim=-1)

@@ -13,7 +13,7 @@ from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
-from raypp.ops.sampling import sample, sample_greedy
+from raypp.ops.sampling import Truncation, sample, sample_greedy
 
 
 class TorchKernels:
@@ -62,15 +62,24 @@ class TorchKernels:
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Do nothing: the first layer plans, since it sees the cache."""
 
-    def sample_greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each row's most likely token."""
+
+class TorchTokenChoice:
+    """See `raypp.ops.backend.TokenChoice`."""
+
+    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return each position's most likely token."""
         return sample_greedy(logits)
 
-    def sample(
-        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        truncation: Truncation | None = None,
     ) -> torch.Tensor:
-        """Return a draw per row."""
-        return sample(logits, temperature, seeds, positions)
+        """Return a draw per position."""
+        return sample(logits, temperature, seeds, positions, truncation)
 
 
 class NormLinear:

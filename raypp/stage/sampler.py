@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
+from raypp.ops.backend import choose_token_choice
 from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
-from raypp.ops.sampling import sample, sample_greedy
 from raypp.stage.sampling_rows import Needs, SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.token_history import TokenHistory
@@ -28,6 +28,7 @@ class Sampler:
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self.rows = SamplingRows(spec, device)
         self.history = TokenHistory(spec, device)
+        self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts))
 
     @property
     def version(self) -> int:
@@ -67,14 +68,14 @@ class Sampler:
         if needs.logits_change:
             logits = self._changed(logits, rows, positions, needs)
         if Needs.DRAW not in needs:
-            return sample_greedy(logits)
+            return self._choice.greedy(logits)
         params = self.rows
         truncation = None
         if Needs.TRUNCATE in needs:
             top_k, top_p, min_p = (table.index_select(0, rows) for table in (params.top_k, params.top_p, params.min_p))
             truncation = (top_k, top_p, min_p)
         temperature, seeds = params.temperature.index_select(0, rows), params.seeds.index_select(0, rows)
-        return sample(logits, temperature, seeds, positions, truncation)
+        return self._choice.draw(logits, temperature, seeds, positions, truncation)
 
     def commit(
         self,

@@ -1,7 +1,6 @@
 """Each kernel against its twin, on a GPU or, where there is none, in Triton's interpreter.
 
-The interpreter knows no products of bfloat16, so it computes in float16 and float32; and it is slow, so shapes are
-small there.
+The interpreter is slow, so shapes are small there; and it knows no products of bfloat16.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from raypp.ops.sampling import sample, sample_greedy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_GPU = DEVICE.type == "cuda"
-DTYPES = [torch.bfloat16, torch.float16] if IS_GPU else [torch.float16, torch.float32]
+DTYPES = [torch.bfloat16, torch.float16]
 # One rounding, and for products the difference of two orders of summation.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 2e-5}
 
@@ -123,6 +122,42 @@ def check_decode(
     assert not kernels.workspace.counters.any()
 
 
+def check_fused_decode(
+    dtype: torch.dtype,
+    seq_lens: list[int],
+    query_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_norm: bool,
+    tuning: DecodeTuning | None = None,
+) -> None:
+    """Attention from the projection on, against norm, rotation and append, then attention."""
+    kernels = Kernels(dtype, seed=len(seq_lens))
+    norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
+    heads = Heads(num_heads, num_kv_heads, head_dim, norm)
+    decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
+    kernels.workspace.reserve(1 << 20)
+    block_size = 16
+    q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
+    positions = torch.cat([torch.arange(length - query_len, length) for length in seq_lens]).to(DEVICE)
+    rows = torch.arange(len(seq_lens), device=DEVICE).repeat_interleave(query_len)
+    slot_mapping = tables[rows, positions // block_size].long() * block_size + positions % block_size
+    qkv = kernels.normal(len(q), (num_heads + 2 * num_kv_heads) * head_dim)
+    frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+    expected_cache = cache.clone()
+    q = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
+    expected = reference.decode_attention(q, expected_cache, lens, tables, query_len, heads.scale)
+    by = rotation_table(positions, frequencies, kernels.device)
+    outputs = [torch.full_like(q, torch.nan) for _ in range(2)]
+    for out in outputs:
+        decode.from_projection(qkv, heads, by, slot_mapping, cache, lens, tables, query_len, out, tuning)
+    kernels.assert_close(cache, expected_cache, 4)
+    kernels.assert_close(outputs[0], expected, 2)
+    assert torch.equal(*outputs)
+    assert not kernels.workspace.counters.any()
+
+
 def decode_step(
     kernels: Kernels,
     seq_lens: list[int],
@@ -190,12 +225,16 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     temperature = torch.tensor([kernels.rng.choice((0.0, 0.2, 0.8, 1.5)) for _ in range(num_rows)], device=DEVICE)
     seeds = torch.tensor([kernels.rng.randrange(-(2**63), 2**63) for _ in range(num_rows)], device=DEVICE)
     positions = torch.tensor([kernels.rng.randrange(100_000) for _ in range(num_rows)], device=DEVICE)
-    drawn = chooser.draw(logits, temperature, seeds, positions)
-    expected = sample(logits, temperature, seeds, positions)
+    top_k = torch.tensor([kernels.rng.choice((0, 1, 40)) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE)
+    top_p = torch.tensor([kernels.rng.choice((1.0, 0.7)) for _ in range(num_rows)], device=DEVICE)
     greedy = temperature == 0
-    assert torch.equal(drawn[greedy], lowest_best[greedy])
-    differing = int((drawn[~greedy] != expected[~greedy]).sum())
-    assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+    for truncation in (None, (top_k, top_p, torch.zeros_like(top_p))):
+        drawn = chooser.draw(logits, temperature, seeds, positions, truncation)
+        expected = sample(logits, temperature, seeds, positions, truncation)
+        differing = int((drawn[~greedy] != expected[~greedy]).sum())
+        assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+        if truncation is None:
+            assert torch.equal(drawn[greedy], lowest_best[greedy])
     assert not kernels.workspace.counters.any()
 
 

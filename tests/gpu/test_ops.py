@@ -69,6 +69,16 @@ def test_decode_cuts(num_splits, tile_tokens):
     checks.check_decode(BF16, [1000, 1, 64, 129], 1, *HEADS_8B, DecodeTuning(num_splits, tile_tokens))
 
 
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("heads", [HEADS_8B, (16, 8, 128), (14, 2, 64), (6, 6, 80)], ids=str)
+@pytest.mark.parametrize("query_len", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 3, 40])
+def test_decode_from_projection(heads, query_len, num_rows, has_norm):
+    rng = random.Random(num_rows)
+    seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
+    checks.check_fused_decode(BF16, seq_lens, query_len, *heads, has_norm)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 32, 60])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1024, 3072), (6144, 4096), (896, 896), (4864, 896)])
 def test_projections(num_rows, num_outputs, num_inputs):

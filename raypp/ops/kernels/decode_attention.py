@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops.attention import Heads
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 64
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
@@ -96,14 +98,60 @@ class TritonDecode:
         tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous. Lengths
         past the table's end are cut there.
         """
+        self._launch(q, None, kv_cache, seq_lens, block_tables, query_len, scale, out, tuning)
+
+    def from_projection(
+        self,
+        qkv: torch.Tensor,
+        heads: Heads,
+        by: Rotation,
+        slot_mapping: torch.Tensor,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_len: int,
+        out: torch.Tensor,
+        tuning: DecodeTuning | None = None,
+    ) -> None:
+        """Do what `append_heads` does, and write the attention's output to `out`, in one launch.
+
+        Every program makes the queries anew, which pays while rows are few.
+
+        Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; by: of `rotation_table`; slot_mapping [R * query_len] int64; the
+        others as above.
+        """
+        fresh = (heads, by, slot_mapping)
+        self._launch(qkv, fresh, kv_cache, seq_lens, block_tables, query_len, heads.scale, out, tuning)
+
+    def _launch(
+        self,
+        source: torch.Tensor,
+        fresh: tuple[Heads, Rotation, torch.Tensor] | None,
+        kv_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_len: int,
+        scale: float,
+        out: torch.Tensor,
+        tuning: DecodeTuning | None,
+    ) -> None:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
         tuning = tuning or tune_decode(num_rows, self._num_kv_heads, self._device)
         counters = self._workspace.counters
         assert num_rows * self._num_kv_heads <= counters.numel()
+        norm, cos, sin, slot_mapping = None, source, source, source
+        if fresh is not None:
+            norm, (cos, sin), slot_mapping = fresh[0].norm, fresh[1], fresh[2]
         _decode_attention[(tuning.num_splits, self._num_kv_heads, num_rows)](
-            q,
+            source,
+            source if norm is None else norm.q_weight,
+            source if norm is None else norm.k_weight,
+            0.0 if norm is None else norm.eps,
+            cos,
+            sin,
+            slot_mapping,
             kv_cache,
             kv_cache.stride(0),
             seq_lens,
@@ -120,8 +168,11 @@ class TritonDecode:
             BLOCK_D=triton.next_power_of_2(self._head_dim),
             BLOCK_SIZE=kv_cache.shape[3],
             QUERIES=self._num_queries(query_len),
+            FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
             TILE=tuning.tile_tokens,
             SPLITS=tuning.num_splits,
+            IS_PROJECTION=fresh is not None,
+            HAS_NORM=norm is not None,
             OVERLAPS=self._device.has_dependent_launch,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
@@ -133,8 +184,49 @@ class TritonDecode:
 
 
 @triton.jit
+def _make_head(
+    cell, weight, eps, angle, cos, sin, is_there, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Return heads normalized and rotated, [n, BLOCK_D]. `cell` points at their first element, `angle` at cos, [n]."""
+    HALF: tl.constexpr = D // 2
+    column = tl.arange(0, BLOCK_D)
+    other = (column + HALF) % D  # what a dimension is rotated with
+    mask = is_there[:, None] & (column < D)[None, :]
+    value = tl.load(cell[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(cell[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inside = column < D
+        scale = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        value *= scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        partner *= scale * tl.load(weight + other, mask=inside, other=0.0).to(tl.float32)[None, :]
+    pair = angle[:, None] + (column % HALF)[None, :]
+    sign = tl.where(column < HALF, -1.0, 1.0)[None, :]
+    turned = value * tl.load(cos + pair, mask=mask, other=0.0)
+    return turned + partner * sign * tl.load(sin + pair, mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted):
+    """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
+    scores = tl.dot(queries, tl.trans(keys)) * scale_log2
+    scores = tl.where(is_visible, scores, -1e30)
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    total = total * shrink + tl.sum(weights, 1)
+    weighted = weighted * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
+    return new_highest, total, weighted
+
+
+@triton.jit
 def _decode_attention(
-    q,
+    source,
+    q_weight,
+    k_weight,
+    eps,
+    cos,
+    sin,
+    slot_mapping,
     kv_cache,
     side_stride,
     seq_lens,
@@ -151,33 +243,47 @@ def _decode_attention(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
+    FRESH: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
+    IS_PROJECTION: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * D  # of a token's projection
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
     query_token = query // GROUP
+    query_head = kv_head * GROUP + query % GROUP
     is_query = query < QUERY_LEN * GROUP
     column = tl.arange(0, BLOCK_D)
     in_head = column < D
     token_in_tile = tl.arange(0, TILE)
-    cell = ((row * QUERY_LEN + query_token) * NUM_KV_HEADS + kv_head).to(tl.int64) * GROUP + query % GROUP
-    cell = cell[:, None] * D + column[None, :]
+    first_token = row.to(tl.int64) * QUERY_LEN
+    cell = ((first_token + query_token) * (GROUP * NUM_KV_HEADS) + query_head)[:, None] * D + column[None, :]
     cell_mask = is_query[:, None] & in_head[None, :]
     table = block_tables + row.to(tl.int64) * table_width
     start(OVERLAPS)
-    length = tl.maximum(1, tl.minimum(tl.load(seq_lens + row), table_width * BLOCK_SIZE))
-    split_len = tl.cdiv(tl.cdiv(length, SPLITS), TILE) * TILE
-    num_parts = tl.cdiv(length, split_len)
+    length = tl.maximum(QUERY_LEN, tl.minimum(tl.load(seq_lens + row), table_width * BLOCK_SIZE))
+    context = length  # what is read from the cache
+    if IS_PROJECTION:
+        context = length - QUERY_LEN
+    split_len = tl.maximum(1, tl.cdiv(tl.cdiv(context, SPLITS), TILE)) * TILE
+    num_parts = tl.maximum(1, tl.cdiv(context, split_len))
     if split < num_parts:
-        queries = tl.load(q + cell, mask=cell_mask, other=0.0)
+        dtype: tl.constexpr = kv_cache.dtype.element_ty
+        if IS_PROJECTION:
+            head = source + (first_token + query_token) * WIDTH + query_head * D
+            angle = (first_token + query_token) * (D // 2)
+            queries = _make_head(head, q_weight, eps, angle, cos, sin, is_query, D, BLOCK_D, HAS_NORM).to(dtype)
+        else:
+            queries = tl.load(source + cell, mask=cell_mask, other=0.0)
         visible = length - QUERY_LEN + 1 + query_token  # a query token sees the context and itself
         highest = tl.full((QUERIES,), -1e30, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         weighted = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         begin = split * split_len
-        for tile in range(begin, tl.minimum(begin + split_len, length), TILE):
+        for tile in range(begin, tl.minimum(begin + split_len, context), TILE):
             token = tile + token_in_tile
             # Past the length whole blocks are still read: they are finite, and their weights become zero.
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
@@ -189,14 +295,27 @@ def _decode_attention(
             else:
                 keys = tl.load(address, mask=in_head[None, :], other=0.0)
                 values = tl.load(address + side_stride, mask=in_head[None, :], other=0.0)
-            scores = tl.dot(queries, tl.trans(keys)) * scale_log2
-            scores = tl.where(token[None, :] < visible[:, None], scores, -1e30)
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_highest[:, None])
-            shrink = tl.exp2(highest - new_highest)
-            total = total * shrink + tl.sum(weights, 1)
-            weighted = weighted * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-            highest = new_highest
+            is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
+            highest, total, weighted = _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted)
+        if IS_PROJECTION:  # noqa: SIM102  (a constant, and a value that the device has)
+            if split == num_parts - 1:  # the step's own keys and values: to the cache, and into the softmax
+                fresh = tl.arange(0, FRESH)
+                is_fresh = fresh < QUERY_LEN
+                fresh_mask = is_fresh[:, None] & in_head[None, :]
+                key = source + (first_token + fresh) * WIDTH + (GROUP * NUM_KV_HEADS + kv_head) * D
+                key_angle = (first_token + fresh) * (D // 2)
+                new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM).to(dtype)
+                value = key + NUM_KV_HEADS * D
+                new_values = tl.load(value[:, None] + column[None, :], mask=fresh_mask, other=0.0)
+                slot = tl.load(slot_mapping + first_token + fresh, mask=is_fresh, other=0)
+                slot_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+                slot_cell = kv_cache + slot_row[:, None] * D + column[None, :]
+                tl.store(slot_cell, new_keys, mask=fresh_mask)
+                tl.store(slot_cell + side_stride, new_values, mask=fresh_mask)
+                sees = (fresh[None, :] <= query_token[:, None]) & is_fresh[None, :]
+                highest, total, weighted = _attend(
+                    queries, new_keys, new_values, sees, scale_log2, highest, total, weighted
+                )
         if num_parts == 1:
             tl.store(out + cell, (weighted / total[:, None]).to(out.dtype.element_ty), mask=cell_mask)
         else:

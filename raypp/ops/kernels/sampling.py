@@ -15,6 +15,7 @@ import triton.language as tl
 
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.sampling import Truncation, mask_truncated, temper
 
 _TILE = 2048
 _MIN_PART = 4096
@@ -46,12 +47,20 @@ class TokenChooser:
         return self._best(logits)[0]
 
     def draw(
-        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        truncation: Truncation | None = None,
     ) -> torch.Tensor:
         """Return a draw per row, the most likely token where the temperature is 0, int64 [N].
 
         Shapes: logits [N, V] contiguous; temperature [N] float32; seeds, positions [N] int64.
         """
+        if truncation is not None:
+            logits = mask_truncated(temper(logits, temperature), *truncation)
+            temperature = (temperature != 0).to(torch.float32)  # what is left to be said of it
         _, highest = self._best(logits)
         num_rows, vocab_size = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
