@@ -97,6 +97,16 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
+def event_stream(data: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the OpenAPI content of server-sent events.
+
+    Args:
+        data: What each event's data is, as a schema; text by default.
+    """
+    payload = {"type": "string", **({"contentMediaType": "application/json", "contentSchema": data} if data else {})}
+    return {"schema": {"type": "object", "properties": {"data": payload}, "required": ["data"]}}
+
+
 async def _on_invalid_body(request: Request, error: Exception) -> AsciiJSONResponse:
     assert isinstance(error, RequestValidationError)
     complaints = error.errors()

@@ -74,7 +74,7 @@ class _Replicas:
         self._own = own
 
     async def expositions(self) -> list[str]:
-        """Return every replica's metrics. One that does not answer, because it is just starting or ending, is left out."""
+        """Return every replica's metrics. One that does not answer, since it starts or ends just now, is left out."""
         handle = serve.get_deployment_handle(self._deployment, self._app_name)
         try:
             answers = await handle.broadcast("exposition").results_async(

@@ -14,7 +14,7 @@ from raypp.openai_api.responses import ChatCompletion, Completion
 from serve_app.chunks import ChunkWriter
 from serve_app.client_connection import ClientGoneError, EventStream, client_gone_response, while_connected
 from serve_app.context import AppContext
-from serve_app.errors import AsciiJSONResponse, documented
+from serve_app.errors import AsciiJSONResponse, documented, event_stream
 from serve_app.runner import Job
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
@@ -89,5 +89,5 @@ def _ok(model: type[Any]) -> dict[str, Any]:
     return {
         "model": model,
         "description": "The answer; with `stream`, server-sent events with its chunks, ended by `[DONE]`",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": event_stream()},
     }

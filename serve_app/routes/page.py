@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serve_app.client_connection import EventStream
 from serve_app.context import AppContext
-from serve_app.errors import documented
+from serve_app.errors import documented, event_stream
 
 _FILES = {
     "/": ("index.html", "text/html"),
@@ -50,7 +50,7 @@ def page_routes(context: AppContext) -> APIRouter:
 
     @router.get(
         "/live",
-        responses={200: _described("text/event-stream"), **documented(400, 401, 500)},
+        responses={200: {"content": {"text/event-stream": event_stream()}}, **documented(400, 401, 500)},
         response_class=StreamingResponse,
     )
     async def live(frames: Annotated[int | None, Query(ge=1, le=1_000_000)] = None) -> Response:
