@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application
@@ -11,6 +11,9 @@ from raypp.actors.engine import engine_bundles
 from raypp.config.engine import EngineConfig
 from serve_app.replica import EngineReplica
 from serve_app.settings import ServeSettings, split_arguments
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
 
 _OTHER_REQUESTS = 256
 """Requests beside those that generate: health, metrics, pages. They never wait behind the others."""
@@ -28,8 +31,16 @@ def build(arguments: dict[str, Any]) -> Application:
     return build_application(*split_arguments(arguments))
 
 
-def build_application(config: EngineConfig, settings: ServeSettings) -> Application:
-    """Return the application of an engine's configuration and the door's settings."""
+def build_application(
+    config: EngineConfig, settings: ServeSettings, *, stage_factory: StageFactory | None = None
+) -> Application:
+    """Return the application of an engine's configuration and the door's settings.
+
+    Args:
+        config: Of the engine.
+        settings: Of the door.
+        stage_factory: Makes other models than the real ones.
+    """
     settings.keys()  # a file that cannot be read is told here, not in a replica's log
     bundles = engine_bundles(config)
     bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + settings.replica_num_cpus
@@ -49,4 +60,4 @@ def build_application(config: EngineConfig, settings: ServeSettings) -> Applicat
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2 * config.faults.close_timeout_s,
     )
-    return deployment.bind(config, settings)
+    return deployment.bind(config, settings, stage_factory)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import ray
 from fastapi import FastAPI
@@ -20,6 +21,9 @@ from serve_app.http_app import exposition, make_context, make_http_app, model_na
 from serve_app.metrics import EngineMetrics
 from serve_app.settings import ServeSettings
 
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
+
 _SIBLING_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -28,16 +32,19 @@ logger = logging.getLogger(__name__)
 class EngineReplica:
     """Hosts one engine and its HTTP app. What the app does is the app's affair."""
 
-    async def __init__(self, config: EngineConfig, settings: ServeSettings) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: EngineConfig, settings: ServeSettings, stage_factory: StageFactory | None
+    ) -> None:
         """Start the engine in this replica's placement group.
 
         Args:
             config: Of the engine.
             settings: Of the door.
+            stage_factory: Makes other models than the real ones.
         """
         self._settings = settings
         launch = functools.partial(launch_engine, group=ray.util.get_current_placement_group())
-        self._llm = await AsyncLLM.create(config, launch=launch)
+        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory, launch=launch)
         context = serve.get_replica_context()
         self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
         self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)

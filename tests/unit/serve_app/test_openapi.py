@@ -114,5 +114,7 @@ def test_no_request_finds_a_gap(
 
         call()
     print(f"\n{method} {path} {mode.value}: {dict(statuses)}")
-    assert 200 in statuses if mode == GenerationMode.POSITIVE and "{" not in path else 400 in statuses or 404 in statuses
+    assert (
+        200 in statuses if mode == GenerationMode.POSITIVE and "{" not in path else 400 in statuses or 404 in statuses
+    )
     assert not small_app.stats()["num_running"]
