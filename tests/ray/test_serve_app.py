@@ -99,8 +99,8 @@ def test_the_clients_errors(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="gpt-4", messages=HELLO)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     with pytest.raises(openai.BadRequestError, match="no images"):
-        picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [picture]}])  # type: ignore
 
 
