@@ -156,10 +156,7 @@ def test_a_stage_killed_under_load(url: str) -> None:
 
     def stream() -> None:
         body = {"prompt": "def main(", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with (
-            httpx.Client(base_url=url, timeout=60) as http,
-            http.stream("POST", "/v1/completions", json=body) as answer,
-        ):
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
             ended.append([line for line in answer.iter_lines() if line][-1])
 
     threads = [threading.Thread(target=stream) for _ in range(4)]
