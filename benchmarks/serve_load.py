@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
+import os
 import random
 import re
 import time
@@ -61,28 +62,50 @@ class LoadReport:
         return {name: self.rss_bytes_late[name] / early - 1 for name, early in self.rss_bytes_early.items()}
 
 
-def engine_processes() -> dict[str, int]:
-    """Return the replica's, the driver's and the stages' process ids, by the names that Ray gives them."""
+def engine_processes(ancestor: int | None = None) -> dict[str, int]:
+    """Return the replica's, the driver's and the stages' process ids, by the names that Ray gives them.
+
+    Args:
+        ancestor: Only of a Ray that this process started; by default of all that run on this machine.
+    """
     found: dict[str, int] = {}
     for path in sorted(Path("/proc").glob("[0-9]*/cmdline"), key=lambda p: int(p.parent.name)):
         try:
             title = path.read_bytes().decode(errors="replace")
+            if not title.startswith("ray::") or (ancestor is not None and not _descends(path.parent, ancestor)):
+                continue
         except OSError:
             continue
         for actor, role in _ROLES.items():
-            if title.startswith("ray::") and actor in title:
+            if actor in title:
                 name = role if role not in found else f"{role} {sum(n.startswith(role) for n in found)}"
                 found[name] = int(path.parent.name)
     return found
 
 
+def _descends(process: Path, ancestor: int) -> bool:
+    while (pid := int(process.name)) > 1:
+        if pid == ancestor:
+            return True
+        process = process.parent / (process / "stat").read_text().rsplit(")", 1)[1].split()[1]
+    return False
+
+
 async def run_load(
-    url: str, num_clients: int, seconds: float, *, leave_share: float = 0.25, max_tokens: int = 48, seed: int = 0
+    url: str,
+    processes: dict[str, int],
+    num_clients: int,
+    seconds: float,
+    *,
+    leave_share: float = 0.25,
+    max_tokens: int = 48,
+    seed: int = 0,
 ) -> LoadReport:
     """Load a server for some time, and return what became of it.
 
     Args:
         url: Of a server on this machine.
+        processes: Those that serve, by name.
         num_clients: Streaming at once.
         seconds: How long new requests begin.
         leave_share: Of the clients, which leave every stream at a random token.
@@ -90,7 +113,6 @@ async def run_load(
         seed: Of all that is drawn.
     """
     report = LoadReport(num_clients, seconds)
-    processes = engine_processes()
     timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
     async with aiohttp.ClientSession(
         url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
@@ -221,9 +243,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     url = args.url or _deploy(args.num_stages, args.port)
     try:
-        report = asyncio.run(
-            run_load(url, args.clients, args.seconds, leave_share=args.leave_share, max_tokens=args.max_tokens)
+        processes = engine_processes(None if args.url else os.getpid())
+        load = run_load(
+            url, processes, args.clients, args.seconds, leave_share=args.leave_share, max_tokens=args.max_tokens
         )
+        report = asyncio.run(load)
     finally:
         if args.url is None:
             _shut_down()

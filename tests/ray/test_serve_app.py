@@ -116,7 +116,7 @@ def test_a_disconnect_through_the_proxy_frees_the_row(url: str) -> None:
 
 
 def test_load(url: str) -> None:
-    report = asyncio.run(run_load(url, NUM_CLIENTS, SECONDS))
+    report = asyncio.run(run_load(url, engine_processes(os.getpid()), NUM_CLIENTS, SECONDS))
     print("\n", report, "\nRSS growth:", {name: round(growth, 4) for name, growth in report.rss_growth.items()})
     assert not report.failures
     assert report.num_done >= NUM_CLIENTS // 2
@@ -163,7 +163,8 @@ def test_a_stage_killed_under_load(url: str) -> None:
     for thread in threads:
         thread.start()
     wait_for(lambda: metric(url, "raypp_requests_running") == 4)
-    before = engine_processes()
+    before = engine_processes(os.getpid())
+    assert set(before) == {"replica", "driver", "stage", "stage 1"}
     killed = time.monotonic()
     os.kill(before["stage 1"], signal.SIGKILL)
 
@@ -191,7 +192,7 @@ def test_a_stage_killed_under_load(url: str) -> None:
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import", "max_tokens": 4}, timeout=60)
     assert answer.status_code == 200
     serves_s = time.monotonic() - killed
-    after = engine_processes()
+    after = engine_processes(os.getpid())
     assert set(after) == set(before)
     assert not set(after.values()) & {before["replica"], before["driver"], before["stage"]}
     print(f"\n/health says so after {unhealthy_s:.2f} s, clients know after {told_s:.2f} s,")
