@@ -117,6 +117,7 @@ async def run_load(
     async with aiohttp.ClientSession(
         url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
     ) as session:
+        await _warm_up(session, num_clients)
         report.num_files_before = _num_files(processes)
         ends = time.monotonic() + seconds
         watch = asyncio.create_task(_note_early_memory(report, processes, seconds / 6))
@@ -131,6 +132,15 @@ async def run_load(
         report.rss_bytes_late = _rss(processes)
         await _settle(session, report, processes)
     return report
+
+
+async def _warm_up(session: aiohttp.ClientSession, num_clients: int) -> None:
+    """Run one short request per client: threads and connections inside of the server are made when first needed."""
+    ignored = LoadReport(num_clients, 0.0)
+    body: dict[str, object] = {"prompt": "import", "max_tokens": 2, "stream": True}
+    for _ in range(2):
+        await asyncio.gather(*(_stream(session, ignored, body, None, random.Random(0)) for _ in range(num_clients)))
+        await _engine_state(session)
 
 
 async def _client(
@@ -238,10 +248,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--leave-share", type=float, default=0.25)
     parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument(
+        "--kv-cache-bytes",
+        type=int,
+        default=64 << 20,
+        help="per stage; small enough that all of it is in use before memory is first looked at",
+    )
     parser.add_argument("--port", type=int, default=8123)
     args = parser.parse_args(argv)
 
-    url = args.url or _deploy(args.num_stages, args.port)
+    url = args.url or _deploy(args.num_stages, args.kv_cache_bytes, args.port)
     try:
         processes = engine_processes(None if args.url else os.getpid())
         load = run_load(
@@ -256,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_report("serve_load", vars(args), figures)
 
 
-def _deploy(num_stages: int, port: int) -> str:
+def _deploy(num_stages: int, kv_cache_bytes: int, port: int) -> str:
     import ray
     from ray import serve
 
@@ -264,7 +280,7 @@ def _deploy(num_stages: int, port: int) -> str:
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(build({"model": "tiny", "num_stages": num_stages}), name="raypp")
+    serve.run(build({"model": "tiny", "num_stages": num_stages, "kv_cache_bytes": kv_cache_bytes}), name="raypp")
     return f"http://127.0.0.1:{port}"
 
 

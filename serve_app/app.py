@@ -47,8 +47,7 @@ def build_application(
     # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
-    deployment = serve.deployment(
-        serve.ingress()(EngineReplica),
+    deployed = serve.deployment(
         name="engine",
         num_replicas=settings.num_replicas,
         max_ongoing_requests=max_requests,
@@ -60,4 +59,6 @@ def build_application(
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=2 * config.faults.close_timeout_s,
     )
-    return deployment.bind(config, settings, stage_factory)
+    # Nothing is given to ingress: the app is made in the replica, once there is an engine to make it around.
+    application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory)
+    return application

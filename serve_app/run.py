@@ -59,7 +59,10 @@ def run_server(
         try:
             _deploy(config, settings, stop, lambda: on_ready(f"http://{host}:{port}"))
         finally:
-            serve.delete(APP_NAME) if was_running else serve.shutdown()
+            if was_running:
+                serve.delete(APP_NAME)
+            else:
+                serve.shutdown()  # type: ignore[no-untyped-call]
     finally:
         cluster.disconnect()
         for number, handler in before.items():
