@@ -14,6 +14,24 @@ T = TypeVar("T")
 _MAX_INLINE_CHARS = 16_384
 """About a millisecond of tokenizing. More would hold up every stream of the replica."""
 
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
+"""Arguments of the rendering itself. Whoever sends a request must not bring the template: it is a program."""
+
 
 class PromptEncoder:
     """Tokenizes for one model."""
@@ -54,6 +72,8 @@ class PromptEncoder:
             RequestError: the model's template refuses it, or there is no template or tokenizer.
         """
         tokenizer = self.tokenizer
+        for name in _NOT_FOR_TEMPLATES & template_kwargs.keys():
+            raise RequestError(f"chat_template_kwargs must not have {name}", got=repr(template_kwargs[name])[:80])
 
         def encode() -> list[list[int]]:
             return tokenizer.encode([tokenizer.render_chat(messages, template_kwargs)], add_special_tokens=False)

@@ -11,23 +11,6 @@ from raypp.errors import RequestError
 from raypp.openai_api.request_fields import OpenAIModel, RequestFields, make_sampling_params
 from raypp.types import SamplingParams
 
-_NOT_FOR_TEMPLATES = frozenset(
-    {
-        "chat_template",
-        "conversation",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-    }
-)
-
 
 class TextPart(OpenAIModel):
     """A piece of text."""
@@ -148,16 +131,8 @@ class ChatRequest(RequestFields):
         return make_sampling_params(given, max_model_len)
 
     def template_kwargs(self) -> Mapping[str, Any]:
-        """Return what the chat template gets besides the messages.
-
-        Raises:
-            RequestError: an argument of the rendering itself. Whoever sends a request must not bring the template: it
-                is a program.
-        """
-        given = self.chat_template_kwargs or {}
-        for name in _NOT_FOR_TEMPLATES & given.keys():
-            raise RequestError(f"chat_template_kwargs must not have {name}", got=repr(given[name])[:80])
-        return given
+        """Return what the chat template gets besides the messages."""
+        return self.chat_template_kwargs or {}
 
     def _check_supported(self) -> None:
         if self.response_format is not None and self.response_format.type != "text":
