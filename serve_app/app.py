@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 from ray import serve
 from ray.serve import Application
 
-from raypp.actors.engine import engine_bundles
 from raypp.config.engine import EngineConfig
 from serve_app.replica import EngineReplica
 from serve_app.settings import ServeSettings, split_arguments
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
+
+_MAX_STARTS = 3
+"""What keeps an engine from starting is seldom gone at the next attempt, and each may take minutes."""
 
 _OTHER_REQUESTS = 256
 """Requests beside those that generate: health, metrics, pages. They never wait behind the others."""
@@ -42,8 +44,6 @@ def build_application(
         stage_factory: Makes other models than the real ones.
     """
     settings.keys()  # a file that cannot be read is told here, not in a replica's log
-    bundles = engine_bundles(config)
-    bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + settings.replica_num_cpus
     # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
@@ -51,9 +51,8 @@ def build_application(
         name="engine",
         num_replicas=settings.num_replicas,
         max_ongoing_requests=max_requests,
-        ray_actor_options={"num_cpus": settings.replica_num_cpus},
-        placement_group_bundles=bundles,
-        placement_group_strategy="STRICT_PACK",
+        max_constructor_retry_count=_MAX_STARTS,
+        ray_actor_options={"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources},
         health_check_period_s=settings.health_check_period_s,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.2,

@@ -102,22 +102,22 @@ class RequestWatch:
 
     def __init__(self, metrics: EngineMetrics, started_s: float) -> None:
         self._metrics = metrics
-        self._started_s = self._last_s = started_s
-        self._num_tokens: dict[int, int] = {}
+        self._started_s = started_s
+        self._seen: dict[int, tuple[int, float]] = {}  # by continuation: tokens, and when the last of them came
         self._is_ended = False
 
     def see(self, output: RequestOutput) -> None:
         """Take in the outputs so far."""
         now_s, metrics = time.monotonic(), self._metrics
-        is_first = not self._num_tokens
-        for completion in output.outputs:
-            num_new = len(completion.token_ids) - self._num_tokens.get(completion.index, 0)
-            self._num_tokens[completion.index] = len(completion.token_ids)
-            if num_new and not is_first:
-                metrics._itl.observe((now_s - self._last_s) / num_new)
-        if is_first:
+        if not self._seen:
             metrics._ttft.observe(now_s - self._started_s)
-        self._last_s = now_s
+        for completion in output.outputs:
+            num_tokens = len(completion.token_ids)
+            num_seen, last_s = self._seen.get(completion.index, (0, 0.0))
+            if num_tokens > num_seen:
+                self._seen[completion.index] = (num_tokens, now_s)
+                if num_seen:
+                    metrics._itl.observe((now_s - last_s) / (num_tokens - num_seen))
         if output.finished:
             self._end(output, now_s)
 

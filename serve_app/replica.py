@@ -5,16 +5,13 @@ The app lives in the replica that talks to the driver: no token crosses a deploy
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-import ray
 from fastapi import FastAPI
 from ray import serve
 
-from raypp.actors.engine import launch_engine
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine import EngineConfig
 from serve_app.http_app import exposition, make_context, make_http_app, model_names
@@ -35,7 +32,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self, config: EngineConfig, settings: ServeSettings, stage_factory: StageFactory | None
     ) -> None:
-        """Start the engine in this replica's placement group.
+        """Start the engine.
 
         Args:
             config: Of the engine.
@@ -43,8 +40,7 @@ class EngineReplica:
             stage_factory: Makes other models than the real ones.
         """
         self._settings = settings
-        launch = functools.partial(launch_engine, group=ray.util.get_current_placement_group())
-        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory, launch=launch)
+        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
         context = serve.get_replica_context()
         self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
         self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
@@ -67,7 +63,7 @@ class EngineReplica:
         return self._llm.processes()
 
     async def __del__(self) -> None:
-        """Stop the engine: its actors must be gone before Serve gives the placement group away."""
+        """Stop the engine, before another replica looks for the resources that it has."""
         if hasattr(self, "_llm"):
             await self._llm.close()
 

@@ -22,7 +22,12 @@ class Job:
     request_id: str
     prompts: Sequence[list[int]]  # token ids
     params: SamplingParams
-    num_sequences: int  # that it adds to the queue: prompts times n
+    priority: int  # smaller is served first
+
+    @property
+    def num_sequences(self) -> int:
+        """How many it adds to the queue."""
+        return len(self.prompts) * self.params.n
 
 
 class RequestRunner:
@@ -65,7 +70,9 @@ class RequestRunner:
     def _outputs(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # All are checked before the first one runs.
         streams = [
-            self._llm.generate({"prompt_token_ids": prompt}, job.params, f"{job.request_id}-{index}")
+            self._llm.generate(
+                {"prompt_token_ids": prompt}, job.params, f"{job.request_id}-{index}", priority=job.priority
+            )
             for index, prompt in enumerate(job.prompts)
         ]
         return _single(streams[0]) if len(streams) == 1 else _merged(streams)

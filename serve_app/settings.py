@@ -26,6 +26,9 @@ class ServeSettings(BaseModel):
     """Engines behind the same address. Each has its own placement group."""
     replica_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a replica's HTTP process asks Ray for. Placement only."""
+    replica_resources: dict[str, float] = {}
+    """Ray resources that a replica must find on its node, e.g. `{"accelerator_type:H200": 0.001}`: the engine is
+    planned for the hardware of that node."""
     api_keys: list[str] = []
     """Keys of which requests must bring one as `Authorization: Bearer KEY`. Empty, and no file: everybody may ask."""
     api_key_file: str | None = None

@@ -138,14 +138,15 @@ class AsyncLLM:
             DeadlineError: the driver does not answer.
         """
         stats = await self._frontend_here().stats(_HEALTH_TIMEOUT_S)
-        for stage_index, stage in enumerate(stats.get("stages", ())):
-            if stage["silent_s"] > _HEALTH_TIMEOUT_S:
-                raise StageDiedError(
-                    f"stage {stage_index} has fallen silent",
-                    stage_index=stage_index,
-                    got=f"no sign of it for {stage['silent_s']:.1f} s",
-                    expected=f"a heartbeat within {_HEALTH_TIMEOUT_S:g} s",
-                )
+        silent_s = stats.get("stage_silent_s", [0.0])
+        if max(silent_s) > _HEALTH_TIMEOUT_S:
+            stage_index = silent_s.index(max(silent_s))
+            raise StageDiedError(
+                f"stage {stage_index} has fallen silent",
+                stage_index=stage_index,
+                got=f"no sign of it for {max(silent_s):.1f} s",
+                expected=f"a heartbeat within {_HEALTH_TIMEOUT_S:g} s",
+            )
 
     @property
     def tokenizer(self) -> Tokenizer | None:

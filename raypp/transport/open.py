@@ -19,7 +19,7 @@ from raypp.errors import ConfigError
 from raypp.transport.edges import NUM_FORWARD_SLOTS, Edge, EdgeEnds, edges_at, num_feedback_slots, pipeline_edges
 from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.link_opening import LinkOpening
-from raypp.transport.local import open_local_edge
+from raypp.transport.local import LocalReceiver, LocalSender, open_local_edge
 from raypp.transport.place import StagePlace
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.resolve import resolve_link

@@ -32,14 +32,14 @@ def generation_routes(context: AppContext) -> APIRouter:
         messages = body.conversation(takes_images=context.takes_images)
         token_ids = await context.prompts.chat(messages, body.template_kwargs())
         head = _head("chatcmpl", body.request_id, context)
-        job = Job(head.id, [token_ids], params, num_sequences=body.n or 1)
+        job = Job(head.id, [token_ids], params, body.priority or 0)
         if body.stream:
-            return await _stream(context, request, job, ChunkWriter(head, "chat", body.stream_options))
+            return await _stream(context, request, job, ChunkWriter(head, "chat", params, body.stream_options))
         try:
             [output] = await while_connected(request.receive, context.runner.complete(job))
         except ClientGoneError:
             return client_gone_response()
-        return AsciiJSONResponse(chat_completion(head, output).model_dump())
+        return AsciiJSONResponse(chat_completion(head, output, params).model_dump())
 
     @router.post("/v1/completions", responses={200: _ok(Completion), **_ERRORS})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -52,12 +52,12 @@ def generation_routes(context: AppContext) -> APIRouter:
             for prompt in prompts
         ]
         head = _head("cmpl", body.request_id, context)
-        job = Job(head.id, token_ids, params, num_sequences=len(token_ids) * (body.n or 1))
+        job = Job(head.id, token_ids, params, body.priority or 0)
         echoes = None
         if body.echo:
             echoes = [p if isinstance(p, str) else await context.prompts.decode(p["prompt_token_ids"]) for p in prompts]
         if body.stream:
-            return await _stream(context, request, job, ChunkWriter(head, "text", body.stream_options, echoes))
+            return await _stream(context, request, job, ChunkWriter(head, "text", params, body.stream_options, echoes))
         try:
             outputs = await while_connected(request.receive, context.runner.complete(job))
         except ClientGoneError:
@@ -65,7 +65,7 @@ def generation_routes(context: AppContext) -> APIRouter:
         if echoes is not None:
             for output, echo in zip(outputs, echoes, strict=True):
                 output.prompt = echo
-        return AsciiJSONResponse(completion(head, outputs, echo=bool(body.echo)).model_dump())
+        return AsciiJSONResponse(completion(head, outputs, params, echo=bool(body.echo)).model_dump())
 
     return router
 

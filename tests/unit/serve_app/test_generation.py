@@ -114,6 +114,52 @@ def test_stop_and_seed(http: httpx.Client, stream: bool) -> None:
     assert len(texts) == 1
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "text"])
+def test_several_continuations_with_logprobs(http: httpx.Client, endpoint: str) -> None:
+    """Streamed in pieces or whole: the same texts, tokens and log-probabilities."""
+    body: dict[str, Any] = {"n": 3, "max_tokens": 6, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    if endpoint == "chat":
+        url, body = "/v1/chat/completions", body | {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    else:
+        url, body = "/v1/completions", body | {"prompt": "def main(", "logprobs": 2, "echo": True}
+    whole = http.post(url, json=body).json()["choices"]
+    assert [choice["index"] for choice in whole] == [0, 1, 2]
+    assert len({json.dumps(choice["logprobs"]) for choice in whole}) > 1
+    streamed: dict[int, list[dict[str, Any]]] = {0: [], 1: [], 2: []}
+    for event in events_of(http.post(url, json={**body, "stream": True}).text):
+        for choice in event["choices"]:
+            streamed[choice["index"]].append(choice)
+    for choice in whole:
+        pieces = streamed[choice["index"]]
+        logprobs = [piece["logprobs"] for piece in pieces]
+        if endpoint == "chat":
+            assert [entry for of_piece in logprobs for entry in of_piece["content"]] == choice["logprobs"]["content"]
+            assert len(choice["logprobs"]["content"]) == 6
+            assert all(len(entry["top_logprobs"]) == 2 for entry in choice["logprobs"]["content"])
+        else:
+            assert "".join(piece["text"] for piece in pieces) == choice["text"]
+            for column, values in choice["logprobs"].items():
+                assert [value for of_piece in logprobs for value in of_piece[column]] == values
+            offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+            assert choice["logprobs"]["token_logprobs"][0] is None, "nothing precedes the prompt's first token"
+            assert all(choice["text"][at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
+
+
+def test_vllms_fields_reach_the_engine(http: httpx.Client) -> None:
+    base = {"prompt": "def main(", "max_tokens": 8, "temperature": 0.0}
+    plain = http.post("/v1/completions", json={**base, "logprobs": 0}).json()["choices"][0]
+    token = {"prompt": plain["logprobs"]["tokens"][0], "add_special_tokens": False}
+    [first] = http.post("/tokenize", json=token).json()["tokens"]
+    for extra in ({"logit_bias": {str(first): -100}}, {"allowed_token_ids": [300, 301]}):
+        other = http.post("/v1/completions", json={**base, **extra, "logprobs": 0}).json()["choices"][0]
+        assert other["logprobs"]["tokens"][0] != plain["logprobs"]["tokens"][0]
+    stopped = http.post("/v1/completions", json={**base, "stop_token_ids": [first]}).json()["choices"][0]
+    assert (stopped["finish_reason"], stopped["stop_reason"], stopped["text"]) == ("stop", first, "")
+    answer = http.post("/v1/completions", json={**base, "prompt_logprobs": 1}).json()["choices"][0]
+    assert answer["prompt_logprobs"][0] is None
+    assert len(answer["prompt_logprobs"]) == len(http.post("/tokenize", json={"prompt": "def main("}).json()["tokens"])
+
+
 @pytest.mark.parametrize(
     ("url", "body", "status", "said"),
     [
