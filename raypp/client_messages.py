@@ -78,6 +78,7 @@ class StatsCall:
     """Answer with a StatsReply."""
 
     call_id: int
+    spans_after_us: int | None = None  # and with the stages' forwards that ended later, if a time is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,8 @@ def encode_client_message(message: ClientMessage) -> list[bytes]:
             return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes()]
         case AbortRequests(request_ids):
             return [_ABORT, _dump(request_ids)]
-        case StatsCall(call_id):
-            return [_STATS, _dump(call_id)]
+        case StatsCall(call_id, spans_after_us):
+            return [_STATS, _dump([call_id, spans_after_us])]
         case CloseClient():
             return [_CLOSE, b""]
 
@@ -177,7 +178,7 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
     if kind == _ABORT:
         return AbortRequests(json.loads(header))
     if kind == _STATS:
-        return StatsCall(json.loads(header))
+        return StatsCall(*json.loads(header))
     assert kind == _CLOSE, f"unknown kind of client message: {kind!r}"
     return CloseClient()
 

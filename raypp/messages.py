@@ -139,6 +139,17 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, eq=False)
+class StageReport:
+    """What a stage did since its last report, and since its start. Rides on heartbeats."""
+
+    num_steps: int  # executed since the start
+    busy_ns: int  # time in forwards since the start
+    step_ids: Int64s  # [S] of the forwards since the last report
+    start_us: Int64s  # [S] microseconds since the epoch
+    end_us: Int64s  # [S]
+
+
+@dataclass(frozen=True, eq=False)
 class OutputBatch:
     """What one step brought to the requests of one client, from the driver to that client."""
 
@@ -149,6 +160,7 @@ class OutputBatch:
     stop_token_ids: Int32s  # [N] the stop token that ended it, or -1
     num_cached_tokens: Int32s  # [N]
     num_preemptions: Int32s  # [N]
+    queue_us: Int32s  # [N] from arrival at the driver to the first row, microseconds
     num_draft_tokens: Int32s  # [N]
     num_accepted_tokens: Int32s  # [N]
     logprobs: Bytes = field(

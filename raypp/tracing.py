@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from raypp.errors import ConfigError
+from raypp.messages import StageReport
 
 DRIVER_LANE = "driver"
 FORWARD = "forward"
 
 now_ns = time.monotonic_ns
+
+_MAX_UNREPORTED = 2048  # forwards between two reports; older ones are only in the sums
 
 
 class TraceEvent(NamedTuple):
@@ -31,17 +37,58 @@ class TraceEvent(NamedTuple):
     end_ns: int
 
 
+class ForwardCounter:
+    """Adds up a stage's forwards, and keeps the last of them until they are reported. One thread adds, one reports."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._busy_ns = 0
+        self._new: deque[tuple[int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there were forwards since the last report."""
+        return bool(self._new)
+
+    def add(self, step_id: int, start_ns: int, end_ns: int) -> None:
+        """Count one forward."""
+        self._num_steps += 1
+        self._busy_ns += end_ns - start_ns
+        self._new.append((step_id, start_ns, end_ns))
+
+    def report(self) -> StageReport:
+        """Return the sums, and the forwards since the last report."""
+        to_epoch_ns = time.time_ns() - now_ns()
+        taken = [self._new.popleft() for _ in range(len(self._new))]
+        columns = np.array(taken, np.int64).reshape(-1, 3)
+        times_us = (columns[:, 1:] + to_epoch_ns) // 1000
+        return StageReport(
+            num_steps=self._num_steps,
+            busy_ns=self._busy_ns,
+            step_ids=np.ascontiguousarray(columns[:, 0]),
+            start_us=np.ascontiguousarray(times_us[:, 0]),
+            end_us=np.ascontiguousarray(times_us[:, 1]),
+        )
+
+
 class Tracer:
-    """Records what one process does. A tracer that is not enabled records nothing."""
+    """Records what one process does. A tracer that is not enabled only counts the forwards.
+
+    Attributes:
+        forwards: The sums of what was recorded as FORWARD.
+    """
 
     def __init__(self, lane: str, *, enabled: bool, max_events: int = 1_000_000) -> None:
         self.lane = lane
         self.enabled = enabled
+        self.forwards = ForwardCounter()
         self._max_events = max_events
         self._events: list[TraceEvent] = []
 
     def record(self, name: str, step_id: int, start_ns: int, end_ns: int) -> None:
         """Remember that `name` was done for a step; the oldest half goes when there are too many."""
+        if name is FORWARD:
+            self.forwards.add(step_id, start_ns, end_ns)
         if self.enabled:
             if len(self._events) >= self._max_events:
                 del self._events[: self._max_events // 2]

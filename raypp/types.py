@@ -44,6 +44,8 @@ class RequestMetrics:
     """Arrival to first token, seconds."""
     tpot_s: float | None = None
     """Mean time per output token after the first, seconds."""
+    queue_s: float | None = None
+    """Arrival at the driver to the first row, seconds."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
     num_preemptions: int = 0

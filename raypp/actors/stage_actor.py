@@ -99,6 +99,7 @@ class StageActor:
                 stage_index=self._spec.stage_index,
                 heartbeat_s=heartbeat_s,
                 silence_timeout_s=silence_timeout_s,
+                forwards=self._tracer.forwards,
             )
         finally:
             self._channel.close()

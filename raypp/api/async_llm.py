@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any, Self
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.running_request import PreparedRequest
-from raypp.api.tokenizer import ChatMessage
+from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.errors import ConfigError, EngineDeadError
+from raypp.errors import ConfigError, EngineDeadError, StageDiedError
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
+
+_HEALTH_TIMEOUT_S = 5.0
+"""Driver and stages hear of each other every half second. More patience than that is for a machine under load."""
 
 
 class AsyncLLM:
@@ -118,9 +121,42 @@ class AsyncLLM:
         """End a request with what it has. An id that is not running is ignored."""
         self._frontend_here().abort([request_id])
 
-    async def stats(self) -> dict[str, Any]:
-        """Return the engine's counters."""
-        return await self._frontend_here().stats(self.config.faults.step_timeout_s)
+    async def stats(self, *, spans_after_us: int | None = None) -> dict[str, Any]:
+        """Return the engine's counters.
+
+        Args:
+            spans_after_us: Microseconds since the epoch. Adds `spans`: the stages' latest forwards that ended after it,
+                each [stage, step_id, start_us, end_us, cohort, rows, tokens], as reported within 0.1 s.
+        """
+        return await self._frontend_here().stats(self.config.faults.step_timeout_s, spans_after_us)
+
+    async def check_health(self) -> None:
+        """Return if the engine can serve: the driver answers, and hears from every stage.
+
+        Raises:
+            EngineDeadError, StageDiedError: it is dead, or a stage has fallen silent.
+            DeadlineError: the driver does not answer.
+        """
+        stats = await self._frontend_here().stats(_HEALTH_TIMEOUT_S)
+        silent_s = stats.get("stage_silent_s", [0.0])
+        if max(silent_s) > _HEALTH_TIMEOUT_S:
+            stage_index = silent_s.index(max(silent_s))
+            raise StageDiedError(
+                f"stage {stage_index} has fallen silent",
+                stage_index=stage_index,
+                got=f"no sign of it for {max(silent_s):.1f} s",
+                expected=f"a heartbeat within {_HEALTH_TIMEOUT_S:g} s",
+            )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with `skip_tokenizer_init`."""
+        return self._engine.tokenizer
+
+    @property
+    def model_info(self) -> Mapping[str, Any]:
+        """What clients must know of the model: model_path, vocab_size, max_model_len, eos_token_ids."""
+        return self._engine.handle.model_info
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

@@ -128,8 +128,8 @@ class Frontend:
         """End requests with what they have; ids that are not running are ignored."""
         self._abort([self._requests[r] for r in request_ids if r in self._requests])
 
-    async def stats(self, timeout_s: float) -> dict[str, Any]:
-        """Return the engine's figures.
+    async def stats(self, timeout_s: float, spans_after_us: int | None = None) -> dict[str, Any]:
+        """Return the engine's figures, with the stages' forwards that ended after a time if one is given.
 
         Raises:
             DeadlineError: no answer in time.
@@ -139,7 +139,7 @@ class Frontend:
         call_id = next(self._numbers)
         reply: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._stats_calls[call_id] = reply
-        self._client.send(StatsCall(call_id))
+        self._client.send(StatsCall(call_id, spans_after_us))
         try:
             async with asyncio.timeout(timeout_s):
                 return await reply
@@ -259,6 +259,7 @@ class Frontend:
                 batch.num_preemptions.tolist(),
                 batch.num_draft_tokens.tolist(),
                 batch.num_accepted_tokens.tolist(),
+                batch.queue_us.tolist(),
                 strict=True,
             ),
         )

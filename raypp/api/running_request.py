@@ -134,9 +134,10 @@ class RunningRequest:
         counters = [completion.counters for completion in self.completions]
         metrics.num_cached_tokens = counters[0][0]
         metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens = (
-            sum(of_kind) for of_kind in list(zip(*counters, strict=True))[1:]
+            sum(of_kind) for of_kind in list(zip(*counters, strict=True))[1:4]
         )
         if self._first_token_s is not None:
+            metrics.queue_s = min((c.counters[4] for c in self.completions if c.token_ids), default=0) / 1e6
             metrics.ttft_s = self._first_token_s - self._arrival_s
             metrics.first_token_time_s = self._arrival_time_s + metrics.ttft_s
         if self._finish_s is not None:

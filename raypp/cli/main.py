@@ -9,16 +9,16 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypp import __version__
 from raypp.api.llm import LLM
-from raypp.cli import generate, info, tune
+from raypp.cli import generate, info, serve, tune
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment
-from raypp.errors import RayppError
+from raypp.errors import ConfigError, RayppError
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
@@ -37,6 +37,17 @@ def _tune_engine(config: EngineConfig, **options: Any) -> Any:
     return tune_engine(config, **options)
 
 
+def _serve(config: EngineConfig, settings: Mapping[str, Any], **options: Any) -> None:
+    try:
+        from serve_app.run import run_server
+        from serve_app.settings import door_settings
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the server needs packages that are not installed", got=error, hint='pip install "raypp[serve]"'
+        ) from error
+    run_server(config, door_settings(settings), **options)
+
+
 @dataclass(frozen=True)
 class Doors:
     """What the commands reach the engine through."""
@@ -44,6 +55,7 @@ class Doors:
     open_llm: Callable[[EngineConfig], Any] = LLM
     describe: Callable[[EngineConfig], dict[str, Any]] = _describe_engine
     tune: Callable[..., Any] = _tune_engine
+    serve: Callable[..., None] = _serve
 
 
 def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> int:
@@ -85,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     info.add_parser(commands)
     tune.add_parser(commands)
+    serve.add_parser(commands)
     return parser
 
 

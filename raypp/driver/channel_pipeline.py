@@ -1,10 +1,14 @@
-"""The real pipeline: stages in other processes, reached over the step channel."""
+"""The real pipeline: stages in other processes, reached over the step channel.
+
+Attributes of the pipeline that others read: `activity`, what its stages did lately.
+"""
 
 from __future__ import annotations
 
 import zmq
 
 from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.stage_activity import StageActivity
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import StepPlan, StepResult, pack, unpack
@@ -19,6 +23,7 @@ class ChannelPipeline:
         self._channel = channel
         self._health = health
         self._failures = failures
+        self.activity = StageActivity(health.num_stages)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -31,6 +36,7 @@ class ChannelPipeline:
         Raises:
             EngineDeadError: a stage does not take its plans.
         """
+        self.activity.note_dispatched(plan)
         try:
             self._channel.send_plan(pack(plan))
         except DeadlineError as error:
@@ -44,8 +50,11 @@ class ChannelPipeline:
                 case StageResult(stage_index=stage_index, payload=payload):
                     results.append(unpack(StepResult, payload))
                     self._health.heard(stage_index, results[-1].step_id)
-                case Heartbeat(stage_index=stage_index, step_id=step_id):
+                    self.activity.note_collected()
+                case Heartbeat(stage_index=stage_index, step_id=step_id, report=report):
                     self._health.heard(stage_index, step_id)
+                    if report is not None:
+                        self.activity.note_report(stage_index, report)
                 case StageError(description=description):
                     error, is_cause = read_failure(description)
                     self._failures.add(error, Witness.OWN_FAILURE if is_cause else Witness.NEIGHBOUR)

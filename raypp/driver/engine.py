@@ -8,6 +8,8 @@ from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns
 
+_MAX_INT32 = 2**31 - 1
+
 
 class Engine:
     """A scheduler and the pipeline that it plans for."""
@@ -23,6 +25,7 @@ class Engine:
         Raises:
             RequestError: it can never run.
         """
+        request.arrival_ns = now_ns()
         self._scheduler.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -40,6 +43,8 @@ class Engine:
         while (plan := self._scheduler.schedule()) is not None:
             self._pipeline.submit(plan)
             step_id = plan.step_id
+            if len(plan.start_rows):
+                self._note_queue_times(now_ns())
         if step_id >= 0:
             self._tracer.record("step", step_id, started, now_ns())
         return updates
@@ -57,3 +62,8 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counters."""
         return self._scheduler.stats()
+
+    def _note_queue_times(self, now: int) -> None:
+        for request in self._scheduler.started_by_last_step():
+            if not request.num_preemptions:
+                request.queue_us = min((now - request.arrival_ns) // 1000, _MAX_INT32)

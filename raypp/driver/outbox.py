@@ -86,6 +86,7 @@ def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
         stop_token_ids=_int32s([request.stop_token_id for request in requests]),
         num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
         num_preemptions=_int32s([request.num_preemptions for request in requests]),
+        queue_us=_int32s([request.queue_us for request in requests]),
         num_draft_tokens=_int32s([request.num_draft_tokens for request in requests]),
         num_accepted_tokens=_int32s([request.num_accepted_tokens for request in requests]),
         logprobs=pack_logprobs([c.logprobs for c in contents], [c.prompt_logprobs for c in contents]),

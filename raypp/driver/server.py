@@ -183,8 +183,8 @@ class DriverServer:
                 for request_id in request_ids:
                     if request_id in self._requests.get(client, {}):
                         self._abort(client, request_id)
-            case StatsCall(call_id):
-                self._send(client, StatsReply(call_id, self._stats()))
+            case StatsCall(call_id, spans_after_us):
+                self._send(client, StatsReply(call_id, self._stats(spans_after_us)))
             case CloseClient():
                 self._forget(client)
 
@@ -219,8 +219,16 @@ class DriverServer:
             if update.request.finish_reason:
                 self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
 
-    def _stats(self) -> dict[str, Any]:
-        return asdict(self._engine.stats()) | {"stage_silent_s": self._health.silent_s()}
+    def _stats(self, spans_after_us: int | None) -> dict[str, Any]:
+        activity = self._pipeline.activity
+        stats = asdict(self._engine.stats()) | {
+            "stage_silent_s": self._health.silent_s(),
+            "active_s": activity.active_s,
+            "stages": activity.sums(),
+        }
+        if spans_after_us is not None:
+            stats["spans"] = activity.spans_after(spans_after_us)
+        return stats
 
     def _forget(self, client: bytes) -> None:
         """Abort what a client still has; it will be told nothing more."""

@@ -62,6 +62,11 @@ class StageHealth:
         self._last_step_ids = [NO_STEP] * num_stages
         self._progress_s = self._clock()
 
+    @property
+    def num_stages(self) -> int:
+        """P."""
+        return len(self._heard_s)
+
     def heard(self, stage_index: int, step_id: int) -> None:
         """Note a sign of a stage, which has finished `step_id` by now."""
         self._heard_s[stage_index] = self._clock()

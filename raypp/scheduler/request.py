@@ -25,6 +25,8 @@ class Request:
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler
     is_streamed: bool = False  # whether the client wants every token at once; opaque to the scheduler
+    arrival_ns: int = 0  # monotonic; opaque to the scheduler, which has no clock
+    queue_us: int = 0  # from arrival to the first row; set by whoever dispatches, likewise opaque
 
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE

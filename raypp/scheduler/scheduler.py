@@ -121,6 +121,11 @@ class Scheduler:
                 return plan
         return None
 
+    def started_by_last_step(self) -> list[Request]:
+        """Return the requests that got their row with the step that was planned last; it must still be in flight."""
+        step = self._in_flight[self._in_flight.next_step_id - 1]
+        return [chunk.state.request for chunk in step.chunks if chunk.is_first]
+
     def update(self, result: StepResult) -> list[RequestUpdate]:
         """Take in the oldest dispatched step's result; return what it brought to unfinished requests.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+import time
 from contextlib import suppress
 from typing import Protocol
 
@@ -19,9 +20,11 @@ from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import NO_STEP, StepPlan, pack, unpack
 from raypp.stage.failure import describe_failure
 from raypp.stage.pending_result import PendingResult
+from raypp.tracing import ForwardCounter
 from raypp.transport.step_channel import StageChannel, Stop
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
+_REPORT_S = 0.1  # how old the driver's picture of a busy stage may get
 
 
 class SteppedStage(Protocol):
@@ -35,7 +38,13 @@ class SteppedStage(Protocol):
 
 
 def run_stage_loop(
-    stage: SteppedStage, channel: StageChannel, *, stage_index: int, heartbeat_s: float, silence_timeout_s: float
+    stage: SteppedStage,
+    channel: StageChannel,
+    *,
+    stage_index: int,
+    heartbeat_s: float,
+    silence_timeout_s: float,
+    forwards: ForwardCounter | None = None,
 ) -> None:
     """Run the plans that arrive until the driver says stop. Waits only for plans, and releases the GIL there.
 
@@ -47,21 +56,28 @@ def run_stage_loop(
         stage_index: Of the stage, for its errors.
         heartbeat_s: How often the driver hears from the stage, busy or idle.
         silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
+        forwards: The sums that are reported to the driver.
 
     Raises:
         EngineDeadError: the driver fell silent.
         Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
     try:
-        _run_plans(stage, channel, heartbeat_s, silence_timeout_s)
+        _run_plans(stage, channel, heartbeat_s, silence_timeout_s, forwards or ForwardCounter())
     except Exception as error:
         with suppress(DeadlineError):  # a driver that does not listen finds out by itself, or is gone
             channel.send_error(describe_failure(stage_index, error))
         raise
 
 
-def _run_plans(stage: SteppedStage, channel: StageChannel, heartbeat_s: float, silence_timeout_s: float) -> None:
-    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s)
+def _run_plans(
+    stage: SteppedStage,
+    channel: StageChannel,
+    heartbeat_s: float,
+    silence_timeout_s: float,
+    forwards: ForwardCounter,
+) -> None:
+    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s, forwards)
     num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
@@ -128,14 +144,16 @@ class _PlanReader:
 
 
 class _ResultWriter:
-    """Waits for results, packs and sends them on a thread of its own; sends a heartbeat when there is nothing else.
+    """Waits for results, packs and sends them on a thread of its own; heartbeats too: often while steps end.
 
-    The heartbeat tells the last step that the main thread finished: one that hangs is noticed by that.
+    A heartbeat tells the last step that the main thread finished: one that hangs is noticed by that.
     """
 
-    def __init__(self, channel: StageChannel, heartbeat_s: float) -> None:
+    def __init__(self, channel: StageChannel, heartbeat_s: float, forwards: ForwardCounter) -> None:
         self._channel = channel
         self._heartbeat_s = heartbeat_s
+        self._forwards = forwards
+        self._last_heartbeat_s = time.monotonic()
         self._results: queue.SimpleQueue[PendingResult | Stop] = queue.SimpleQueue()
         self._last_step_id = NO_STEP
         self._error: Exception | None = None
@@ -163,12 +181,20 @@ class _ResultWriter:
         try:
             while True:
                 try:
-                    result = self._results.get(timeout=self._heartbeat_s)
+                    result = self._results.get(timeout=min(_REPORT_S, self._heartbeat_s))
                 except queue.Empty:
-                    self._channel.send_heartbeat(self._last_step_id)
+                    self._report_if_due()
                     continue
                 if isinstance(result, Stop):
                     return
                 self._channel.send_result(pack(result.wait()))
+                self._report_if_due()
         except Exception as error:
             self._error = error
+
+    def _report_if_due(self) -> None:
+        silent_s = time.monotonic() - self._last_heartbeat_s
+        if silent_s >= self._heartbeat_s or (silent_s >= _REPORT_S and self._forwards.has_news):
+            self._last_heartbeat_s += silent_s
+            report = self._forwards.report() if self._forwards.has_news else None
+            self._channel.send_heartbeat(self._last_step_id, report)

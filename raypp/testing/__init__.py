@@ -2,7 +2,7 @@
 
 from raypp.testing.fake_stage import FakeStage
 from raypp.testing.local_engine import LocalEngine
-from raypp.testing.local_launch import launch_in_thread
 from raypp.testing.local_pipeline import LocalPipeline
+from raypp.testing.threaded_engine import ThreadedEngine, launch_in_threads
 
-__all__ = ["FakeStage", "LocalEngine", "LocalPipeline", "launch_in_thread"]
+__all__ = ["FakeStage", "LocalEngine", "LocalPipeline", "ThreadedEngine", "launch_in_threads"]

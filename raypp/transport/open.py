@@ -19,7 +19,7 @@ from raypp.errors import ConfigError
 from raypp.transport.edges import NUM_FORWARD_SLOTS, Edge, EdgeEnds, edges_at, num_feedback_slots, pipeline_edges
 from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.link_opening import LinkOpening
-from raypp.transport.local import open_local_edge
+from raypp.transport.local import LocalReceiver, LocalSender, open_local_edge
 from raypp.transport.place import StagePlace
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.resolve import resolve_link
@@ -144,11 +144,28 @@ def open_stage_links(
 
 
 def open_local_links(
-    num_stages: int, *, forward: MessageSpec, feedback: MessageSpec, device: torch.device = _CPU
+    num_stages: int,
+    *,
+    forward: MessageSpec,
+    feedback: MessageSpec,
+    device: torch.device = _CPU,
+    deadline_s: float = 0.0,
 ) -> list[StageLinks]:
-    """Return the links of all stages of a pipeline that one thread runs, step by step, on one device."""
-    forwards = [open_local_edge(NUM_FORWARD_SLOTS, forward.slot_bytes, device=device) for _ in range(num_stages - 1)]
-    feedback_out, feedback_in = open_local_edge(num_feedback_slots(num_stages), feedback.slot_bytes, device=device)
+    """Return the links of all stages of a pipeline that lives in one process, on one device.
+
+    Args:
+        num_stages: Of the pipeline.
+        forward: What stages send to the next.
+        feedback: What the last stage sends to the first.
+        device: Of the slots.
+        deadline_s: How long a wait may take; 0 when one thread runs all stages, step by step.
+    """
+
+    def edge(num_slots: int, slot_bytes: int) -> tuple[LocalSender, LocalReceiver]:
+        return open_local_edge(num_slots, slot_bytes, deadline_s, device=device)
+
+    forwards = [edge(NUM_FORWARD_SLOTS, forward.slot_bytes) for _ in range(num_stages - 1)]
+    feedback_out, feedback_in = edge(num_feedback_slots(num_stages), feedback.slot_bytes)
     return [
         StageLinks(
             previous=forwards[index - 1][1] if index > 0 else None,

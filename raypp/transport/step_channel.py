@@ -28,6 +28,7 @@ from typing import Any
 import zmq
 
 from raypp.errors import DeadlineError, ResourceError
+from raypp.messages import StageReport, pack, unpack
 
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
@@ -66,6 +67,7 @@ class Heartbeat:
     stage_index: int
     step_id: int  # the last finished step, or NO_STEP
     time_s: float  # since the epoch, by the stage's clock
+    report: StageReport | None = None  # when there is something to report
 
 
 @dataclass(frozen=True)
@@ -279,10 +281,10 @@ class StageChannel:
         """
         self._send(_Kind.ERROR, json.dumps(description).encode())
 
-    def send_heartbeat(self, step_id: int) -> None:
+    def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> None:
         """Tell the driver the last finished step. Dropped when the queue is full: a later one says more."""
-        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index)
-        _offer(self._results, header + _HEARTBEAT.pack(step_id, time.time()))
+        header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id, time.time())
+        _offer(self._results, header if report is None else header + pack(report))
 
     def close(self) -> None:
         """Close the sockets; messages that were sent get half a second to leave."""
@@ -347,7 +349,9 @@ def _decode_stage_message(frame: bytes) -> StageMessage:
         case _Kind.RESULT:
             return StageResult(stage_index, payload)
         case _Kind.HEARTBEAT:
-            return Heartbeat(stage_index, *_HEARTBEAT.unpack(payload))
+            step_id, time_s = _HEARTBEAT.unpack_from(payload)
+            report = payload[_HEARTBEAT.size :]
+            return Heartbeat(stage_index, step_id, time_s, unpack(StageReport, report) if len(report) else None)
         case _Kind.ERROR:
             return StageError(stage_index, json.loads(bytes(payload)))
     raise AssertionError(f"a message of kind {kind} came to the driver")

@@ -32,6 +32,8 @@ def test_breaches_are_found(tmp_path: Path) -> None:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ignored = shutil.ignore_patterns("assets", "__pycache__")
     package = Path(shutil.copytree(ROOT / "raypp", tmp_path / "raypp", ignore=ignored))
+    app = Path(shutil.copytree(ROOT / "serve_app", tmp_path / "serve_app", ignore=ignored))
+    (app / "routes" / "breach.py").write_text('"""Breaks a third."""\n\nimport ray\n')
     (package / "scheduler" / "breach.py").write_text(
         '"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n'
     )
@@ -43,6 +45,7 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "raypp.scheduler.breach -> raypp.stage",
         "raypp.scheduler.breach -> torch",
         "raypp.driver.breach -> ray",
+        "serve_app.routes.breach -> ray",
         "raypp.homeless",
     ):
         assert breach in result.stdout

@@ -20,7 +20,7 @@ from sampling_reference import Case, reference_scores
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.models.registry import resolve_model_path
-from raypp.testing import launch_in_thread
+from raypp.testing import launch_in_threads
 from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
 NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "80"))
@@ -109,7 +109,7 @@ async def _read(llm: AsyncLLM, sent: Sent) -> None:
 
 
 async def _storm(requests: list[Sent]) -> dict[str, int]:
-    async with await AsyncLLM.create("tiny", launch=launch_in_thread, **STORMY) as llm:
+    async with await AsyncLLM.create("tiny", launch=launch_in_threads, **STORMY) as llm:
         rng = random.Random(0)
         tasks = []
         for sent in requests:
@@ -142,7 +142,7 @@ def test_all_are_answered_and_nothing_is_left() -> None:
         assert not stays or sent.last.finished
         ends.update(c.finish_reason or "left" for c in (sent.last.outputs if sent.outputs else ()))
 
-    with LLM("tiny", launch=launch_in_thread, **QUIET) as llm:
+    with LLM("tiny", launch=launch_in_threads, **QUIET) as llm:
         quiet = llm.generate([s.prompt for s in requests], [s.params for s in requests])
         assert llm.stats()["num_preemptions"] == 0
         comparison = _Comparison(llm)

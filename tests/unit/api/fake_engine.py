@@ -169,7 +169,7 @@ class FakeEngine:
             case AbortRequests(request_ids):
                 self.aborted += request_ids
                 self._running = [r for r in self._running if r.request.request_id not in request_ids]
-            case StatsCall(call_id):
+            case StatsCall(call_id, _):
                 if self.answers_stats:
                     self._send(client, StatsReply(call_id, {"num_running": len(self._running)}))
             case CloseClient():
@@ -202,6 +202,7 @@ class FakeEngine:
             stop_token_ids=_int32s(stop_tokens),
             num_cached_tokens=np.full(count, 16, np.int32),
             num_preemptions=np.full(count, 1, np.int32),
+            queue_us=np.full(count, 2000, np.int32),
             num_draft_tokens=np.full(count, 4, np.int32),
             num_accepted_tokens=np.full(count, 3, np.int32),
         )

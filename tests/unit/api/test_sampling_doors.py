@@ -15,7 +15,7 @@ import pytest
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.errors import RayppError, RequestError
-from raypp.testing import launch_in_thread
+from raypp.testing import launch_in_threads
 from raypp.types import RequestOutput, SamplingParams
 
 SETTINGS = {"num_stages": 2, "max_num_seqs": 16, "max_num_batched_tokens": 64, "stage_num_threads": 1}
@@ -24,7 +24,7 @@ PROMPT = "def main(argv):\n    import os\n    for name in os.listdir(argv[1]):\n
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("tiny", launch=launch_in_thread, **SETTINGS) as llm:
+    with LLM("tiny", launch=launch_in_threads, **SETTINGS) as llm:
         yield llm
 
 
@@ -231,7 +231,7 @@ def test_bad_input_does_not_touch_those_that_run(llm: LLM) -> None:
 
 
 def test_a_request_ends_where_the_models_length_ends() -> None:
-    with LLM("tiny", launch=launch_in_thread, num_kv_blocks=4, max_model_len=48, **SETTINGS) as small:
+    with LLM("tiny", launch=launch_in_threads, num_kv_blocks=4, max_model_len=48, **SETTINGS) as small:
         output = only(small.generate("x", greedy(max_tokens=999)))
         assert output.outputs[0].finish_reason == "length"
         assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 48
@@ -239,7 +239,7 @@ def test_a_request_ends_where_the_models_length_ends() -> None:
 
 def test_streaming_of_several_continuations(llm: LLM) -> None:
     async def body() -> None:
-        async with await AsyncLLM.create("tiny", launch=launch_in_thread, **SETTINGS) as engine:
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, **SETTINGS) as engine:
             outputs = [o async for o in engine.generate(PROMPT, sampled(n=3, logprobs=1, prompt_logprobs=1), "r")]
             last = outputs[-1]
             assert last.finished

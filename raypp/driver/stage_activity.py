@@ -1,0 +1,84 @@
+"""What the stages did lately, as they reported it: busy time, and their last forwards for a live picture."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from raypp.messages import Int32s, StageReport, StepPlan
+
+_MAX_SPANS = 2048  # per stage
+_MAX_STEPS = 4096
+
+
+@dataclass(slots=True)
+class _Stage:
+    num_steps: int = 0
+    busy_ns: int = 0
+    spans: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    cohort: int
+    num_rows: int
+    num_scheduled_tokens: Int32s  # added up only when somebody looks
+
+
+class StageActivity:
+    """Keeps the stages' sums, their last forwards, and for how long any step was in flight."""
+
+    def __init__(self, num_stages: int) -> None:
+        self._stages = [_Stage() for _ in range(num_stages)]
+        self._steps: dict[int, _Step] = {}
+        self._num_in_flight = 0
+        self._active_ns = 0
+        self._active_since_ns = 0
+
+    @property
+    def active_s(self) -> float:
+        """Seconds in which steps were in flight, since the start. A stage that is not busy then waits for another."""
+        running_ns = time.monotonic_ns() - self._active_since_ns if self._num_in_flight else 0
+        return (self._active_ns + running_ns) / 1e9
+
+    def note_dispatched(self, plan: StepPlan) -> None:
+        """Remember whose step this is."""
+        if not self._num_in_flight:
+            self._active_since_ns = time.monotonic_ns()
+        self._num_in_flight += 1
+        self._steps[plan.step_id] = _Step(plan.cohort, len(plan.rows), plan.num_scheduled_tokens)
+        self._steps.pop(plan.step_id - _MAX_STEPS, None)
+
+    def note_collected(self) -> None:
+        """Count a result."""
+        self._num_in_flight -= 1
+        if not self._num_in_flight:
+            self._active_ns += time.monotonic_ns() - self._active_since_ns
+
+    def note_report(self, stage_index: int, report: StageReport) -> None:
+        """Take in a stage's report."""
+        stage = self._stages[stage_index]
+        stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
+        stage.spans.extend(zip(report.step_ids.tolist(), report.start_us.tolist(), report.end_us.tolist(), strict=True))
+
+    def sums(self) -> list[dict[str, float]]:
+        """Return num_steps and busy_s of every stage, since the start."""
+        return [{"num_steps": stage.num_steps, "busy_s": stage.busy_ns / 1e9} for stage in self._stages]
+
+    def spans_after(self, end_us: int) -> list[list[int]]:
+        """Return the kept forwards that ended later, each [stage, step_id, start_us, end_us, cohort, rows, tokens].
+
+        Args:
+            end_us: Microseconds since the epoch. A stage reports its forwards in order; stages report independently.
+        """
+        found = []
+        for stage_index, stage in enumerate(self._stages):
+            for step_id, start, end in reversed(stage.spans):
+                if end <= end_us:
+                    break
+                step = self._steps.get(step_id)
+                if step is not None:
+                    num_tokens = int(step.num_scheduled_tokens.sum())
+                    found.append([stage_index, step_id, start, end, step.cohort, step.num_rows, num_tokens])
+        return found

@@ -1,0 +1,170 @@
+"""A whole engine in the threads of one process, behind the real wire: what doors are tested with, without Ray.
+
+Scheduler, driver, stages and every message are the real ones; only the processes are missing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.engine import Engine
+from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.hardware import Hardware
+from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.stage_health import StageHealth
+from raypp.errors import RayppError, StageDiedError
+from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.loop import run_stage_loop
+from raypp.stage.schemas import StageSchemas
+from raypp.stage.stage import Stage
+from raypp.tracing import DRIVER_LANE, Tracer
+from raypp.transport.open import open_local_links
+from raypp.transport.step_channel import DriverChannel, StageChannel
+
+_JOIN_TIMEOUT_S = 10.0
+
+
+def launch_in_threads(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> ThreadedEngine:
+    """Start an engine in this process; a `Launch`: `LLM("tiny", launch=launch_in_threads)`."""
+    return ThreadedEngine(plan_engine(config, Hardware.of_this_machine()), stage_factory)
+
+
+class ThreadedEngine:
+    """An `EngineHandle` whose driver and stages are threads. `kill_stage` plays a stage's death."""
+
+    def __init__(self, plan: EnginePlan, factory: StageFactory | None) -> None:
+        self._plan = plan
+        self._watchers: list[Callable[[RayppError], None]] = []
+        self._is_closed = False
+        self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.client_address = f"ipc://{self._meeting_place}/clients"
+        self._clients = open_client_socket(self._context, self.client_address)
+        num_stages, faults = len(plan.stages), plan.config.faults
+        addresses = [f"ipc://{self._meeting_place}/stage-{index}" for index in range(num_stages)]
+        channel = DriverChannel(addresses, f"ipc://{self._meeting_place}/results", context=self._context)
+        health = StageHealth(
+            num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+        )
+        failures = FailureReports()
+        self._pipeline = ChannelPipeline(channel, health, failures)
+        self.scheduler = Scheduler(plan.scheduler_limits())
+        """To look at once the engine is closed."""
+        self._server = DriverServer(
+            Engine(self.scheduler, self._pipeline, Tracer(DRIVER_LANE, enabled=False)),
+            self._pipeline,
+            self._clients,
+            health,
+            failures,
+            heartbeat_s=faults.heartbeat_s,
+        )
+        self._links: list[Any] = []
+        targets = [*self._stage_loops(channel, factory), self._drive]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def model_info(self) -> dict[str, Any]:
+        """What clients must know of the model."""
+        return {
+            "model_path": self._plan.model_path,
+            "vocab_size": self._plan.model.vocab_size,
+            "max_model_len": self._plan.max_model_len,
+            "eos_token_ids": sorted(self._plan.model.eos_token_ids),
+        }
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._plan.describe()
+
+    def processes(self) -> dict[str, Any]:
+        """Return this process's id, for the driver and for every stage."""
+        return {"driver": os.getpid(), "stages": [os.getpid()] * len(self._plan.stages), "encoders": []}
+
+    def watch(self, callback: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when the engine dies."""
+        self._watchers.append(callback)
+
+    def kill_stage(self, stage_index: int) -> None:
+        """Let the engine die as it does when a stage dies."""
+        self._server.fail(StageDiedError(f"stage {stage_index} died", stage_index=stage_index), Witness.DEATH)
+
+    def close(self) -> None:
+        """End all threads."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._server.stop()
+            for thread in self._threads:
+                thread.join(_JOIN_TIMEOUT_S)
+            self._server.close()
+            self._clients.close()
+            self._context.term()
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+
+    def _stage_loops(self, driver: DriverChannel, factory: StageFactory | None) -> list[Callable[[], None]]:
+        plan, num_stages = self._plan, len(self._plan.stages)
+        specs = [plan.stage_spec(index) for index in range(num_stages)]
+        models = [build_stage_model(spec, plan.model, factory) for spec in specs]
+        schemas = StageSchemas.of(specs[0], models[0].hidden_size)
+        self._links = open_local_links(
+            num_stages,
+            forward=schemas.forward_messages(specs[0]),
+            feedback=schemas.feedback_messages(specs[0]),
+            device=torch.device(specs[0].device),
+            deadline_s=plan.config.faults.step_timeout_s,
+        )
+
+        def loop(index: int) -> Callable[[], None]:
+            tracer = Tracer(f"stage {index}", enabled=False)
+            caches = allocate_kv_caches(specs[index], plan.model)
+            stage = Stage(specs[index], models[index], caches, self._links[index], schemas, tracer)
+            channel = StageChannel(
+                index,
+                driver.stage_addresses[index],
+                driver.result_address,
+                num_stages=num_stages,
+                context=self._context,
+            )
+            return lambda: _run_stage(plan, index, stage, channel, tracer)
+
+        return [loop(index) for index in range(num_stages)]
+
+    def _drive(self) -> None:
+        try:
+            self._server.serve()
+        except RayppError as error:
+            for callback in self._watchers:
+                callback(error)
+        finally:
+            self._pipeline.close()
+            for links in self._links:
+                links.abort()
+
+
+def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel, tracer: Tracer) -> None:
+    try:
+        run_stage_loop(
+            stage,
+            channel,
+            stage_index=index,
+            heartbeat_s=plan.config.faults.heartbeat_s,
+            silence_timeout_s=plan.config.faults.silence_timeout_s,
+            forwards=tracer.forwards,
+        )
+    except RayppError:
+        return  # it told the driver, or the driver told it: the links are aborted when the engine dies
+    finally:
+        channel.close()

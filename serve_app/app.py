@@ -1,0 +1,63 @@
+"""The Serve application: `serve run serve_app.app:build model=tiny num_stages=2`, or `configs/serve.yaml`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.serve import Application
+
+from raypp.config.engine import EngineConfig
+from serve_app.replica import EngineReplica
+from serve_app.settings import ServeSettings, split_arguments
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
+
+_MAX_STARTS = 3
+"""What keeps an engine from starting is seldom gone at the next attempt, and each may take minutes."""
+
+_OTHER_REQUESTS = 256
+"""Requests beside those that generate: health, metrics, pages. They never wait behind the others."""
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """Return the application that Serve deploys.
+
+    Args:
+        arguments: Settings of the engine and of the door by their names alone, and `config`, a TOML file.
+
+    Raises:
+        ConfigError: an unknown name, or a value that cannot be.
+    """
+    return build_application(*split_arguments(arguments))
+
+
+def build_application(
+    config: EngineConfig, settings: ServeSettings, *, stage_factory: StageFactory | None = None
+) -> Application:
+    """Return the application of an engine's configuration and the door's settings.
+
+    Args:
+        config: Of the engine.
+        settings: Of the door.
+        stage_factory: Makes other models than the real ones.
+    """
+    settings.keys()  # a file that cannot be read is told here, not in a replica's log
+    # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
+    # away, and silently make requests wait.
+    max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
+    deployed = serve.deployment(
+        name="engine",
+        num_replicas=settings.num_replicas,
+        max_ongoing_requests=max_requests,
+        max_constructor_retry_count=_MAX_STARTS,
+        ray_actor_options={"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources},
+        health_check_period_s=settings.health_check_period_s,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=2 * config.faults.close_timeout_s,
+    )
+    # Nothing is given to ingress: the app is made in the replica, once there is an engine to make it around.
+    application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory)
+    return application

@@ -1,0 +1,152 @@
+"""Outputs so far to what is new in them, and that to the chunks of OpenAI's streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raypp.errors import RayppError
+from raypp.openai_api.errors import describe_error
+from raypp.openai_api.from_outputs import ResponseHead, usage_of
+from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.request_fields import StreamOptions
+from raypp.openai_api.responses import PromptLogprobs
+from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What of one choice has been sent."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
+    logprobs_offset: int = 0  # characters of the tokens whose log-probabilities were sent
+    is_begun: bool = False
+    is_finished: bool = False
+
+
+class ChunkWriter:
+    """Writes the chunks of one response as server-sent events.
+
+    They are written by hand: a chunk is a few dozen bytes, and a model object for each would cost more than its token.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        kind: Literal["chat", "text"],
+        params: SamplingParams,
+        options: StreamOptions | None,
+        echoes: Sequence[str] | None = None,
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            head: The response's name.
+            kind: Which of the two endpoints' chunks.
+            params: How the texts are sampled.
+            options: What else the stream holds.
+            echoes: Texts that the choices of each prompt begin with.
+        """
+        name = "chat.completion.chunk" if kind == "chat" else "text_completion"
+        fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
+        self._head = json.dumps(fields, separators=(",", ":"))[:-1]
+        self._is_chat = kind == "chat"
+        self._num_top = params.logprobs or 0
+        self._with_usage = options is not None and bool(options.include_usage)
+        self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
+        self._echoes = echoes
+        self._choices: dict[int, _Choice] = {}
+        self._last: dict[int, RequestOutput] = {}
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
+        """Yield the whole stream, up to [DONE]. An error on the way is told in the stream and ends it.
+
+        Raises:
+            RayppError: before anything was yielded.
+        """
+        try:
+            async with aclosing(outputs):
+                async for prompt_index, output in outputs:
+                    if events := self._new_in(prompt_index, output):
+                        yield events
+        except RayppError as error:
+            if not self._last:
+                raise
+            _, response = describe_error(error)
+            yield f"data: {response.model_dump_json()}\n\n"
+            return
+        if self._with_usage:
+            yield self._chunk("", usage_of(list(self._last.values())).model_dump_json())
+        yield DONE
+
+    def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
+        """Return the events of what is new in a prompt's outputs."""
+        self._last[prompt_index] = output
+        return "".join(
+            self._event(prompt_index * len(output.outputs) + completion.index, completion, prompt_index, output)
+            for completion in output.outputs
+        )
+
+    def _event(self, index: int, completion: CompletionOutput, prompt_index: int, output: RequestOutput) -> str:
+        choice = self._choices.setdefault(index, _Choice())
+        text = completion.text[choice.num_chars :]
+        if choice.is_finished or not (text or completion.finish_reason or not choice.is_begun):
+            return ""
+        fields = self._text_fields(index, choice, text, prompt_index)
+        fields["logprobs"] = self._logprobs(choice, completion, output, prompt_index)
+        fields["finish_reason"] = completion.finish_reason
+        if completion.finish_reason:
+            fields["stop_reason"] = completion.stop_reason
+        if not choice.is_begun and output.prompt_logprobs is not None and self._echoes is None:
+            fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
+        choice.num_chars, choice.num_tokens = len(completion.text), len(completion.token_ids)
+        choice.is_begun, choice.is_finished = True, completion.finish_reason is not None
+        usage = usage_of([output]).model_dump_json() if self._with_every_usage else "null" if self._with_usage else ""
+        return self._chunk(json.dumps(fields, separators=(",", ":")), usage)
+
+    def _chunk(self, choice: str, usage: str) -> str:
+        tail = f',"usage":{usage}' if usage else ""
+        return f'data: {self._head},"choices":[{choice}]{tail}}}\n\n'
+
+    def _text_fields(self, index: int, choice: _Choice, text: str, prompt_index: int) -> dict[str, Any]:
+        if self._is_chat:
+            delta = {"content": text} if choice.is_begun else {"role": "assistant", "content": text}
+            return {"index": index, "delta": delta}
+        if self._echoes is not None and not choice.is_begun:
+            text = self._echoes[prompt_index] + text
+        return {"index": index, "text": text}
+
+    def _logprobs(
+        self, choice: _Choice, completion: CompletionOutput, output: RequestOutput, prompt_index: int
+    ) -> dict[str, Any] | None:
+        """Return those of the tokens that are new; with an echo, in the first chunk, of the prompt's tokens before."""
+        if completion.logprobs is None:
+            return None
+        token_ids: Sequence[int] = completion.token_ids[choice.num_tokens :]
+        logprobs: Sequence[Logprobs | None] = completion.logprobs[choice.num_tokens :]
+        if self._is_chat:
+            return chat_logprobs(token_ids, completion.logprobs[choice.num_tokens :], self._num_top).model_dump()
+        first_text = ""
+        if self._echoes is not None and not choice.is_begun:
+            echo, of_prompt = self._echoes[prompt_index], output.prompt_logprobs
+            if of_prompt is None:
+                choice.logprobs_offset = len(echo)
+            else:
+                later = completion_logprobs(output.prompt_token_ids[1:], of_prompt[1:], 0).tokens
+                first_text = echo[: max(0, len(echo) - sum(map(len, later)))]
+                token_ids, logprobs = [*output.prompt_token_ids, *token_ids], [*of_prompt, *logprobs]
+        columns = completion_logprobs(token_ids, logprobs, self._num_top, choice.logprobs_offset, first_text)
+        choice.logprobs_offset += sum(map(len, columns.tokens))
+        return columns.model_dump()
+
+
+def _plain(by_position: PromptLogprobs) -> list[dict[str, Any] | None]:
+    return [at and {token_id: entry.model_dump() for token_id, entry in at.items()} for at in by_position]

@@ -1,0 +1,58 @@
+"""What the routes share: one engine, and the parts of the door around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from raypp.api.async_llm import AsyncLLM
+from serve_app.admission import Admission
+from serve_app.errors import UnknownModelError
+from serve_app.live import LiveFeed
+from serve_app.metrics import EngineMetrics
+from serve_app.prompts import PromptEncoder
+from serve_app.runner import RequestRunner
+from serve_app.settings import ServeSettings
+
+
+class Siblings(Protocol):
+    """The replicas behind the same address, this one included."""
+
+    async def expositions(self) -> list[str]:
+        """Return every replica's metrics."""
+
+
+@dataclass(frozen=True)
+class AppContext:
+    """One engine, and what the routes need to serve it."""
+
+    llm: AsyncLLM
+    settings: ServeSettings
+    metrics: EngineMetrics
+    admission: Admission
+    runner: RequestRunner
+    prompts: PromptEncoder
+    live: LiveFeed
+    siblings: Siblings
+    model_names: tuple[str, ...]
+    takes_images: bool = False
+    created_s: int = field(default=0)  # when the engine was started, seconds since the epoch
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in answers."""
+        return self.model_names[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output together."""
+        return int(self.llm.model_info["max_model_len"])
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the model's names, and none.
+
+        Raises:
+            UnknownModelError: another name.
+        """
+        if name is not None and name not in self.model_names:
+            raise UnknownModelError(name, self.model_names)

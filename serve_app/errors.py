@@ -1,0 +1,143 @@
+"""Errors as OpenAI's clients expect them: one JSON shape, the right status, documented for every route."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from raypp.errors import EngineDeadError, RayppError
+from raypp.openai_api.errors import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
+
+_ENGINE_RETRY_S = 3
+"""When to ask again after the engine died: about what a small one takes to be replaced."""
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFullError(RayppError):
+    """So many requests wait already that one more has no prospect of being served soon.
+
+    Args:
+        message: How full the queue is.
+        retry_after_s: When it may be worth trying again.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int, got: object = None, expected: object = None) -> None:
+        super().__init__(message, got=got, expected=expected, hint=f"try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class UnknownModelError(RayppError):
+    """A request for a model that is not served here.
+
+    Args:
+        name: The model that was asked for.
+        served: The names there are.
+    """
+
+    def __init__(self, name: str, served: Sequence[str]) -> None:
+        self.status, self.response = model_not_found(name, served)
+        super().__init__(self.response.error.message)
+
+
+class AsciiJSONResponse(JSONResponse):
+    """JSON in ASCII: a message that quotes half a character of a request can be sent, too."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the content's bytes."""
+        return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_response(
+    status: int, message: str, *, kind: str, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> AsciiJSONResponse:
+    """Return a response of OpenAI's error shape.
+
+    Args:
+        status: HTTP status.
+        message: What went wrong, for people.
+        kind: OpenAI's `type`, e.g. `invalid_request_error`.
+        code: A word for programs.
+        headers: Further headers.
+    """
+    error = ErrorObject(message=message, type=kind, code=code)
+    return _response(status, ErrorResponse(error=error), headers)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let every error of the app become a response of OpenAI's shape."""
+    app.add_exception_handler(RequestValidationError, _on_invalid_body)
+    app.add_exception_handler(RayppError, _on_raypp_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+_DESCRIPTIONS = {
+    400: "The request cannot be served as it is; the message says why",
+    401: "No valid API key",
+    404: "There is no such model or page",
+    413: "The body is larger than this server takes",
+    429: "Too many requests wait already; see Retry-After",
+    500: "A fault of the server",
+    503: "The engine is dead; it is being replaced",
+    504: "The engine did not answer in time",
+}
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI descriptions of these error statuses, for a route's `responses`."""
+    return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
+
+
+def event_stream(data: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the OpenAPI content of server-sent events.
+
+    Args:
+        data: What each event's data is, as a schema; text by default.
+    """
+    payload = {"type": "string", **({"contentMediaType": "application/json", "contentSchema": data} if data else {})}
+    return {"schema": {"type": "object", "properties": {"data": payload}, "required": ["data"]}}
+
+
+async def _on_invalid_body(request: Request, error: Exception) -> AsciiJSONResponse:
+    assert isinstance(error, RequestValidationError)
+    complaints = error.errors()
+    if complaints and complaints[0]["type"] == "json_invalid":
+        detail = complaints[0].get("ctx", {}).get("error", "")
+        return error_response(400, f"the body is not valid JSON: {detail}", kind="invalid_request_error")
+    return _response(*describe_error(body_error(complaints)))
+
+
+async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONResponse:
+    assert isinstance(error, RayppError)
+    if isinstance(error, QueueFullError):
+        retry = {"Retry-After": str(error.retry_after_s)}
+        return error_response(429, str(error), kind="rate_limit_error", code="queue_full", headers=retry)
+    if isinstance(error, UnknownModelError):
+        return _response(error.status, error.response)
+    retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError) else {}
+    return _response(*describe_error(error), retry)
+
+
+async def _on_http_error(request: Request, error: Exception) -> AsciiJSONResponse:
+    assert isinstance(error, HTTPException)
+    code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return error_response(error.status_code, str(error.detail), kind=kind, code=code, headers=error.headers)
+
+
+async def _on_bug(request: Request, error: Exception) -> AsciiJSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _response(*describe_error(error))
+
+
+def _response(status: int, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:
+    return AsciiJSONResponse(body.model_dump(), status, headers=dict(headers or {}))

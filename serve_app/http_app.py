@@ -1,0 +1,112 @@
+"""The HTTP app around one engine: routes, errors, keys, limits. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.security import HTTPBearer
+
+import raypp
+from raypp.api.async_llm import AsyncLLM
+from serve_app.admission import Admission
+from serve_app.context import AppContext, Siblings
+from serve_app.errors import AsciiJSONResponse, add_error_handlers
+from serve_app.live import LiveFeed
+from serve_app.metrics import EngineMetrics
+from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
+from serve_app.prompts import PromptEncoder
+from serve_app.routes.generation import generation_routes
+from serve_app.routes.models import model_routes
+from serve_app.routes.page import page_routes
+from serve_app.routes.status import status_routes
+from serve_app.routes.tokens import token_routes
+from serve_app.runner import RequestRunner
+from serve_app.settings import ServeSettings
+
+
+class OnlyReplica:
+    """A replica without siblings."""
+
+    def __init__(self, llm: AsyncLLM, metrics: EngineMetrics) -> None:
+        self._llm = llm
+        self._metrics = metrics
+
+    async def expositions(self) -> list[str]:
+        """Return this replica's metrics."""
+        return [await exposition(self._llm, self._metrics)]
+
+
+async def exposition(llm: AsyncLLM, metrics: EngineMetrics) -> str:
+    """Return one replica's metrics; of a dead engine only what happened before."""
+    try:
+        stats = await llm.stats()
+    except raypp.RayppError:
+        stats = {}
+    return metrics.exposition(stats)
+
+
+def make_context(
+    llm: AsyncLLM, settings: ServeSettings, *, metrics: EngineMetrics, siblings: Siblings | None = None
+) -> AppContext:
+    """Return what the routes share.
+
+    Args:
+        llm: The engine.
+        settings: Of the door.
+        metrics: This replica's.
+        siblings: All replicas; by default there is only this one.
+    """
+    admission = Admission(llm.config.scheduler.max_num_seqs, settings.max_queued_requests)
+    return AppContext(
+        llm=llm,
+        settings=settings,
+        metrics=metrics,
+        admission=admission,
+        runner=RequestRunner(llm, admission, metrics),
+        prompts=PromptEncoder(llm.tokenizer),
+        live=LiveFeed(llm, settings.live_period_s),
+        siblings=siblings or OnlyReplica(llm, metrics),
+        model_names=model_names(llm.config.model.model, settings),
+        created_s=int(time.time()),
+    )
+
+
+def model_names(model: str, settings: ServeSettings) -> tuple[str, ...]:
+    """Return the names that requests may call the model by; the first is the one in answers."""
+    return tuple(settings.served_model_name) or (model,)
+
+
+def make_http_app(context: AppContext) -> FastAPI:
+    """Return the ASGI app.
+
+    Raises:
+        ConfigError: the API keys cannot be read.
+    """
+    settings, keys = context.settings, context.settings.keys()
+    app = FastAPI(
+        title="raypp",
+        version=raypp.__version__,
+        description="OpenAI-compatible inference on a pipeline of Ray actors.",
+        openapi_url=None,  # it is a route like any other, and described like any other
+        docs_url=None,  # its scripts come from elsewhere: it would not work offline
+        redoc_url=None,
+        default_response_class=AsciiJSONResponse,
+    )
+    add_error_handlers(app)
+    guarded = [Depends(HTTPBearer(auto_error=False))] if keys else []  # describes what the middleware checks
+    for router in (generation_routes(context), token_routes(context), model_routes(context)):
+        app.include_router(router, dependencies=guarded)
+    app.include_router(status_routes(context))
+    app.include_router(page_routes(context))
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    if keys:
+        app.add_middleware(ApiKeys, keys=keys)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestCounter, count=context.metrics.count_response)
+    return app

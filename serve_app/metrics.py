@@ -1,0 +1,237 @@
+"""What Prometheus is told: the engine's counters, and how long requests took.
+
+One registry per replica, so that nothing is global. Every series carries the model's and the replica's name; `merge`
+puts the expositions of several replicas together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from raypp.types import RequestOutput
+
+_LABELS = ("model", "replica")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+# Name, explanation and key of the engine's stats. A key that an engine does not have is left out.
+_GAUGES = (
+    ("raypp_requests_running", "Requests that have a row", "num_running"),
+    ("raypp_requests_waiting", "Requests that wait for a row", "num_waiting"),
+    ("raypp_steps_in_flight", "Steps dispatched and not collected", "num_in_flight"),
+    ("raypp_kv_usage_ratio", "Share of the KV blocks in use, 0 to 1", "kv_usage"),
+    ("raypp_kv_blocks", "KV blocks of every stage", "num_blocks"),
+)
+_COUNTERS = (
+    ("raypp_steps", "Steps dispatched", "num_steps"),
+    ("raypp_prompt_tokens", "Prompt tokens of the requests that got a row", "num_prompt_tokens"),
+    ("raypp_generated_tokens", "Tokens generated", "num_generated_tokens"),
+    ("raypp_preemptions", "Requests that lost their row to others", "num_preemptions"),
+    ("raypp_prefix_query_tokens", "Tokens looked up in the prefix cache", "num_prefix_query_tokens"),
+    ("raypp_prefix_hit_tokens", "Tokens found in the prefix cache", "num_prefix_hit_tokens"),
+    ("raypp_draft_tokens", "Draft tokens verified", "num_draft_tokens"),
+    ("raypp_accepted_tokens", "Draft tokens accepted", "num_accepted_tokens"),
+    ("raypp_encoder_items", "Images encoded", "num_encoder_items"),
+    ("raypp_encoder_cache_hits", "Images found in the embedding cache", "num_encoder_cache_hits"),
+    ("raypp_encoder_tokens", "Tokens encoded, padding included", "num_encoder_tokens"),
+    ("raypp_encoder_padding_tokens", "Of these, padding", "num_encoder_padding_tokens"),
+)
+
+
+class EngineMetrics:
+    """All series of one replica. Lives on one event loop."""
+
+    def __init__(self, model: str, replica: str) -> None:
+        self._names = (model, replica)
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector(self._names)
+        self._registry.register(self._engine)
+        self._ttft = self._histogram("raypp_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
+        self._itl = self._histogram("raypp_inter_token_seconds", "Time between two tokens", _TOKEN_SECONDS)
+        self._tpot = self._histogram("raypp_time_per_output_token_seconds", "Mean of a request", _TOKEN_SECONDS)
+        self._e2e = self._histogram("raypp_request_seconds", "Arrival to end", _SECONDS)
+        self._queue = self._histogram("raypp_queue_seconds", "Arrival to row", _SECONDS)
+        self._prompt = self._histogram("raypp_request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self._output = self._histogram("raypp_request_output_tokens", "Generated tokens of a request", _TOKENS)
+        self._ends = self._counter("raypp_requests_finished", "Sequences by how they ended", "reason")
+        self._http = self._counter("raypp_http_responses", "Responses by route and status", "route", "status")
+
+    def watch(self, started_s: float, num_prompt_tokens: int) -> RequestWatch:
+        """Return what observes one prompt's outputs.
+
+        Args:
+            started_s: Monotonic time at which the request came.
+            num_prompt_tokens: Of the prompt.
+        """
+        self._prompt.observe(num_prompt_tokens)
+        return RequestWatch(self, started_s)
+
+    def count_end(self, reason: str) -> None:
+        """Count a sequence that ended."""
+        self._ends.labels(*self._names, reason).inc()
+
+    def count_response(self, route: str, status: int) -> None:
+        """Count an HTTP response."""
+        self._http.labels(*self._names, route, str(status)).inc()
+
+    def exposition(self, stats: Mapping[str, Any]) -> str:
+        """Return all series in Prometheus's text format.
+
+        Args:
+            stats: The engine's figures of this moment; empty when it is dead.
+        """
+        self._engine.stats = stats
+        return generate_latest(self._registry).decode()
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, what, _LABELS, buckets=buckets, registry=self._registry).labels(*self._names)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(name, what, (*_LABELS, *labels), registry=self._registry)
+
+
+class RequestWatch:
+    """Observes the outputs of one prompt."""
+
+    def __init__(self, metrics: EngineMetrics, started_s: float) -> None:
+        self._metrics = metrics
+        self._started_s = started_s
+        self._seen: dict[int, tuple[int, float]] = {}  # by continuation: tokens, and when the last of them came
+        self._is_ended = False
+
+    def see(self, output: RequestOutput) -> None:
+        """Take in the outputs so far."""
+        now_s, metrics = time.monotonic(), self._metrics
+        if not self._seen:
+            metrics._ttft.observe(now_s - self._started_s)
+        for completion in output.outputs:
+            num_tokens = len(completion.token_ids)
+            num_seen, last_s = self._seen.get(completion.index, (0, 0.0))
+            if num_tokens > num_seen:
+                self._seen[completion.index] = (num_tokens, now_s)
+                if num_seen:
+                    metrics._itl.observe((now_s - last_s) / (num_tokens - num_seen))
+        if output.finished:
+            self._end(output, now_s)
+
+    def close(self) -> None:
+        """Take in that nobody looks at the outputs any more."""
+        if not self._is_ended:
+            self._metrics.count_end("abort")
+
+    def _end(self, output: RequestOutput, now_s: float) -> None:
+        self._is_ended = True
+        metrics = self._metrics
+        metrics._e2e.observe(now_s - self._started_s)
+        if output.metrics.queue_s is not None:
+            metrics._queue.observe(output.metrics.queue_s)
+        if output.metrics.tpot_s is not None:
+            metrics._tpot.observe(output.metrics.tpot_s)
+        for completion in output.outputs:
+            metrics._output.observe(len(completion.token_ids))
+            metrics.count_end(completion.finish_reason or "abort")
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters, as of the last time it was asked."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        self._names = names
+        self._last: Mapping[str, Any] = {}
+        self._shares: tuple[list[float], float] | None = None
+        self._stats: Mapping[str, Any] = {}
+
+    @property
+    def stats(self) -> Mapping[str, Any]:
+        """What is told."""
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+        if stats:
+            self._shares = busy_shares(self._last, stats) or self._shares
+            self._last = stats
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the registry need not ask an engine when it is made."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families."""
+        stats, names = self._stats, list(self._names)
+        yield self._gauge("raypp_engine_up", "Whether the engine answers", [([], float(bool(stats)))])
+        for name, what, key in _GAUGES:
+            if key in stats:
+                yield self._gauge(name, what, [([], stats[key])])
+        for name, what, key in _COUNTERS:
+            if key in stats:
+                family = CounterMetricFamily(name, what, labels=_LABELS)
+                family.add_metric(names, stats[key])
+                yield family
+        if "stages" not in stats:
+            return
+        busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=(*_LABELS, "stage"))
+        for index, stage in enumerate(stats["stages"]):
+            busy.add_metric([*names, str(index)], stage["busy_s"])
+        yield busy
+        active = CounterMetricFamily("raypp_active_seconds", "Time with steps in flight", labels=_LABELS)
+        active.add_metric(names, stats["active_s"])
+        yield active
+        if self._shares is not None:
+            shares, bubble = self._shares
+            yield self._gauge(
+                "raypp_stage_busy_ratio",
+                "Share of the time with steps in flight in which the stage computed, since the last look",
+                [([str(index)], share) for index, share in enumerate(shares)],
+                "stage",
+            )
+            yield self._gauge(
+                "raypp_bubble_ratio", "Share of it in which a stage did not, over all stages", [([], bubble)]
+            )
+
+    def _gauge(self, name: str, what: str, values: list[tuple[list[str], float]], *labels: str) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(name, what, labels=(*_LABELS, *labels))
+        for extra, value in values:
+            family.add_metric([*self._names, *extra], value)
+        return family
+
+
+def busy_shares(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[float], float] | None:
+    """Return each stage's busy share between two looks at the stats, 0..1, and the bubble; None if nothing ran.
+
+    The share is of the time with steps in flight: an idle engine has no bubble.
+    """
+    active_s = after["active_s"] - before.get("active_s", 0.0)
+    if active_s <= 0:
+        return None
+    old = [stage["busy_s"] for stage in before.get("stages", ())] or [0.0] * len(after["stages"])
+    busy = [stage["busy_s"] - base for stage, base in zip(after["stages"], old, strict=True)]
+    shares = [min(max(seconds / active_s, 0.0), 1.0) for seconds in busy]
+    return shares, 1.0 - sum(shares) / len(shares)
+
+
+def merge(expositions: Sequence[str]) -> str:
+    """Return several replicas' expositions as one: each family's lines together, explained once."""
+    explanations: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in expositions:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                family = line.split(" ", 3)[2]
+                samples.setdefault(family, [])
+            if family.endswith("_created"):  # when each series began: nobody asks, and it is a third of the text
+                continue
+            if not line.startswith("#"):
+                samples[family].append(line)
+            elif line not in explanations.setdefault(family, []):
+                explanations[family].append(line)
+    return "".join(f"{line}\n" for family in samples for line in explanations.get(family, []) + samples[family])

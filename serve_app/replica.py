@@ -1,0 +1,90 @@
+"""The Ray Serve deployment: one replica owns one engine, its placement group, and the HTTP app in front of it.
+
+The app lives in the replica that talks to the driver: no token crosses a deployment handle.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from ray import serve
+
+from raypp.api.async_llm import AsyncLLM
+from raypp.config.engine import EngineConfig
+from serve_app.http_app import exposition, make_context, make_http_app, model_names
+from serve_app.metrics import EngineMetrics
+from serve_app.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from raypp.stage.build import StageFactory  # imports torch
+
+_SIBLING_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineReplica:
+    """Hosts one engine and its HTTP app. What the app does is the app's affair."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: EngineConfig, settings: ServeSettings, stage_factory: StageFactory | None
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            config: Of the engine.
+            settings: Of the door.
+            stage_factory: Makes other models than the real ones.
+        """
+        self._settings = settings
+        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
+        context = serve.get_replica_context()
+        self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
+        self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the HTTP app. Serve calls this once the constructor is done."""
+        context = make_context(self._llm, self._settings, metrics=self._metrics, siblings=self._siblings)
+        return make_http_app(context)
+
+    async def check_health(self) -> None:
+        """Raise if the engine cannot serve. After a few times Serve puts another replica in this one's place."""
+        await self._llm.check_health()
+
+    async def exposition(self) -> str:
+        """Return this replica's metrics."""
+        return await exposition(self._llm, self._metrics)
+
+    async def processes(self) -> dict[str, object]:
+        """Return the process ids of the driver and the stages."""
+        return self._llm.processes()
+
+    async def __del__(self) -> None:
+        """Stop the engine, before another replica looks for the resources that it has."""
+        if hasattr(self, "_llm"):
+            await self._llm.close()
+
+
+class _Replicas:
+    """All replicas of the deployment, this one included."""
+
+    def __init__(self, deployment: str, app_name: str, own: Callable[[], Awaitable[str]]) -> None:
+        self._deployment = deployment
+        self._app_name = app_name
+        self._own = own
+
+    async def expositions(self) -> list[str]:
+        """Return every replica's metrics. One that does not answer, since it starts or ends just now, is left out."""
+        handle = serve.get_deployment_handle(self._deployment, self._app_name)
+        try:
+            answers = await handle.broadcast("exposition").results_async(
+                timeout_s=_SIBLING_TIMEOUT_S, return_exceptions=True
+            )
+        except (TimeoutError, RuntimeError) as error:
+            logger.warning("the replicas could not be asked for their metrics: %s", error)
+            answers = []
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        return texts or [await self._own()]

@@ -1,0 +1,93 @@
+"""`/v1/chat/completions` and `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.responses import ChatCompletion, Completion
+from serve_app.chunks import ChunkWriter
+from serve_app.client_connection import ClientGoneError, EventStream, client_gone_response, while_connected
+from serve_app.context import AppContext
+from serve_app.errors import AsciiJSONResponse, documented, event_stream
+from serve_app.runner import Job
+
+_ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
+
+
+def generation_routes(context: AppContext) -> APIRouter:
+    """Return the routes that generate text."""
+    router = APIRouter(tags=["generation"])
+
+    @router.post("/v1/chat/completions", responses={200: _ok(ChatCompletion), **_ERRORS})
+    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation, at once or as a stream of server-sent events."""
+        context.check_model(body.model)
+        params = body.sampling_params(context.max_model_len)
+        messages = body.conversation(takes_images=context.takes_images)
+        token_ids = await context.prompts.chat(messages, body.template_kwargs())
+        head = _head("chatcmpl", body.request_id, context)
+        job = Job(head.id, [token_ids], params, body.priority or 0)
+        if body.stream:
+            return await _stream(context, request, job, ChunkWriter(head, "chat", params, body.stream_options))
+        try:
+            [output] = await while_connected(request.receive, context.runner.complete(job))
+        except ClientGoneError:
+            return client_gone_response()
+        return AsciiJSONResponse(chat_completion(head, output, params).model_dump())
+
+    @router.post("/v1/completions", responses={200: _ok(Completion), **_ERRORS})
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one prompt or several, at once or as a stream of server-sent events."""
+        context.check_model(body.model)
+        params = body.sampling_params(context.max_model_len)
+        prompts = body.prompts()
+        token_ids = [
+            await context.prompts.text(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            for prompt in prompts
+        ]
+        head = _head("cmpl", body.request_id, context)
+        job = Job(head.id, token_ids, params, body.priority or 0)
+        echoes = None
+        if body.echo:
+            echoes = [p if isinstance(p, str) else await context.prompts.decode(p["prompt_token_ids"]) for p in prompts]
+        if body.stream:
+            return await _stream(context, request, job, ChunkWriter(head, "text", params, body.stream_options, echoes))
+        try:
+            outputs = await while_connected(request.receive, context.runner.complete(job))
+        except ClientGoneError:
+            return client_gone_response()
+        if echoes is not None:
+            for output, echo in zip(outputs, echoes, strict=True):
+                output.prompt = echo
+        return AsciiJSONResponse(completion(head, outputs, params, echo=bool(body.echo)).model_dump())
+
+    return router
+
+
+async def _stream(context: AppContext, request: Request, job: Job, writer: ChunkWriter) -> Response:
+    """Return a stream whose first events are there: what keeps a request from running is still told by a status."""
+    events = writer.events(context.runner.run(job))
+    try:
+        first = await while_connected(request.receive, anext(events))
+    except ClientGoneError:
+        return client_gone_response()
+    return EventStream(events, first)
+
+
+def _head(kind: str, request_id: str | None, context: AppContext) -> ResponseHead:
+    head = ResponseHead.new(kind, context.model_name)
+    return head if request_id is None else ResponseHead(f"{kind}-{request_id}", head.created, head.model)
+
+
+def _ok(model: type[Any]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "description": "The answer; with `stream`, server-sent events with its chunks, ended by `[DONE]`",
+        "content": {"text/event-stream": event_stream()},
+    }

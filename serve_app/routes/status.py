@@ -1,0 +1,65 @@
+"""`/health`, `/version`, `/metrics`, and the OpenAPI description itself."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import PlainTextResponse
+
+import raypp
+from raypp.errors import RayppError
+from raypp.openai_api.request_fields import OpenAIModel
+from serve_app.context import AppContext
+from serve_app.errors import documented, error_response
+from serve_app.metrics import merge
+
+
+class Health(OpenAIModel):
+    """The engine can serve."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Version(OpenAIModel):
+    """What runs."""
+
+    version: str
+
+
+def status_routes(context: AppContext) -> APIRouter:
+    """Return the routes for orchestrators and monitors."""
+    router = APIRouter(tags=["status"])
+
+    @router.get("/health", responses=documented(500, 503), response_model=Health)
+    async def health() -> Any:
+        """Return whether the engine can serve: the driver answers, and hears from every stage."""
+        try:
+            await context.llm.check_health()
+        except RayppError as error:
+            return error_response(503, str(error), kind="server_error", code="unhealthy")
+        return Health()
+
+    @router.get("/version", responses=documented(500))
+    async def version() -> Version:
+        """Return raypp's version."""
+        return Version(version=raypp.__version__)
+
+    @router.get(
+        "/metrics",
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **documented(500)},
+        response_class=PlainTextResponse,
+    )
+    async def metrics() -> PlainTextResponse:
+        """Return all replicas' metrics in Prometheus's text format."""
+        text = merge(await context.siblings.expositions())
+        return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    @router.get("/openapi.json", responses=documented(500))
+    async def openapi(request: Request) -> dict[str, Any]:
+        """Return this description."""
+        description: dict[str, Any] = request.app.openapi()
+        return description
+
+    return router

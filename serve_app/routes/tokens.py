@@ -1,0 +1,91 @@
+"""`/tokenize` and `/detokenize`, as vLLM's server has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import Field
+
+from raypp.errors import RequestError
+from raypp.openai_api.chat_request import ChatRequest, Message
+from raypp.openai_api.request_fields import OpenAIModel
+from serve_app.context import AppContext
+from serve_app.errors import documented
+
+_ERRORS = documented(400, 401, 404, 413, 500, 503)
+
+
+class TokenizeRequest(OpenAIModel):
+    """A text or a conversation."""
+
+    model: str | None = Field(default=None, min_length=1)
+    """The name of the served model; by default the one there is."""
+    prompt: str | None = None
+    """A text."""
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    """Or a conversation."""
+    add_special_tokens: bool = True
+    """Put those around a text that the model expects there."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further values that the model's chat template reads."""
+    return_token_strs: bool | None = None
+    """Return each token's text, too."""
+
+
+class TokenizeResponse(OpenAIModel):
+    """The token ids."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(OpenAIModel):
+    """Token ids."""
+
+    model: str | None = Field(default=None, min_length=1)
+    """The name of the served model; by default the one there is."""
+    tokens: list[Annotated[int, Field(ge=0)]]
+    """What to make text of."""
+
+
+class DetokenizeResponse(OpenAIModel):
+    """Their text."""
+
+    prompt: str
+
+
+def token_routes(context: AppContext) -> APIRouter:
+    """Return the routes that show what the model reads."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
+        """Return the token ids of a text, or of a conversation as the chat template renders it."""
+        context.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("not one thing to tokenize", expected="either prompt or messages")
+        if body.prompt is not None:
+            token_ids = await context.prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            chat = ChatRequest(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
+            messages = chat.conversation(takes_images=context.takes_images)
+            token_ids = await context.prompts.chat(messages, chat.template_kwargs())
+        texts = context.prompts.tokenizer.token_texts(token_ids) if body.return_token_strs else None
+        return TokenizeResponse(
+            count=len(token_ids), max_model_len=context.max_model_len, tokens=token_ids, token_strs=texts
+        )
+
+    @router.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """Return the text of token ids, special tokens left out."""
+        context.check_model(body.model)
+        vocab_size = int(context.llm.model_info["vocab_size"])
+        unknown = next((token for token in body.tokens if token >= vocab_size), None)
+        if unknown is not None:
+            raise RequestError("a token is outside of the vocabulary", got=unknown, expected=f"0 to {vocab_size - 1}")
+        return DetokenizeResponse(prompt=await context.prompts.decode(body.tokens))
+
+    return router

@@ -1,0 +1,126 @@
+"""What can be set about the HTTP door, and how `build` tells it from what can be set about the engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from raypp.config.engine import EngineConfig
+from raypp.config.names import SECTION_OF_SETTING, unknown_name
+from raypp.errors import ConfigError
+
+
+class ServeSettings(BaseModel):
+    """Settings of the HTTP door."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    served_model_name: list[str] = Field(default=[], max_length=64)
+    """The names that requests may call the model by; the first is the one in answers. Empty: the model's own."""
+    num_replicas: int = Field(default=1, ge=1)
+    """Engines behind the same address. Each has its own placement group."""
+    replica_num_cpus: float = Field(default=0.01, ge=0)
+    """CPUs that a replica's HTTP process asks Ray for. Placement only."""
+    replica_resources: dict[str, float] = {}
+    """Ray resources that a replica must find on its node, e.g. `{"accelerator_type:H200": 0.001}`: the engine is
+    planned for the hardware of that node."""
+    api_keys: list[str] = []
+    """Keys of which requests must bring one as `Authorization: Bearer KEY`. Empty, and no file: everybody may ask."""
+    api_key_file: str | None = None
+    """A file with one more key per line. A key in a file does not show in the process list."""
+    cors_origins: list[str] = []
+    """Web pages of other origins that may call from a browser, e.g. `https://example.org`, or `*`. Empty: none."""
+    max_body_bytes: int = Field(default=32 << 20, ge=1024)
+    """The largest request body; larger ones are refused with 413."""
+    max_queued_requests: int = Field(default=1024, ge=0)
+    """Requests (each of `n` counts) that may wait beside the `max_num_seqs` that run; more are refused with 429."""
+    health_check_period_s: float = Field(default=0.5, gt=0)
+    """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""
+    live_period_s: float = Field(default=0.2, gt=0)
+    """How often the page's live picture is renewed, while anybody looks at it."""
+
+    def keys(self) -> list[str]:
+        """Return all API keys.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no key.
+        """
+        if self.api_key_file is None:
+            return self.api_keys
+        try:
+            with open(self.api_key_file, encoding="utf-8") as file:
+                found = [line.strip() for line in file if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("the file of API keys cannot be read", got=error) from error
+        if not found:  # an empty file would otherwise open the door to everybody
+            raise ConfigError("the file of API keys holds no key", got=self.api_key_file, expected="one key per line")
+        return [*self.api_keys, *found]
+
+
+def split_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings]:
+    """Return the engine's configuration and the door's settings of flat arguments.
+
+    Args:
+        arguments: Settings of both by their names alone, and `config`, a TOML file of the engine's. Text is read as
+            TOML where it can be: a command line has nothing else.
+
+    Raises:
+        ConfigError: an unknown name (the nearest valid one is said), or a value that cannot be.
+    """
+    door: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+    config_file: str | None = None
+    for name, given in arguments.items():
+        if name == "config":
+            config_file = str(given)
+        elif name in ServeSettings.model_fields:
+            door[name] = _door_value(name, given)
+        elif name in SECTION_OF_SETTING:
+            engine[name] = _parsed(given) if name != "model" else given
+        else:
+            places = {key: f" (section {section})" for key, section in SECTION_OF_SETTING.items()}
+            raise unknown_name("setting", name, {**places, **dict.fromkeys(ServeSettings.model_fields, " (HTTP)")})
+    if config_file is not None:
+        return EngineConfig.from_toml(config_file, **engine), door_settings(door)
+    if "model" not in engine:
+        raise ConfigError("no model is named", expected="model=M", hint="model=tiny ships with raypp")
+    return EngineConfig.from_flat(**engine), door_settings(door)
+
+
+def door_settings(given: Mapping[str, Any]) -> ServeSettings:
+    """Return the door's settings.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    try:
+        return ServeSettings.model_validate_json(json.dumps(dict(given), default=os.fspath))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"{name} has a value that it cannot have", got=repr(first.get("input")), expected=first["msg"]
+        ) from None
+
+
+def _door_value(name: str, given: Any) -> Any:
+    field = ServeSettings.model_fields[name]
+    if not isinstance(given, str) or field.annotation in (str, str | None):
+        return given
+    value = _parsed(given)
+    return [value] if field.annotation == list[str] and not isinstance(value, list) else value
+
+
+def _parsed(given: Any) -> Any:
+    """Return text as the TOML value that it spells; text that spells none is itself."""
+    if not isinstance(given, str):
+        return given
+    try:
+        return tomllib.loads(f"value = {given}")["value"]
+    except tomllib.TOMLDecodeError:
+        return given

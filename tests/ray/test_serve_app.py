@@ -1,0 +1,226 @@
+"""The running app as its users meet it: the official `openai` client, load, several replicas, a stage that is killed.
+
+LOAD_CLIENTS and LOAD_SECONDS set the size of the load: 200 and 60 are the full size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from serve_load import engine_processes, run_load
+from serving import deploy, free_port, metric, serving, wait_for
+
+pytestmark = pytest.mark.ray
+
+NUM_CLIENTS = int(os.environ.get("LOAD_CLIENTS", "24"))
+SECONDS = float(os.environ.get("LOAD_SECONDS", "4"))
+HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def url(local_ray: None) -> Iterator[str]:
+    with serving() as url:
+        deploy({"num_stages": 2, "max_num_seqs": 64})
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_the_sync_client(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").owned_by == "raypp"
+    chat = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_completion_tokens=12, temperature=0, seed=1, extra_body={"ignore_eos": True}
+    )
+    assert chat.usage is not None
+    assert chat.usage.completion_tokens == 12
+    assert (chat.choices[0].finish_reason, chat.choices[0].message.role) == ("length", "assistant")
+    stream = client.chat.completions.create(
+        model="tiny",
+        messages=HELLO,
+        max_completion_tokens=12,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == chat.choices[0].message.content
+    assert chunks[-1].usage == chat.usage or chunks[-1].usage.completion_tokens == 12  # the prefix is cached by now
+    text = client.completions.create(
+        model="tiny", prompt="def main(", max_tokens=20, temperature=0, stop=["\n"], echo=True
+    )
+    assert text.choices[0].text.startswith("def main(")
+    assert text.choices[0].finish_reason == "stop"
+    pieces = client.completions.create(model="tiny", prompt="def main(", max_tokens=8, temperature=0, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces)
+
+
+def test_the_async_client_with_many_streams(url: str) -> None:
+    async def body() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+            async def one(index: int) -> tuple[str, str]:
+                messages: list[openai.types.chat.ChatCompletionMessageParam] = [
+                    {"role": "user", "content": f"question {index}"}
+                ]
+                whole = await client.chat.completions.create(
+                    model="tiny", messages=messages, max_tokens=10, temperature=0
+                )
+                stream = await client.chat.completions.create(
+                    model="tiny", messages=messages, max_tokens=10, temperature=0, stream=True
+                )
+                streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+                return whole.choices[0].message.content or "", streamed
+
+            for whole, streamed in await asyncio.gather(*(one(index) for index in range(12))):
+                assert whole == streamed
+
+    asyncio.run(body())
+
+
+def test_the_clients_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="tiny"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=-1)
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(openai.BadRequestError, match="no images"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": [picture]}])  # type: ignore
+
+
+def test_a_disconnect_through_the_proxy_frees_the_row(url: str) -> None:
+    before = metric(url, "raypp_generated_tokens_total")
+    body = {"prompt": "def main(", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+    wait_for(lambda: metric(url, "raypp_requests_running") == 0)
+    assert metric(url, "raypp_generated_tokens_total") - before < 1500, "3000 were ordered"
+    assert metric(url, "raypp_kv_usage_ratio") == 0
+
+
+def test_load(url: str) -> None:
+    report = asyncio.run(run_load(url, engine_processes(os.getpid()), NUM_CLIENTS, SECONDS))
+    print("\n", report, "\nRSS growth:", {name: round(growth, 4) for name, growth in report.rss_growth.items()})
+    assert not report.failures
+    assert report.num_done >= NUM_CLIENTS // 2
+    assert report.num_left > 0
+    assert report.num_refused <= 0.01 * report.num_done
+    assert set(report.rss_growth) == {"replica", "driver", "stage", "stage 1"}
+    assert not any(report.engine_after.values())
+    assert report.num_files_after.keys() == report.num_files_before.keys()
+    assert all(report.num_files_after[name] <= count for name, count in report.num_files_before.items())
+    if SECONDS >= 60:  # in a shorter run the first seconds, in which buffers find their size, weigh too much
+        assert all(growth < 0.05 for growth in report.rss_growth.values())
+
+
+def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:
+    deploy({"num_stages": 1, "num_replicas": 2, "served_model_name": "pair"}, name="pair", route_prefix="/pair")
+    try:
+        pair = f"{url}/pair"
+        with openai.OpenAI(base_url=f"{pair}/v1", api_key="none", max_retries=0, timeout=60) as client:
+            for index in range(16):
+                client.completions.create(model="pair", prompt=f"import {index}", max_tokens=2)
+        wait_for(lambda: httpx.get(f"{pair}/metrics").text.count("raypp_engine_up{") == 2)
+        text = httpx.get(f"{pair}/metrics").text
+        served = [line for line in text.splitlines() if line.startswith("raypp_request_seconds_count{")]
+        assert sum(float(line.split()[-1]) for line in served) == 16
+        assert len(served) == 2
+        assert "raypp" in httpx.get(f"{pair}/").text
+        assert httpx.get(f"{pair}/page.js").status_code == 200
+    finally:
+        from ray import serve
+
+        serve.delete("pair")
+
+
+def test_a_stage_killed_under_load(url: str) -> None:
+    """Clients hear of it, /health too, and Serve puts a new engine in its place."""
+    ended: list[str] = []
+
+    def stream() -> None:
+        body = {"prompt": "def main(", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
+            ended.append([line for line in answer.iter_lines() if line][-1])
+
+    threads = [threading.Thread(target=stream) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: metric(url, "raypp_requests_running") == 4)
+    before = engine_processes(os.getpid())
+    assert set(before) == {"replica", "driver", "stage", "stage 1"}
+    killed = time.monotonic()
+    os.kill(before["stage 1"], signal.SIGKILL)
+
+    def status(path: str) -> int:
+        try:
+            return httpx.get(f"{url}{path}", timeout=1.0).status_code
+        except httpx.TimeoutException:
+            return 0  # no replica at the moment: Serve keeps the request
+
+    wait_for(lambda: status("/health") != 200, timeout_s=10)
+    unhealthy_s = time.monotonic() - killed
+    for thread in threads:
+        thread.join(30)
+    told_s = time.monotonic() - killed
+    assert len(ended) == 4
+    for line in ended:
+        error = json.loads(line.removeprefix("data: "))["error"]
+        assert "stage 1" in error["message"]
+        assert error["code"] == "engine_dead"
+    while status("/health") != 200:
+        # While one still answers for the dead engine, it does not pretend to have a model.
+        assert status("/v1/models") != 200 or status("/health") == 200
+        assert time.monotonic() - killed < 60
+    healthy_s = time.monotonic() - killed
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import", "max_tokens": 4}, timeout=60)
+    assert answer.status_code == 200
+    serves_s = time.monotonic() - killed
+    after = engine_processes(os.getpid())
+    assert set(after) == set(before)
+    assert not set(after.values()) & {before["replica"], before["driver"], before["stage"]}
+    print(f"\n/health says so after {unhealthy_s:.2f} s, clients know after {told_s:.2f} s,")
+    print(f"healthy again after {healthy_s:.2f} s, serves after {serves_s:.2f} s")
+    assert unhealthy_s < 2.0
+
+
+def test_the_short_way(tmp_path) -> None:
+    """`raypp serve`: serves until SIGTERM, then leaves nothing behind."""
+    port = free_port()
+    options = ["--model", "tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "raypp", "serve", *options],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"},
+    ) as process:
+        assert process.stderr is not None
+        try:
+            said = []
+            while not any("serving on" in line for line in said):
+                line = process.stderr.readline()
+                assert line, "".join(said)
+                said.append(line)
+            models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=30).json()
+            assert [model["id"] for model in models["data"]] == ["small"]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+            assert process.wait(60) == 0

@@ -1,0 +1,98 @@
+"""What the driver knows of its stages' work: sums, spans for the live picture, time with steps in flight."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from raypp.driver.stage_activity import StageActivity
+from raypp.messages import NO_STEP, StageReport, StepPlan, pack, unpack
+from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
+
+
+def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> StepPlan:
+    empty32, empty64 = np.empty(0, np.int32), np.empty(0, np.int64)
+    values = {
+        name: np.empty(0, np.float32) if "temperature" in name or "_p" in name else empty32
+        for name in StepPlan.__dataclass_fields__
+    }
+    values |= {
+        "step_id": step_id,
+        "cohort": cohort,
+        "num_drafts": 0,
+        "requires_feedback_of": NO_STEP,
+        "num_decode_rows": len(tokens),
+        "rows": np.arange(len(tokens), dtype=np.int32),
+        "num_scheduled_tokens": np.array(tokens, np.int32),
+        "start_seed": empty64,
+    }
+    return StepPlan(**values)
+
+
+def _report(step_ids: list[int], ends_us: list[int], num_steps: int = 0, busy_ns: int = 0) -> StageReport:
+    ends = np.array(ends_us, np.int64)
+    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends)
+
+
+def test_a_tracer_counts_forwards_even_when_it_records_nothing() -> None:
+    tracer = Tracer("stage 0", enabled=False)
+    start = now_ns()
+    for step_id in range(3):
+        tracer.record("wait", step_id, start, start + 500)
+        tracer.record(FORWARD, step_id, start + 1000, start + 3000)
+    assert tracer.events() == []
+    report = unpack(StageReport, pack(tracer.forwards.report()))
+    assert (report.num_steps, report.busy_ns) == (3, 6000)
+    assert report.step_ids.tolist() == [0, 1, 2]
+    assert (report.end_us - report.start_us).tolist() == [2, 2, 2]
+    assert abs(report.start_us[0] / 1e6 - time.time()) < 5.0
+    assert not tracer.forwards.has_news
+    assert tracer.forwards.report().step_ids.tolist() == []
+
+
+def test_forwards_that_nobody_fetches_do_not_pile_up() -> None:
+    counter = ForwardCounter()
+    for step_id in range(10_000):
+        counter.add(step_id, step_id, step_id + 1)
+    report = counter.report()
+    assert report.num_steps == report.busy_ns == 10_000
+    assert len(report.step_ids) <= 2048
+    assert report.step_ids[-1] == 9_999
+
+
+def test_spans_are_those_after_a_time_and_know_their_step() -> None:
+    activity = StageActivity(2)
+    activity.note_dispatched(_plan(0, cohort=0, tokens=(1, 1)))
+    activity.note_dispatched(_plan(1, cohort=1, tokens=(1, 30)))
+    activity.note_report(0, _report([0, 1], [100, 200], num_steps=2, busy_ns=20_000))
+    activity.note_report(1, _report([0], [150], num_steps=1, busy_ns=10_000))
+    assert sorted(activity.spans_after(0)) == [
+        [0, 0, 90, 100, 0, 2, 2],
+        [0, 1, 190, 200, 1, 2, 31],
+        [1, 0, 140, 150, 0, 2, 2],
+    ]
+    assert activity.spans_after(150) == [[0, 1, 190, 200, 1, 2, 31]]
+    assert activity.sums() == [{"num_steps": 2, "busy_s": 2e-5}, {"num_steps": 1, "busy_s": 1e-5}]
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    activity = StageActivity(1)
+    for step_id in range(10_000):
+        activity.note_dispatched(_plan(step_id))
+        activity.note_collected()
+    activity.note_report(0, _report([3, 9_999], [10, 20]))
+    assert [span[1] for span in activity.spans_after(0)] == [9_999]
+
+
+def test_active_time_grows_only_while_steps_are_in_flight() -> None:
+    activity = StageActivity(1)
+    assert activity.active_s == 0.0
+    activity.note_dispatched(_plan(0))
+    before = activity.active_s
+    while activity.active_s <= before:
+        pass
+    activity.note_collected()
+    after = activity.active_s
+    assert after > before
+    assert activity.active_s == after

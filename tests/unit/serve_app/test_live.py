@@ -1,0 +1,52 @@
+"""The live picture: real spans of all stages, shared by those who look, asked for only while somebody does."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+from running_app import RunningApp
+
+
+def frames_of(http: httpx.Client, count: int) -> list[dict[str, Any]]:
+    text = http.get("/live", params={"frames": count}).text
+    return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n") if event]
+
+
+def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": ["import", "def"], "max_tokens": 40, "ignore_eos": True})
+    frames = frames_of(http, 4)
+    spans = {(span[0], span[1]): span for frame in frames for span in frame["spans"]}
+    assert {stage for stage, _ in spans} == {0, 1}
+    for (stage, step_id), (_, _, start_us, end_us, cohort, rows, tokens) in spans.items():
+        assert 0 < end_us - start_us < 60e6
+        assert cohort in (0, 1)
+        assert 1 <= rows <= tokens
+        if stage == 1 and (0, step_id) in spans:
+            assert start_us >= spans[0, step_id][2], "a stage cannot begin a step before the one ahead of it"
+    assert all(frame["num_stages"] == 2 and len(frame["busy"]) == 2 for frame in frames)
+    assert frames[-1]["num_running"] == 0
+
+
+def test_nothing_is_asked_when_nobody_looks(app: RunningApp, http: httpx.Client) -> None:
+    frames_of(http, 1)
+    while app.context.live.num_viewers:
+        pass
+    assert app.context.live._task is None
+
+
+def test_viewers_share_what_is_asked(app: RunningApp) -> None:
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(httpx.Client(base_url=app.url, timeout=30)) for _ in range(2))
+        streams = [stack.enter_context(client.stream("GET", "/live")).iter_lines() for client in (one, two)]
+        assert all(next(lines).startswith('data: {"time_us":') for lines in streams)
+        assert app.context.live.num_viewers == 2
+    while app.context.live.num_viewers:
+        pass
+
+
+def test_a_wrong_number_of_frames_is_refused(http: httpx.Client) -> None:
+    assert http.get("/live", params={"frames": 0}).status_code == 400
+    assert http.get("/live", params={"frames": "x"}).status_code == 400

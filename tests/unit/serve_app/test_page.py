@@ -1,0 +1,130 @@
+"""The page in a real browser: chat, stop, images, and the live picture. Skipped where no Chromium is installed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from running_app import RunningApp, running_app
+
+playwright = pytest.importorskip("playwright.sync_api")
+expect = playwright.expect
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), None)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium: none of {', '.join(_NAMES)} is installed")
+
+TIMEOUT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, app: RunningApp) -> Iterator[Any]:
+    """The page, opened. At the end nothing may have come from elsewhere, and no script may have failed."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(TIMEOUT_MS)
+    requested: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(app.url)
+    expect(page.locator("#health")).to_have_text("ready", timeout=TIMEOUT_MS)
+    yield page
+    page.close()
+    assert not errors
+    assert all(url.startswith((app.url, "data:", "blob:")) for url in requested)
+
+
+def say(page: Any, text: str) -> Any:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+    return page.locator(".message.assistant").last
+
+
+def test_an_answer_streams_in_while_the_lanes_move(page: Any) -> None:
+    expect(page.locator("#model")).to_have_text("tiny")
+    page.click("[data-window='3']")
+    answer = say(page, "def main(argv):")
+    expect(answer.locator(".note")).to_contain_text("tokens in", timeout=TIMEOUT_MS)
+    assert answer.text_content().strip()
+    expect(page.locator("#lanes")).to_have_attribute("data-spans", re.compile(r"[1-9]"), timeout=TIMEOUT_MS)
+    expect(page.locator("#legend span").first).to_contain_text("cohort", timeout=TIMEOUT_MS)
+    assert page.evaluate("live.stages") == 2
+    painted = page.evaluate(
+        """() => {
+            const canvas = document.getElementById("lanes");
+            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            return pixels.some((value) => value > 0);
+        }"""
+    )
+    assert painted
+    say(page, "and again")
+    expect(page.locator(".message.assistant .note")).to_have_count(2, timeout=TIMEOUT_MS)
+    assert page.evaluate("chat.messages.map((m) => m.role)") == ["user", "assistant", "user", "assistant"]
+    page.click("#clear")
+    assert page.locator(".message").count() == 0
+
+
+def test_an_image_is_attached_and_the_refusal_is_shown(page: Any) -> None:
+    pixel = bytes.fromhex(
+        "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63606060f80f0001040100"
+        "5fe5c34b0000000049454e44ae426082"
+    )
+    page.set_input_files("#images", {"name": "dot.png", "mimeType": "image/png", "buffer": pixel})
+    expect(page.locator("#attachments img")).to_have_count(1)
+    answer = say(page, "What is this?")
+    expect(answer).to_contain_text("no images", timeout=TIMEOUT_MS)
+    assert page.locator(".message.user img").count() == 1
+    assert page.evaluate("chat.messages.length") == 0
+
+
+def test_a_models_markup_stays_text(page: Any) -> None:
+    page.evaluate("addMessage('assistant', '<img src=x onerror=alert(1)> ```\\n<b>bold</b>```')")
+    message = page.locator(".message.assistant").last
+    assert "<img src=x" in message.text_content()
+    assert message.locator("img, b").count() == 0
+    assert message.locator("pre").count() == 1
+
+
+def test_stop_ends_the_request(browser: Any) -> None:
+    from raypp.testing import FakeStage
+
+    with running_app(num_stages=1, stage_factory=FakeStage(step_ms=30)) as app:
+        page = browser.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(app.url)
+        answer = say(page, "go on")
+        expect(answer).not_to_have_text("", timeout=TIMEOUT_MS)
+        assert app.stats()["num_running"] == 1
+        page.click("#stop")
+        expect(answer.locator(".note")).to_have_text("stopped", timeout=TIMEOUT_MS)
+        while app.stats()["num_running"]:
+            pass
+        page.close()
+
+
+def test_a_key_is_asked_for_and_used(browser: Any) -> None:
+    with running_app({"api_keys": ["sesame"]}, num_stages=1) as app:
+        page = browser.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(app.url)
+        expect(page.locator("#health")).to_have_text("API key needed", timeout=TIMEOUT_MS)
+        page.click("#settings summary")
+        page.fill("#api-key", "sesame")
+        page.press("#api-key", "Tab")
+        expect(page.locator("#health")).to_have_text("ready", timeout=TIMEOUT_MS)
+        page.click("#settings summary")
+        answer = say(page, "def")
+        expect(answer.locator(".note")).to_contain_text("tokens in", timeout=TIMEOUT_MS)
+        page.close()

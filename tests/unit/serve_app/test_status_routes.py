@@ -1,0 +1,109 @@
+"""What monitors see: of a living engine, and of one that died."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running_app import RunningApp, running_app
+
+import raypp
+from serve_app.metrics import EngineMetrics, busy_shares, merge
+
+
+def series(text: str) -> dict[str, float]:
+    return {
+        sample.name + "".join(sorted(f"|{k}={v}" for k, v in sample.labels.items() if k not in ("model", "replica"))): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_models_health_and_version(http: httpx.Client) -> None:
+    [model] = http.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 256)
+    assert http.get("/v1/models/tiny").json() == model
+    assert http.get("/v1/models/other").status_code == 404
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json() == {"version": raypp.__version__}
+
+
+def test_metrics_count_what_was_done(http: httpx.Client) -> None:
+    before = series(http.get("/metrics").text)
+    for stream in (False, True):
+        http.post(
+            "/v1/completions", json={"prompt": "import os", "max_tokens": 6, "ignore_eos": True, "stream": stream}
+        )
+    after = series(http.get("/metrics").text)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert after["raypp_engine_up"] == 1
+    assert grown("raypp_generated_tokens_total") == 12
+    assert grown("raypp_request_seconds_count") == 2
+    assert grown("raypp_time_to_first_token_seconds_count") == 2
+    assert grown("raypp_queue_seconds_count") == 2
+    assert grown("raypp_request_output_tokens_sum") == 12
+    assert 0 < grown("raypp_inter_token_seconds_count") <= 10  # a late look sees two tokens at once
+    assert grown("raypp_requests_finished_total|reason=length") == 2
+    assert grown("raypp_http_responses_total|route=/v1/completions|status=200") == 2
+    assert after["raypp_requests_running"] == after["raypp_requests_waiting"] == 0
+    for name in ("preemptions_total", "prefix_hit_tokens_total", "draft_tokens_total", "kv_usage_ratio"):
+        assert f"raypp_{name}" in after
+
+
+def test_busy_shares_reach_the_metrics(app: RunningApp, http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 60, "ignore_eos": True})
+    while sum(stage["num_steps"] for stage in app.stats()["stages"]) < 120:
+        pass  # the stages report within a tenth of a second
+    seen = series(http.get("/metrics").text)
+    assert seen["raypp_stage_busy_seconds_total|stage=0"] > 0
+    assert 0 < seen["raypp_stage_busy_ratio|stage=1"] <= 1
+    assert 0 <= seen["raypp_bubble_ratio"] < 1
+
+
+def test_busy_shares_are_of_the_active_time() -> None:
+    before = {"active_s": 10.0, "stages": [{"busy_s": 4.0}, {"busy_s": 5.0}]}
+    after = {"active_s": 12.0, "stages": [{"busy_s": 5.0}, {"busy_s": 7.0}]}
+    assert busy_shares(before, after) == ([0.5, 1.0], 0.25)
+    assert busy_shares(after, after) is None
+    assert busy_shares({}, before) == ([0.4, 0.5], pytest.approx(0.55))
+
+
+def test_expositions_of_replicas_are_merged() -> None:
+    replicas = [EngineMetrics("tiny", name) for name in ("a", "b")]
+    for count, metrics in enumerate(replicas, 1):
+        for _ in range(count):
+            metrics.count_end("stop")
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(merge([metrics.exposition({}) for metrics in replicas]))
+    }
+    samples = families["raypp_requests_finished"].samples
+    assert [(sample.labels["replica"], sample.value) for sample in samples] == [("a", 1.0), ("b", 2.0)]
+    assert {sample.value for sample in families["raypp_engine_up"].samples} == {0.0}
+
+
+def test_a_dead_engine_is_told_everywhere() -> None:
+    with running_app(num_stages=1) as app, httpx.Client(base_url=app.url, timeout=30) as http:
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            app.context.llm._engine.handle.kill_stage(0)
+            rest = [line for line in lines if line]
+        assert "stage 0 died" in rest[-1]
+        assert rest[-1].startswith('data: {"error":')
+        for path in ("/health", "/v1/models", "/v1/models/tiny"):
+            answer = http.get(path)
+            assert answer.status_code == 503, path
+            assert "stage 0 died" in answer.json()["error"]["message"]
+        answer = http.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert int(answer.headers["retry-after"]) >= 1
+        seen = series(http.get("/metrics").text)
+        assert seen["raypp_engine_up"] == 0
+        assert seen["raypp_requests_finished_total|reason=error"] == 2
