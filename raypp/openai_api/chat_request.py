@@ -1,0 +1,166 @@
+"""The body of `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from raypp.errors import RequestError
+from raypp.openai_api.request_fields import OpenAIModel, RequestFields, make_sampling_params
+from raypp.types import SamplingParams
+
+
+class TextPart(OpenAIModel):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(OpenAIModel):
+    """Where an image is."""
+
+    url: str
+    """`data:image/...;base64,...` or an address."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """Taken and ignored: images keep their size."""
+
+
+class ImagePart(OpenAIModel):
+    """An image between the texts."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class FunctionCall(OpenAIModel):
+    """A call that the model made."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(OpenAIModel):
+    """A call that the model made, and its id."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(OpenAIModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class ResponseFormat(OpenAIModel):
+    """The form that the answer must have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatRequest(RequestFields):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    """The conversation so far."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens to generate; wins over `max_tokens`. By default all that the context has room for."""
+    logprobs: bool | None = None
+    """Return log-probabilities of the generated tokens."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    """And of this many alternatives at each position; needs `logprobs`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
+    response_format: ResponseFormat | None = None
+    """Only `text` as yet."""
+    tools: list[dict[str, Any]] | None = None
+    """Not supported as yet."""
+    tool_choice: str | dict[str, Any] | None = None
+    """Only `none` and `auto` as yet."""
+    parallel_tool_calls: bool | None = None
+    """Taken and ignored: there are no tools."""
+    modalities: list[Literal["text", "audio"]] | None = None
+    """Only text."""
+    reasoning_effort: str | None = None
+    """Taken and ignored."""
+    verbosity: str | None = None
+    """Taken and ignored."""
+
+    def conversation(self, *, takes_images: bool) -> list[dict[str, Any]]:
+        """Return the messages as a chat template reads them: texts joined, empty fields left out.
+
+        Args:
+            takes_images: Whether the engine's model does.
+
+        Raises:
+            RequestError: images for a model that takes none.
+        """
+        return [_plain_message(message, takes_images=takes_images) for message in self.messages]
+
+    def sampling_params(self, max_model_len: int) -> SamplingParams:
+        """Return how to sample; without a limit, up to the engine's `max_model_len`.
+
+        Raises:
+            RequestError: a value that makes no sense, or one that this engine cannot serve.
+        """
+        self._check_supported()
+        given = self.given_params()
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise RequestError(
+                "top_logprobs without logprobs", got=self.top_logprobs, expected="logprobs=true beside it"
+            )
+        given.setdefault("max_tokens", max_model_len)
+        return make_sampling_params(given, max_model_len)
+
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """Return what the chat template gets besides the messages."""
+        return self.chat_template_kwargs or {}
+
+    def _check_supported(self) -> None:
+        if self.response_format is not None and self.response_format.type != "text":
+            raise RequestError(
+                "response_format is not supported by this version",
+                got=self.response_format.type,
+                expected="text",
+            )
+        if self.tools or self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tools are not supported by this version", hint="leave tools and tool_choice out")
+        if self.modalities is not None and self.modalities != ["text"]:
+            raise RequestError("modalities other than text", got=self.modalities, expected='["text"]')
+
+
+def _plain_message(message: Message, *, takes_images: bool) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True, exclude={"content"})
+    if message.role == "developer":  # OpenAI's newer word; templates know the older one
+        plain["role"] = "system"
+    plain["content"] = _plain_content(message.content, takes_images=takes_images)
+    return plain
+
+
+def _plain_content(content: str | list[ContentPart] | None, *, takes_images: bool) -> Any:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = [part.text for part in content if isinstance(part, TextPart)]
+    if len(texts) == len(content):
+        return "\n".join(texts)
+    if not takes_images:
+        raise RequestError("this model takes no images", got="a part of type image_url", expected="text only")
+    return [part.model_dump(exclude_none=True) for part in content]

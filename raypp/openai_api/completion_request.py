@@ -1,0 +1,65 @@
+"""The body of `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from pydantic import Field
+
+from raypp.errors import RequestError
+from raypp.openai_api.request_fields import RequestFields, make_sampling_params
+from raypp.types import Prompt, SamplingParams
+
+_DEFAULT_MAX_TOKENS = 16
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class CompletionRequest(RequestFields):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    """What to continue: text or token ids, one or several."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Return log-probabilities of the generated tokens, and of this many alternatives at each position."""
+    echo: bool | None = None
+    """Begin the text with the prompt."""
+    best_of: int | None = Field(default=None, ge=1)
+    """Only the value of `n`: nothing is generated to be thrown away."""
+    suffix: str | None = None
+    """Not supported."""
+
+    def prompts(self) -> list[Prompt]:
+        """Return the prompts as the engine takes them; the choices follow their order.
+
+        Raises:
+            RequestError: there is none.
+        """
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if not given:
+            raise RequestError("there is no prompt", got=given, expected="at least one")
+        if isinstance(given[0], int):
+            return [_as_prompt(given)]
+        return [_as_prompt(one) for one in cast("list[str | list[int]]", given)]
+
+    def sampling_params(self, max_model_len: int) -> SamplingParams:
+        """Return how to sample; without a limit, OpenAI's 16 tokens.
+
+        Raises:
+            RequestError: a value that makes no sense, or one that this engine cannot serve.
+        """
+        if self.suffix:
+            raise RequestError("suffix is not supported", got=self.suffix[:80], hint="leave suffix out")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise RequestError("best_of differs from n", got=self.best_of, expected=f"n = {self.n or 1}, or nothing")
+        given = self.given_params()
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+        given.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
+        return make_sampling_params(given, max_model_len)
+
+
+def _as_prompt(one: str | list[int]) -> Prompt:
+    return one if isinstance(one, str) else {"prompt_token_ids": one}

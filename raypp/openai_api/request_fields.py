@@ -1,0 +1,182 @@
+"""What the bodies of chat and of plain completions have in common: how to sample, and what is taken and ignored.
+
+Names, types and defaults are OpenAI's published ones; the fields that only vLLM's server has keep the names they have
+there. A field that nobody knows is refused: a misspelt one would change the text silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raypp.errors import RequestError
+from raypp.types import SamplingParams
+
+_INT64 = 2**63
+_MAX_TOP_LOGPROBS = 20
+
+_KNOWN_PARAMS = frozenset(f.name for f in fields(SamplingParams))
+
+
+class OpenAIModel(BaseModel):
+    """Base of all shapes: strict types (`"5"` is not a number), no NaN, fields documented by their docstrings."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class StreamOptions(OpenAIModel):
+    """What a stream holds besides the text."""
+
+    include_usage: bool | None = None
+    """End with a chunk that has no choices and counts the tokens."""
+    continuous_usage_stats: bool | None = None
+    """Count the tokens in every chunk (vLLM)."""
+    include_obfuscation: bool | None = None
+    """Taken and ignored."""
+
+
+class RequestFields(OpenAIModel):
+    """The fields that both endpoints have."""
+
+    model: str | None = Field(default=None, min_length=1)
+    """The name of the served model; by default the one there is."""
+
+    # How to sample, OpenAI's part.
+    max_tokens: int | None = Field(default=None, ge=1)
+    """The most tokens to generate."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Divides the logits; 0 is greedy, 1 the default."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the smallest set of tokens whose probabilities sum to at least this."""
+    n: int | None = Field(default=None, ge=1, le=128)
+    """Continuations per prompt."""
+    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+    """The text ends before the first of these."""
+    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    """The same request with the same seed has the same text."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """Lowers (if negative, raises) the logits of tokens that were generated."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """The same, times how often they were."""
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """Token id (as text, since JSON has no other keys) to what is added to its logit."""
+    stream: bool | None = None
+    """Send the text as it comes."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+
+    # How to sample, vLLM's part.
+    top_k: int | None = Field(default=None, ge=-1)
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Keep tokens at least this fraction as likely as the most likely one."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """Divides (if negative, multiplies) the logits of tokens in the prompt or in the text."""
+    min_tokens: int | None = Field(default=None, ge=0)
+    """Do not end before this many tokens."""
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """The text ends with the first of these tokens."""
+    ignore_eos: bool | None = None
+    """Go on past the model's end of text."""
+    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    """Generate no others."""
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    """Never generate these."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text; the default."""
+    include_stop_str_in_output: bool | None = None
+    """Let the text end behind the stop string, not before it."""
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
+    """Log-probabilities of the prompt's tokens, and of this many alternatives."""
+    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    """Smaller is earlier, where the engine schedules by priority."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=128)
+    """A name to find the request by in the logs."""
+
+    # Accounting and routing of OpenAI's own service: taken, without meaning here.
+    user: str | None = None
+    """Taken and ignored."""
+    metadata: dict[str, str] | None = None
+    """Taken and ignored."""
+    store: bool | None = None
+    """Taken and ignored."""
+    service_tier: str | None = None
+    """Taken and ignored."""
+    safety_identifier: str | None = None
+    """Taken and ignored."""
+    prompt_cache_key: str | None = None
+    """Taken and ignored: prompts are cached by their tokens."""
+    prompt_cache_retention: str | None = None
+    """Taken and ignored."""
+
+    def given_params(self) -> dict[str, Any]:
+        """Return the sampling parameters that the body names, by the engine's names.
+
+        Raises:
+            RequestError: a key of logit_bias that is no token id.
+        """
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
+
+_SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "n",
+    "stop",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "prompt_logprobs",
+)
+
+_NEUTRAL = {  # what changes nothing, of parameters that an engine may not have
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_tokens": 0,
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "logit_bias": {},
+    "bad_words": [],
+}
+
+
+def make_sampling_params(given: dict[str, Any], max_model_len: int) -> SamplingParams:
+    """Return the parameters, those that change nothing left out.
+
+    Raises:
+        RequestError: a value that makes no sense, or a parameter that this engine does not have.
+    """
+    known = {}
+    for name, value in given.items():
+        if name in _KNOWN_PARAMS:
+            known[name] = value
+        elif name not in _NEUTRAL or value != _NEUTRAL[name]:
+            raise RequestError(f"{name} is not supported by this version", got=value, hint=f"leave {name} out")
+    known["max_tokens"] = min(known.get("max_tokens", max_model_len), max_model_len)
+    return SamplingParams(**known)
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise RequestError(
+            "a key of logit_bias is no token id", got=key[:80], expected='a number as text, like "50256"'
+        )
+    return int(key)

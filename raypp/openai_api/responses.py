@@ -1,0 +1,142 @@
+"""The shapes of OpenAI's responses, whole and in chunks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from raypp.openai_api.request_fields import OpenAIModel
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""OpenAI has `stop` and `length`; a request that was aborted says so."""
+
+
+class PromptTokensDetails(OpenAIModel):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class Usage(OpenAIModel):
+    """How many tokens a request had."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+class TopLogprob(OpenAIModel):
+    """A token that could have been there."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    """A generated token, and the likeliest ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(OpenAIModel):
+    """The log-probabilities of a message."""
+
+    content: list[TokenLogprob] | None = None
+    refusal: list[TokenLogprob] | None = None
+
+
+class CompletionLogprobs(OpenAIModel):
+    """The log-probabilities of a text, in columns."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class AssistantMessage(OpenAIModel):
+    """The model's answer."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatChoice(OpenAIModel):
+    """One answer to a conversation."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    """The stop string or token that ended it (vLLM)."""
+
+
+class ChatCompletion(OpenAIModel):
+    """The answers to a conversation."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CompletionChoice(OpenAIModel):
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    """The stop string or token that ended it (vLLM)."""
+
+
+class Completion(OpenAIModel):
+    """The continuations of prompts. In a stream, one of its chunks."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Delta(OpenAIModel):
+    """What a chunk adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChunkChoice(OpenAIModel):
+    """What a chunk adds to one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionChunk(OpenAIModel):
+    """A piece of a stream of answers."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None

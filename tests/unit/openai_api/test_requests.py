@@ -1,0 +1,127 @@
+"""OpenAI bodies become prompts and sampling parameters; what is wrong with one is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.errors import EngineDeadError, RequestError
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.errors import BodyError, describe_error, parse_body
+from raypp.types import SamplingParams
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_body(ChatRequest, {"messages": HELLO, **fields})
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return parse_body(CompletionRequest, {"prompt": "a", **fields})
+
+
+def test_defaults() -> None:
+    assert chat().sampling_params(100) == SamplingParams(max_tokens=100)
+    assert complete().sampling_params(100) == SamplingParams(max_tokens=16)
+    assert complete(max_tokens=10**12).sampling_params(100) == SamplingParams(max_tokens=100)
+    assert chat(max_tokens=5, max_completion_tokens=7).sampling_params(100).max_tokens == 7
+
+
+def test_all_parameters_of_the_engine() -> None:
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": -4, "stop": ["x", "y"]}
+    vllm = {"stop_token_ids": [7], "ignore_eos": True}
+    expected = SamplingParams(**fields, **vllm, max_tokens=9)  # type: ignore[arg-type]
+    assert chat(**fields, **vllm, max_tokens=9).sampling_params(100) == expected
+    assert complete(**fields, **vllm, max_tokens=9).sampling_params(100) == expected
+
+
+def test_values_that_change_nothing_are_no_parameters() -> None:
+    neutral = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "stream": False}
+    assert chat(**neutral, metadata={"a": "b"}).sampling_params(100) == SamplingParams(max_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [{"prompt_token_ids": [1, 2]}]),
+        ([[1, 2], [3]], [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(prompt: Any, prompts: list[Any]) -> None:
+    assert complete(prompt=prompt).prompts() == prompts
+
+
+def test_messages_for_the_template() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": parts, "name": "jo"},
+        {"role": "assistant", "content": None, "refusal": None},
+    ]
+    assert chat(messages=messages).conversation(takes_images=False) == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a\nb", "name": "jo"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+def test_images_go_only_to_models_that_take_them() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:,x"}}, {"type": "text", "text": "what?"}]
+    request = chat(messages=[{"role": "user", "content": parts}])
+    assert request.conversation(takes_images=True)[0]["content"] == parts
+    with pytest.raises(RequestError, match="takes no images"):
+        request.conversation(takes_images=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"temprature": 1}, "temprature", "did you mean temperature"),
+        ({"temperature": "1"}, "temperature", "'1'"),
+        ({"temperature": float("nan")}, "temperature", "nan"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": True}, "max_tokens", "integer"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "'king'"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "3"),
+        ({"stop": [""]}, "stop[0]", "at least 1"),
+    ],
+)
+def test_a_bad_body_names_the_field(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        chat(**fields)
+    status, response = describe_error(caught.value)
+    assert (status, response.error.type, response.error.param) == (400, "invalid_request_error", param)
+    assert words in response.error.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"tools": [{"type": "function"}]},
+        {"top_logprobs": 3},
+        {"logit_bias": {"x": 1}},
+    ],
+)
+def test_what_cannot_be_served_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        chat(**fields).sampling_params(100)
+
+
+def test_a_body_that_is_no_object() -> None:
+    with pytest.raises(BodyError, match="the body has a value"):
+        parse_body(ChatRequest, [1])
+    with pytest.raises(BodyError, match="messages is missing"):
+        parse_body(ChatRequest, {})
+
+
+def test_errors_of_the_engine_have_a_status() -> None:
+    assert describe_error(EngineDeadError("gone"))[0] == 503
+    status, response = describe_error(KeyError("secret"))
+    assert (status, "secret" in response.error.message) == (500, False)
