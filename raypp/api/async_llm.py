@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
+from raypp.api.prepare import Params
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
@@ -69,6 +70,11 @@ class AsyncLLM:
         """The configuration as it was given."""
         return self._engine.config
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output together."""
+        return int(self._engine.handle.model_info["max_model_len"])
+
     def generate(
         self,
         prompt: Prompt,
@@ -113,6 +119,37 @@ class AsyncLLM:
         request_ids = None if request_id is None else [request_id]
         prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
         return self._stream(prepared)
+
+    async def complete(
+        self, prompts: Sequence[Prompt], params: Params = None, request_ids: Sequence[str] | None = None
+    ) -> list[RequestOutput]:
+        """Continue prompts and return their finished outputs, in order; cheaper than streams. Cancelling aborts them.
+
+        Args:
+            prompts: Each a str or `{"prompt_token_ids": [...]}`.
+            params: One for all, or one per prompt.
+            request_ids: Their public ids; made up by default.
+
+        Raises:
+            RequestError: one cannot be run; the others are aborted.
+            EngineDeadError: the engine died.
+        """
+        frontend = self._frontend_here()
+        return await frontend.complete(self._engine.preparer.prompts(prompts, params, request_ids))
+
+    async def complete_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
+        frontend = self._frontend_here()
+        request_ids = None if request_id is None else [request_id]
+        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs)
+        return (await frontend.complete(prepared))[0]
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has. An id that is not running is ignored."""

@@ -172,7 +172,7 @@ def _progress(total: int, enabled: bool) -> Iterator[Callable[[], None] | None]:
     if not enabled:
         yield None
         return
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
 
     with tqdm(total=total, unit="request") as bar:
         yield lambda: bar.update(1)

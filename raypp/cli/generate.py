@@ -10,9 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.cli.sampling_options import add_sampling_options, given_sampling
 from raypp.types import RequestOutput, SamplingParams
-
-_PARAM_OPTIONS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
 
 
 def add_parser(commands: Any) -> None:
@@ -31,22 +30,13 @@ def add_parser(commands: Any) -> None:
         help="what to continue; - reads it from stdin; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
-    sampling = parser.add_argument_group("sampling", "defaults are those of raypp.SamplingParams")
-    sampling.add_argument("--max-tokens", metavar="K", type=int, help="the most tokens to generate")
-    sampling.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
-    sampling.add_argument("--top-p", metavar="P", type=float)
-    sampling.add_argument("--top-k", metavar="K", type=int)
-    sampling.add_argument("--min-p", metavar="P", type=float)
-    sampling.add_argument("--seed", metavar="S", type=int, help="same seed, same text")
-    sampling.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on past the end of the text")
+    add_sampling_options(parser, "defaults are those of raypp.SamplingParams")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
-    given = {name: getattr(args, name) for name in _PARAM_OPTIONS if getattr(args, name) is not None}
-    params = SamplingParams(**given)
+    params = SamplingParams(**given_sampling(args))
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     with args.doors.open_llm(config) as llm:
