@@ -84,11 +84,11 @@ class Answerer:
                 request_id,
                 chat_template_kwargs=request.template_kwargs(),
             )
-            return chat_completion(ResponseHead.new("chatcmpl", model), output)
+            return chat_completion(ResponseHead.new("chatcmpl", model), output, params)
         prompts = request.prompts()
         request_ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         outputs = await self._llm.complete(prompts, params, request_ids)
-        return completion(ResponseHead.new("cmpl", model), outputs, echo=bool(request.echo))
+        return completion(ResponseHead.new("cmpl", model), outputs, params, echo=bool(request.echo))
 
     def _seeded(self, params: SamplingParams, line: Line) -> SamplingParams:
         """Give a line without a seed one that follows from its name: its text is the same in whatever run it falls."""

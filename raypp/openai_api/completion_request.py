@@ -57,6 +57,8 @@ class CompletionRequest(RequestFields):
         given = self.given_params()
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
+            if self.echo:
+                given["prompt_logprobs"] = self.logprobs
         given.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
         return make_sampling_params(given, max_model_len)
 

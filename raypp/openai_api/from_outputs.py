@@ -7,16 +7,18 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.responses import (
     AssistantMessage,
     ChatChoice,
     ChatCompletion,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     PromptTokensDetails,
     Usage,
 )
-from raypp.types import RequestOutput
+from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -51,36 +53,68 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def chat_completion(head: ResponseHead, output: RequestOutput) -> ChatCompletion:
+def chat_completion(head: ResponseHead, output: RequestOutput, params: SamplingParams) -> ChatCompletion:
     """Return a finished conversation's answers."""
-    choices = [
-        ChatChoice(
-            index=completion.index,
-            message=AssistantMessage(content=completion.text),
-            finish_reason=completion.finish_reason,
-            stop_reason=completion.stop_reason,
-        )
-        for completion in output.outputs
-    ]
-    return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage_of([output]))
+    return ChatCompletion(
+        id=head.id,
+        created=head.created,
+        model=head.model,
+        choices=[
+            ChatChoice(
+                index=completion.index,
+                message=AssistantMessage(content=completion.text),
+                logprobs=None
+                if completion.logprobs is None
+                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+            )
+            for completion in output.outputs
+        ],
+        usage=usage_of([output]),
+        prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
+    )
 
 
-def completion(head: ResponseHead, outputs: Sequence[RequestOutput], *, echo: bool = False) -> Completion:
+def completion(
+    head: ResponseHead, outputs: Sequence[RequestOutput], params: SamplingParams, *, echo: bool = False
+) -> Completion:
     """Return finished prompts' continuations: the first prompt's, then the second's.
 
     Args:
         head: The response's name.
         outputs: One per prompt.
+        params: How they were sampled.
         echo: Begin each text with its prompt. A prompt that came as token ids has no text.
     """
     choices = [
         CompletionChoice(
             index=prompt_index * len(output.outputs) + continued.index,
             text=(output.prompt or "") + continued.text if echo else continued.text,
+            logprobs=_text_logprobs(output, continued, params.logprobs or 0, echo=echo),
             finish_reason=continued.finish_reason,
             stop_reason=continued.stop_reason,
+            prompt_logprobs=None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs),
         )
         for prompt_index, output in enumerate(outputs)
         for continued in output.outputs
     ]
     return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage_of(outputs))
+
+
+def _text_logprobs(
+    output: RequestOutput, continued: CompletionOutput, num_top: int, *, echo: bool
+) -> CompletionLogprobs | None:
+    if continued.logprobs is None:
+        return None
+    if not echo or output.prompt_logprobs is None:
+        offset = len(output.prompt or "") if echo else 0
+        return completion_logprobs(continued.token_ids, continued.logprobs, num_top, offset)
+    later_text = completion_logprobs(output.prompt_token_ids[1:], output.prompt_logprobs[1:], 0).tokens
+    prompt = output.prompt or ""
+    return completion_logprobs(
+        [*output.prompt_token_ids, *continued.token_ids],
+        [*output.prompt_logprobs, *continued.logprobs],
+        num_top,
+        first_text=prompt[: max(0, len(prompt) - sum(map(len, later_text)))],
+    )

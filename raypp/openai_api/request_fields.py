@@ -6,18 +6,14 @@ there. A field that nobody knows is refused: a misspelt one would change the tex
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from raypp.errors import RequestError
 from raypp.types import SamplingParams
 
 _INT64 = 2**63
 _MAX_TOP_LOGPROBS = 20
-
-_KNOWN_PARAMS = frozenset(f.name for f in fields(SamplingParams))
 
 
 class OpenAIModel(BaseModel):
@@ -112,15 +108,8 @@ class RequestFields(OpenAIModel):
     """Taken and ignored."""
 
     def given_params(self) -> dict[str, Any]:
-        """Return the sampling parameters that the body names, by the engine's names.
-
-        Raises:
-            RequestError: a key of logit_bias that is no token id.
-        """
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        if self.logit_bias is not None:
-            given["logit_bias"] = {_token_id(key): bias for key, bias in self.logit_bias.items()}
-        return given
+        """Return the sampling parameters that the body names, by the engine's names."""
+        return {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
 
 
 _SAMPLING_FIELDS = (
@@ -136,6 +125,7 @@ _SAMPLING_FIELDS = (
     "min_p",
     "repetition_penalty",
     "min_tokens",
+    "logit_bias",
     "stop_token_ids",
     "ignore_eos",
     "allowed_token_ids",
@@ -145,38 +135,11 @@ _SAMPLING_FIELDS = (
     "prompt_logprobs",
 )
 
-_NEUTRAL = {  # what changes nothing, of parameters that an engine may not have
-    "n": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "min_tokens": 0,
-    "skip_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "logit_bias": {},
-    "bad_words": [],
-}
-
 
 def make_sampling_params(given: dict[str, Any], max_model_len: int) -> SamplingParams:
-    """Return the parameters, those that change nothing left out.
+    """Return the parameters; more tokens than the engine can hold are as many as it can.
 
     Raises:
-        RequestError: a value that makes no sense, or a parameter that this engine does not have.
+        RequestError: a value that makes no sense, or values that contradict each other.
     """
-    known = {}
-    for name, value in given.items():
-        if name in _KNOWN_PARAMS:
-            known[name] = value
-        elif name not in _NEUTRAL or value != _NEUTRAL[name]:
-            raise RequestError(f"{name} is not supported by this version", got=value, hint=f"leave {name} out")
-    known["max_tokens"] = min(known.get("max_tokens", max_model_len), max_model_len)
-    return SamplingParams(**known)
-
-
-def _token_id(key: str) -> int:
-    if not key.isascii() or not key.isdigit() or len(key) > 10:
-        raise RequestError(
-            "a key of logit_bias is no token id", got=key[:80], expected='a number as text, like "50256"'
-        )
-    return int(key)
+    return SamplingParams(**{**given, "max_tokens": min(given["max_tokens"], max_model_len)})

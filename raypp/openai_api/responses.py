@@ -55,6 +55,18 @@ class CompletionLogprobs(OpenAIModel):
     text_offset: list[int]
 
 
+class PromptLogprob(OpenAIModel):
+    """What the model said of a token at one position of the prompt (vLLM)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By position, then by token id; None for the first position."""
+
+
 class AssistantMessage(OpenAIModel):
     """The model's answer."""
 
@@ -86,6 +98,7 @@ class ChatCompletion(OpenAIModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionChoice(OpenAIModel):
@@ -97,6 +110,7 @@ class CompletionChoice(OpenAIModel):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     """The stop string or token that ended it (vLLM)."""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(OpenAIModel):

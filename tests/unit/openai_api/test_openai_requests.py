@@ -32,10 +32,20 @@ def test_defaults() -> None:
 
 def test_all_parameters_of_the_engine() -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": -4, "stop": ["x", "y"]}
-    vllm = {"stop_token_ids": [7], "ignore_eos": True}
+    fields |= {"n": 2, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"7": -100}}
+    vllm = {"stop_token_ids": [7], "ignore_eos": True, "repetition_penalty": 1.5, "min_tokens": 2, "bad_words": ["z"]}
+    vllm |= {"allowed_token_ids": [1, 2], "skip_special_tokens": False, "include_stop_str_in_output": True}
+    vllm |= {"prompt_logprobs": 3}
     expected = SamplingParams(**fields, **vllm, max_tokens=9)  # type: ignore[arg-type]
     assert chat(**fields, **vllm, max_tokens=9).sampling_params(100) == expected
     assert complete(**fields, **vllm, max_tokens=9).sampling_params(100) == expected
+
+
+def test_logprobs() -> None:
+    assert chat(logprobs=True).sampling_params(100).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).sampling_params(100).logprobs == 4
+    assert complete(logprobs=2).sampling_params(100) == SamplingParams(max_tokens=16, logprobs=2)
+    assert complete(logprobs=2, echo=True).sampling_params(100).prompt_logprobs == 2
 
 
 def test_values_that_change_nothing_are_no_parameters() -> None:

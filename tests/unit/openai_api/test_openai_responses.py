@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
-from raypp.types import CompletionOutput, RequestMetrics, RequestOutput
+from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 HEAD = ResponseHead("id-1", 17, "tiny")
 
@@ -23,7 +23,7 @@ def output(prompt: str | None, *texts: str) -> RequestOutput:
 
 
 def test_chat() -> None:
-    assert chat_completion(HEAD, output("p", "a")).model_dump(exclude_none=True) == {
+    assert chat_completion(HEAD, output("p", "a"), SamplingParams()).model_dump(exclude_none=True) == {
         "id": "id-1",
         "object": "chat.completion",
         "created": 17,
@@ -46,10 +46,56 @@ def test_chat() -> None:
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:
-    response = completion(HEAD, [output("p", "a", "b"), output(None, "c", "d")], echo=True)
+    response = completion(HEAD, [output("p", "a", "b"), output(None, "c", "d")], SamplingParams(), echo=True)
     assert [(choice.index, choice.text) for choice in response.choices] == [(0, "pa"), (1, "pb"), (2, "c"), (3, "d")]
     assert response.usage is not None
     assert response.usage.total_tokens == 2 * 3 + 4 * 2
+
+
+def with_logprobs() -> RequestOutput:
+    result = output("ab", "cd")
+    result.prompt_token_ids = [1, 2]
+    result.prompt_logprobs = [None, {2: Logprob(-0.5, 1, "b")}]
+    result.outputs[0].logprobs = [
+        {4: Logprob(-2.0, 3, "c"), 7: Logprob(-0.1, 1, "x"), 8: Logprob(-1.0, 2, "\ufffd")},
+        {5: Logprob(-0.2, 1, "d"), 9: Logprob(-3.0, 2, None)},
+    ]
+    return result
+
+
+def test_logprobs_of_a_message() -> None:
+    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2)).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    first, second = choice.logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("c", -2.0, [99])
+    assert [(top.token, top.bytes) for top in first.top_logprobs] == [("x", [120]), ("\ufffd", None)]
+    assert [(top.token, top.logprob) for top in second.top_logprobs] == [("d", -0.2), ("token_id:9", -3.0)]
+
+
+def test_logprobs_of_a_text() -> None:
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1)).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.model_dump() == {
+        "tokens": ["c", "d"],
+        "token_logprobs": [-2.0, -0.2],
+        "top_logprobs": [{"x": -0.1, "c": -2.0}, {"d": -0.2}],
+        "text_offset": [0, 1],
+    }
+    assert choice.prompt_logprobs is not None
+    assert [at and {k: v.logprob for k, v in at.items()} for at in choice.prompt_logprobs] == [None, {"2": -0.5}]
+
+
+def test_logprobs_of_an_echoed_text_begin_with_the_prompt() -> None:
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), echo=True).choices
+    assert choice.text == "abcd"
+    assert choice.logprobs is not None
+    assert choice.logprobs.model_dump() == {
+        "tokens": ["a", "b", "c", "d"],
+        "token_logprobs": [None, -0.5, -2.0, -0.2],
+        "top_logprobs": None,
+        "text_offset": [0, 1, 2, 3],
+    }
 
 
 def test_new_heads_differ() -> None:
