@@ -179,6 +179,14 @@ class AsyncLLM:
         atexit.unregister(self._close_engine)
         await asyncio.to_thread(self._close_engine)
 
+    def close_when_replaced(self) -> None:
+        """Stop the engine from whatever thread: a notebook's cell is about to start another under the same name."""
+        self._is_closed = True
+        if self._frontend is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._frontend.close)
+        atexit.unregister(self._close_engine)
+        self._close_engine()
+
     async def __aenter__(self) -> Self:
         return self
 
