@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from raypp.batch_job.answer import Answer
@@ -76,6 +78,7 @@ class Progress:
             f"{self.num_done - self.num_errors:,} completions, {self.num_errors:,} errors\n"
             f"{self.num_prompt_tokens:,} prompt tokens, {self.num_output_tokens:,} generated tokens; "
             f"{self.num_done / seconds:,.1f} lines/s, {self.num_output_tokens / seconds:,.1f} tokens/s"
+            f"{_peak_memory()}"
         )
 
 
@@ -116,6 +119,16 @@ class Reporter:
 
         progress = self._progress
         return tqdm(total=progress.total, initial=progress.num_done_before, unit="line", file=self._stream)
+
+
+def _peak_memory() -> str:
+    """Return this process's peak memory as a part of a sentence; nothing where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return f"; peak memory {int(match[1]) / 1024:,.0f} MB" if match else ""
 
 
 def duration(seconds: float) -> str:

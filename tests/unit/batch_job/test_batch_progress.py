@@ -30,9 +30,9 @@ def test_rates_and_time_left() -> None:
     progress.count(Answer(b"", is_error=True))
     assert progress.rates() == pytest.approx((0.01, 0.0))  # the fast beginning is long ago
     assert progress.num_left == 809
-    assert progress.summary() == (
+    assert progress.summary().startswith(
         "91 lines answered in 1 min 50 s, 100 by earlier runs: 90 completions, 1 errors\n"
-        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s"
+        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory "
     )
 
 
