@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
-from raypp.api.prepare import Params
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
@@ -121,7 +121,12 @@ class AsyncLLM:
         return self._stream(prepared)
 
     async def complete(
-        self, prompts: Sequence[Prompt], params: Params = None, request_ids: Sequence[str] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: Priority = None,
     ) -> list[RequestOutput]:
         """Continue prompts and return their finished outputs, in order; cheaper than streams. Cancelling aborts them.
 
@@ -129,13 +134,14 @@ class AsyncLLM:
             prompts: Each a str or `{"prompt_token_ids": [...]}`.
             params: One for all, or one per prompt.
             request_ids: Their public ids; made up by default.
+            priority: One for all, or one per prompt; smaller is served first.
 
         Raises:
             RequestError: one cannot be run; the others are aborted.
             EngineDeadError: the engine died.
         """
         frontend = self._frontend_here()
-        return await frontend.complete(self._engine.preparer.prompts(prompts, params, request_ids))
+        return await frontend.complete(self._engine.preparer.prompts(prompts, params, request_ids, priority))
 
     async def complete_chat(
         self,
@@ -143,12 +149,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
         frontend = self._frontend_here()
         request_ids = None if request_id is None else [request_id]
-        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs)
+        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
         return (await frontend.complete(prepared))[0]
 
     async def abort(self, request_id: str) -> None:

@@ -82,12 +82,13 @@ class Answerer:
                 request.conversation(takes_images=False),
                 params,
                 request_id,
+                priority=request.priority or 0,
                 chat_template_kwargs=request.template_kwargs(),
             )
             return chat_completion(ResponseHead.new("chatcmpl", model), output, params)
         prompts = request.prompts()
         request_ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-        outputs = await self._llm.complete(prompts, params, request_ids)
+        outputs = await self._llm.complete(prompts, params, request_ids, priority=request.priority or 0)
         return completion(ResponseHead.new("cmpl", model), outputs, params, echo=bool(request.echo))
 
     def _seeded(self, params: SamplingParams, line: Line) -> SamplingParams:

@@ -22,6 +22,8 @@ class BatchEngine(Protocol):
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[RequestOutput]:
         """Continue prompts; return the finished outputs in order."""
 
@@ -31,6 +33,7 @@ class BatchEngine(Protocol):
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Answer a conversation; return the finished output."""

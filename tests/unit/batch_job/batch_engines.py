@@ -29,6 +29,7 @@ class ShoutingEngine:
         self.num_at_once = 0
         self.most_at_once = 0
         self.params: list[SamplingParams] = []
+        self.priorities: list[int] = []
         self.template_kwargs: list[Mapping[str, Any] | None] = []
         self.num_closed = 0
 
@@ -37,9 +38,12 @@ class ShoutingEngine:
         prompts: Sequence[Prompt],
         params: SamplingParams | None = None,
         request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[RequestOutput]:
         assert params is not None
         assert request_ids is not None
+        self.priorities.append(priority)
         await self._take_a_turn(params)
         return [_shout(prompt, request_id) for prompt, request_id in zip(prompts, request_ids, strict=True)]
 
@@ -49,10 +53,12 @@ class ShoutingEngine:
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         assert params is not None
         assert request_id is not None
+        self.priorities.append(priority)
         self.template_kwargs.append(chat_template_kwargs)
         await self._take_a_turn(params)
         return _shout(messages[-1]["content"], request_id)

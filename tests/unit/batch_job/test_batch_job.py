@@ -34,7 +34,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
         {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", **chat}},
         {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": ["x", "y"], "echo": True}},
         {"custom_id": "c", "prompt": "plain", "temperature": 0, "max_tokens": 5},
-        {"custom_id": "d", **chat},
+        {"custom_id": "d", "priority": -3, **chat},
     )
     engine = ShoutingEngine()
     _, said = run(tmp_path, engine, defaults={"max_tokens": 7, "temperature": 0.5})
@@ -50,6 +50,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     assert len({line["id"] for line in lines.values()}) == 4
     assert sorted((params.max_tokens, params.temperature) for params in engine.params) == [(5, 0), *[(7, 0.5)] * 3]
     assert engine.template_kwargs == [{"enable_thinking": False}] * 2
+    assert sorted(engine.priorities) == [-3, 0, 0, 0]
     assert engine.num_closed == 1
     assert "4 completions, 0 errors" in said[-1]
 
