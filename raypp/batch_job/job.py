@@ -19,6 +19,7 @@ from raypp.batch_job.output_file import OutputFile
 from raypp.batch_job.progress import Progress, Reporter
 from raypp.batch_job.settings import JobSettings
 from raypp.batch_job.window import Window
+from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 
 _SYNC_INTERVAL_S = 1.0
@@ -33,16 +34,25 @@ class BatchJob:
         self.settings = settings
         self._open_engine = open_engine
 
-    async def run(self, say: Callable[[str], None] = print) -> None:
+    async def run(
+        self, say: Callable[[str], None] = print, on_engine_started: Callable[[], None] = lambda: None
+    ) -> None:
         """Answer every line that has no answer yet.
 
         Args:
             say: Told what was found and what was done.
+            on_engine_started: Called whenever an engine was started.
 
         Raises:
             ConfigError: the input, the output or the settings cannot work; nothing was run.
             RayppError: the engine cannot start, or dies again and again; what was answered is kept.
         """
+
+        async def open_engine(config: EngineConfig) -> BatchEngine:
+            engine = await self._open_engine(config)
+            on_engine_started()
+            return engine
+
         scanned = await asyncio.to_thread(scan_input, self.settings.input_path)
         output = OutputFile(self.settings.output_path)
         try:
@@ -55,7 +65,7 @@ class BatchJob:
                 return
             say(f"{progress.total:,} lines, {num_done_before:,} of them answered by earlier runs")
             try:
-                await _Run(self.settings, output, is_done, progress).answer_all(self._open_engine)
+                await _Run(self.settings, output, is_done, progress).answer_all(open_engine)
             finally:
                 say(progress.summary())
         finally:

@@ -34,7 +34,7 @@ class Completer:
         output_column: str = "completion",
         sampling_params: Mapping[str, Any] | None = None,
         launch: Launch = launch_on_ray,
-        **settings: object,
+        **settings: Any,
     ) -> None:
         """Start the engine.
 

@@ -28,7 +28,6 @@ def run_until_stopped(job: BatchJob) -> int:
 
 async def _run(job: BatchJob) -> int:
     loop = asyncio.get_running_loop()
-    work = asyncio.create_task(job.run(_say))
     received: list[signal.Signals] = []
 
     def stop(number: signal.Signals) -> None:
@@ -41,8 +40,12 @@ async def _run(job: BatchJob) -> int:
         timer.start()
         work.cancel()
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, stop, number)  # ray.init, called in another thread, leaves these alone
+    def listen() -> None:
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop, number)
+
+    listen()
+    work = asyncio.create_task(job.run(_say, on_engine_started=listen))  # again: Ray's core takes SIGTERM for itself
     try:
         await work
     except asyncio.CancelledError:
