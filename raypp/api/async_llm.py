@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
+from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine import EngineConfig
@@ -72,6 +73,11 @@ class AsyncLLM:
         """The configuration as it was given."""
         return self._engine.config
 
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output together."""
+        return int(self._engine.handle.model_info["max_model_len"])
+
     def generate(
         self,
         prompt: Prompt,
@@ -116,6 +122,44 @@ class AsyncLLM:
         request_ids = None if request_id is None else [request_id]
         prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
         return self._stream(prepared)
+
+    async def complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: Priority = None,
+    ) -> list[RequestOutput]:
+        """Continue prompts and return their finished outputs, in order; cheaper than streams. Cancelling aborts them.
+
+        Args:
+            prompts: Each a str or `{"prompt_token_ids": [...]}`.
+            params: One for all, or one per prompt.
+            request_ids: Their public ids; made up by default.
+            priority: One for all, or one per prompt; smaller is served first.
+
+        Raises:
+            RequestError: one cannot be run; the others are aborted.
+            EngineDeadError: the engine died.
+        """
+        frontend = self._frontend_here()
+        return await frontend.complete(self._engine.preparer.prompts(prompts, params, request_ids, priority))
+
+    async def complete_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
+        frontend = self._frontend_here()
+        request_ids = None if request_id is None else [request_id]
+        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+        return (await frontend.complete(prepared))[0]
 
     async def abort(self, request_id: str) -> None:
         """End a request with what it has. An id that is not running is ignored."""
@@ -177,6 +221,14 @@ class AsyncLLM:
                 await _run_in(self._loop, self._frontend.close, self.config.faults.close_timeout_s)
         atexit.unregister(self._close_engine)
         await asyncio.to_thread(self._close_engine)
+
+    def close_when_replaced(self) -> None:
+        """Stop the engine from whatever thread: a notebook's cell is about to start another under the same name."""
+        self._is_closed = True
+        if self._frontend is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._frontend.close)
+        atexit.unregister(self._close_engine)
+        self._close_engine()
 
     async def __aenter__(self) -> Self:
         return self

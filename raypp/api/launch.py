@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
@@ -81,6 +82,7 @@ def open_engine(
     """
     logging.getLogger("raypp").setLevel(read_environment().log_level)
     config = _config_of(model, settings)
+    close_replaced_engines()
     handle = launch(config, stage_factory=stage_factory)
     try:
         info = handle.model_info

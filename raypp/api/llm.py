@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.frontend import Frontend
@@ -16,10 +16,13 @@ from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
-from raypp.types import Prompt, RequestOutput
+from raypp.errors import EngineDeadError
+from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
+
+T = TypeVar("T")
 
 
 class LLM:
@@ -128,6 +131,35 @@ class LLM:
         )
         return self._complete(prepared, use_tqdm)
 
+    def stream(
+        self,
+        prompt: Prompt | Sequence[ChatMessage],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, or answer one conversation, and yield the outputs so far whenever there are new tokens.
+
+        Leaving the iterator early, or Ctrl-C, aborts the request.
+
+        Args:
+            prompt: A str, `{"prompt_token_ids": [...]}`, or a list of `{"role": ..., "content": ...}`.
+            sampling_params: How to sample.
+            request_id: Its public id; made up by default.
+            chat_template_kwargs: Further values that the model's chat template reads.
+
+        Raises:
+            RequestError: it cannot be run.
+            EngineDeadError: the engine died.
+        """
+        preparer, ids = self._engine.preparer, None if request_id is None else [request_id]
+        if isinstance(prompt, str | Mapping):
+            (prepared,) = preparer.prompts([prompt], sampling_params, ids)
+        else:
+            (prepared,) = preparer.chats([prompt], sampling_params, ids, chat_template_kwargs)
+        return self._stream(prepared)
+
     def abort(self, request_id: str) -> None:
         """End a request with what it has. An id that is not running is ignored."""
         self._thread.call(lambda: self._frontend.abort([request_id]))
@@ -149,6 +181,10 @@ class LLM:
         atexit.unregister(self._finalizer)
         self._finalizer()
 
+    def close_when_replaced(self) -> None:
+        """Stop the engine: a notebook's cell is about to start another under the same name."""
+        self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -157,14 +193,31 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _stream(self, prepared: PreparedRequest) -> Iterator[RequestOutput]:
+        outputs = self._frontend.stream(prepared)
+        try:
+            while (output := self._wait(_next_of(outputs))) is not None:
+                yield output
+        finally:
+            with contextlib.suppress(EngineDeadError):
+                self._wait(outputs.aclose())
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the engine's loop and return its result; Ctrl-C, above all, cancels it."""
+        pending = self._thread.submit(coroutine)
+        try:
+            return pending.result()
+        except BaseException:
+            pending.cancel()
+            raise
+
     def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(prepared), use_tqdm) as on_end:
-            pending = self._thread.submit(self._frontend.complete(prepared, on_end))
-            try:
-                return pending.result()
-            except BaseException:  # Ctrl-C, above all: cancelling aborts the requests
-                pending.cancel()
-                raise
+            return self._wait(self._frontend.complete(prepared, on_end))
+
+
+async def _next_of(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(outputs, None)
 
 
 @contextlib.contextmanager
@@ -172,7 +225,7 @@ def _progress(total: int, enabled: bool) -> Iterator[Callable[[], None] | None]:
     if not enabled:
         yield None
         return
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
+    from tqdm.auto import tqdm
 
     with tqdm(total=total, unit="request") as bar:
         yield lambda: bar.update(1)

@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from raypp.api.tokenizer_class import tokenizer_class
 from raypp.errors import ModelLoadError, RequestError
 
 ChatMessage = Mapping[str, Any]
@@ -22,10 +23,8 @@ class Tokenizer:
         Raises:
             ModelLoadError: there are none, or they cannot be read.
         """
-        from transformers import AutoTokenizer  # takes seconds, and not everybody who imports raypp needs it
-
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+            self._hf: Any = tokenizer_class(model_path).from_pretrained(str(model_path), local_files_only=True)
         except Exception as error:  # whatever a broken file makes of it: transformers has no error class of its own
             raise ModelLoadError(
                 "the model's tokenizer cannot be loaded",

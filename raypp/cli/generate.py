@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.cli.sampling_options import add_sampling_options, sampling_params
-from raypp.types import CompletionOutput, Logprobs, RequestOutput
+from raypp.cli.sampling_options import add_sampling_options, given_sampling
+from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
 
 
 def add_parser(commands: Any) -> None:
@@ -30,13 +30,13 @@ def add_parser(commands: Any) -> None:
         help="what to continue; - reads it from stdin; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
-    add_sampling_options(parser)
+    add_sampling_options(parser, "defaults are those of raypp.SamplingParams")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
-    params = sampling_params(args)
+    params = SamplingParams(**given_sampling(args))
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     with args.doors.open_llm(config) as llm:

@@ -9,13 +9,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypp import __version__
+from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
-from raypp.cli import generate, info, serve, tune
+from raypp.cli import batch, generate, info, serve, tune
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment
 from raypp.errors import ConfigError, RayppError
@@ -53,6 +54,7 @@ class Doors:
     """What the commands reach the engine through."""
 
     open_llm: Callable[[EngineConfig], Any] = LLM
+    open_async_llm: Callable[[EngineConfig], Awaitable[AsyncLLM]] = AsyncLLM.create
     describe: Callable[[EngineConfig], dict[str, Any]] = _describe_engine
     tune: Callable[..., Any] = _tune_engine
     serve: Callable[..., None] = _serve
@@ -95,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"raypp {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
+    batch.add_parser(commands)
     info.add_parser(commands)
     tune.add_parser(commands)
     serve.add_parser(commands)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-
-from raypp.types import SamplingParams
+from typing import Any
 
 _FIELDS = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
@@ -14,9 +13,14 @@ _FIELDS = (
 )
 
 
-def add_sampling_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options. What is not given is left to `SamplingParams`."""
-    group = parser.add_argument_group("sampling", "defaults are those of raypp.SamplingParams")
+def add_sampling_options(parser: argparse.ArgumentParser, description: str) -> None:
+    """Add the options.
+
+    Args:
+        parser: The command's.
+        description: What holds where an option is left out.
+    """
+    group = parser.add_argument_group("sampling", description)
     group.add_argument("--n", metavar="N", type=int, help="continuations per prompt")
     group.add_argument("--max-tokens", metavar="K", type=int, help="the most tokens to generate")
     group.add_argument("--min-tokens", metavar="K", type=int, help="tokens before the text may end")
@@ -70,16 +74,12 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """Return what the options say.
-
-    Raises:
-        RequestError: a value that makes no sense.
-    """
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling parameters that were given, by their names in `SamplingParams`."""
     given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
-    return SamplingParams(**given)
+    return given
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from raypp.errors import ConfigError
 
 _PREFIX = "RAYPP_"
 _LOG_LEVEL = "RAYPP_LOG_LEVEL"
+_RAY_JOB = "RAY_JOB_CONFIG_JSON"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -19,6 +21,7 @@ class Environment:
     """What the environment says."""
 
     log_level: str = "WARNING"  # RAYPP_LOG_LEVEL, of the logger "raypp"
+    ray_job_id: str | None = None  # of the Ray job whose entrypoint this process is; set by Ray
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -34,4 +37,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     level = given.get(_LOG_LEVEL, Environment.log_level).upper()
     if level not in _LOG_LEVELS:
         raise ConfigError(f"{_LOG_LEVEL} has a value that it cannot have", got=level, expected=", ".join(_LOG_LEVELS))
-    return Environment(log_level=level)
+    return Environment(log_level=level, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
+
+
+def _ray_job_id(config: str) -> str | None:
+    try:
+        submission_id: object = json.loads(config)["metadata"]["job_submission_id"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return submission_id if isinstance(submission_id, str) else None

@@ -147,12 +147,20 @@ class EnginePlan:
                     "layers": [stage.start_layer, stage.end_layer],
                     "num_layers": stage.num_layers,
                     "weight_bytes": stage.weight_bytes,
+                    "step_weight_bytes": self._step_weight_bytes(stage),
                     "kv_cache_bytes": stage.kv_cache_bytes,
                     "num_kv_blocks": self.num_blocks,
                 }
                 for stage in self.stages
             ],
         }
+
+    def _step_weight_bytes(self, stage: StageLayout) -> int:
+        """Return what a step reads of a stage's weights: all, but of the embedding only a row per token."""
+        dtype_bytes = _DTYPE_BYTES[self.dtype]
+        is_last = stage.stage_index == len(self.stages) - 1
+        head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
+        return stage.num_layers * layer_weight_bytes(self.model, dtype_bytes) + head_bytes
 
 
 def max_step_rows(config: EngineConfig) -> int:

@@ -195,6 +195,44 @@ def test_a_forgotten_llm_is_closed(make_engine: MakeEngine) -> None:
     assert threading.active_count() == num_threads
 
 
+def test_streams_of_a_prompt_and_of_a_conversation(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
+    with open_llm(make_engine()) as llm:
+        outputs = list(llm.stream("def main", SamplingParams(max_tokens=6)))
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert lengths == sorted(lengths)
+        assert lengths[-1] == 6
+        assert outputs[-1].outputs[0].text == tokenizer.decode(outputs[-1].outputs[0].token_ids)
+        *_, last = llm.stream([{"role": "user", "content": "hi"}], chat_template_kwargs={"quiet": True})
+        assert last.prompt is not None
+        assert last.prompt.endswith("<quiet>")
+
+
+def test_a_stream_left_early_is_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with open_llm(engine) as llm:
+        engine.set_gate(is_open=False)
+        engine.grant_steps(1)
+        outputs = llm.stream("a", SamplingParams(max_tokens=50), request_id="r")
+        assert len(next(outputs).outputs[0].token_ids) == 1
+        outputs.close()
+        engine.wait_until(lambda: engine.aborted == ["r"])
+        with pytest.raises(RequestError):
+            llm.stream("")
+
+
+def test_a_stream_of_an_engine_that_was_closed(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    llm = open_llm(engine)
+    engine.set_gate(is_open=False)
+    engine.grant_steps(1)
+    outputs = llm.stream("a", SamplingParams(max_tokens=50))
+    next(outputs)
+    llm.close()
+    with pytest.raises(EngineDeadError):
+        next(outputs)
+
+
 def test_inside_a_running_event_loop(make_engine: MakeEngine) -> None:
     async def notebook_cell() -> int:
         with open_llm(make_engine()) as llm:
@@ -263,13 +301,13 @@ llm = LLM("tiny", launch=engine.launch, skip_tokenizer_init=True)
 prompt = {{"prompt_token_ids": [5]}}
 engine.set_gate(is_open=False)
 def interrupt():
-    engine.wait_until(lambda: len(engine.added) == 2)
+    engine.wait_until(lambda: len(engine.added) == {num_requests})
     os.kill(os.getpid(), signal.SIGINT)
 threading.Thread(target=interrupt).start()
 try:
-    llm.generate([prompt] * 2, request_ids=["a", "b"])
+    {call}
 except KeyboardInterrupt:
-    engine.wait_until(lambda: engine.aborted == ["a", "b"])
+    engine.wait_until(lambda: engine.aborted == ["a", "b"][:{num_requests}])
     engine.set_gate(is_open=True)
     assert len(llm.generate([prompt])) == 1
     print("interrupted")
@@ -279,7 +317,14 @@ print("closed", engine.num_closed)
 """
 
 
-def test_ctrl_c_aborts_and_exit_closes() -> None:
-    script = _SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0])
+@pytest.mark.parametrize(
+    ("call", "num_requests"),
+    [
+        ('llm.generate([prompt] * 2, request_ids=["a", "b"])', 2),
+        ('list(llm.stream(prompt, request_id="a"))', 1),
+    ],
+)
+def test_ctrl_c_aborts_and_exit_closes(call: str, num_requests: int) -> None:
+    script = _SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0], call=call, num_requests=num_requests)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\nclosed 1\n", "", 0)

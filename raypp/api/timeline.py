@@ -1,0 +1,178 @@
+"""What the stages did lately: who computed when, how much of the time was bubble, how near the memory's speed it was.
+
+timeline = llm.timeline()      # of the last burst of work
+timeline                       # in a notebook: a picture
+timeline.bubble_fraction       # 0.12
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from raypp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PAUSE_US = 50_000
+"""All stages idle for this long: nothing was asked of the engine, and a new burst begins."""
+
+
+class Forward(NamedTuple):
+    """One stage's work on one step. Times are microseconds since the epoch."""
+
+    stage_index: int
+    step_id: int
+    start_us: int
+    end_us: int
+    cohort: int
+    num_rows: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class MemorySpeed:
+    """How fast weights can be read."""
+
+    bytes_per_s: float
+    source: str
+    """Where the figure is from: measured, or a data sheet."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Forwards of all stages over a stretch of time."""
+
+    forwards: Sequence[Forward]
+    num_stages: int
+    step_weight_bytes: Sequence[int]
+    """Weights that a forward reads, per stage."""
+    memory_speed: MemorySpeed | None = None
+    """Of each stage's device; None where it is not known."""
+
+    @classmethod
+    def of_last_burst(
+        cls,
+        forwards: Sequence[Forward],
+        *,
+        step_weight_bytes: Sequence[int],
+        memory_speed: MemorySpeed | None,
+        last_s: float | None = None,
+    ) -> Self:
+        """Return the forwards since the last time that all stages were idle.
+
+        Args:
+            forwards: In any order.
+            step_weight_bytes: Weights that a forward reads, per stage.
+            memory_speed: Of each stage's device.
+            last_s: Keep at most this many seconds of it, the last ones.
+
+        Raises:
+            ConfigError: there are none.
+        """
+        if not forwards:
+            raise ConfigError(
+                "there is nothing to draw", got="no step was executed yet", hint="generate something first"
+            )
+        latest_first = sorted(forwards, key=lambda forward: forward.end_us, reverse=True)
+        opens_us = latest_first[0].end_us - (round(last_s * 1e6) if last_s is not None else latest_first[0].end_us)
+        kept: list[Forward] = []
+        earliest_us = latest_first[0].start_us
+        for forward in latest_first:
+            if forward.end_us < max(earliest_us - _PAUSE_US, opens_us):
+                break
+            earliest_us = min(earliest_us, forward.start_us)
+            kept.append(forward)
+        kept.reverse()
+        return cls(kept, len(step_weight_bytes), step_weight_bytes, memory_speed)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of which at least one stage's forward is here."""
+        return len({forward.step_id for forward in self.forwards})
+
+    @property
+    def window_us(self) -> tuple[int, int]:
+        """From when every stage has begun to when the first stage has no more: fill and drain excluded.
+
+        Raises:
+            ConfigError: the pipe was never full.
+        """
+        by_stage = [[f for f in self.forwards if f.stage_index == index] for index in range(self.num_stages)]
+        if all(by_stage):
+            opens = max(min(f.start_us for f in of_stage) for of_stage in by_stage)
+            closes = min(max(f.end_us for f in of_stage) for of_stage in by_stage)
+            if closes > opens:
+                return opens, closes
+        raise ConfigError("the timeline has no moment in which every stage had work", hint="generate more tokens")
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The share of the stages' time, 0..1, in which they ran no model, fill and drain excluded."""
+        opens, closes = self.window_us
+        busy = sum(max(0, min(f.end_us, closes) - max(f.start_us, opens)) for f in self.forwards)
+        return 1.0 - busy / ((closes - opens) * self.num_stages)
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """The part of the stages' time that reading their weights alone would take at the memory's speed, 0..1.
+
+        1 is the physical limit of decoding; KV and activations come on top and are not counted, and prefill is bound by
+        arithmetic instead. None where the memory's speed is not known.
+        """
+        if self.memory_speed is None:
+            return None
+        opens, closes = self.window_us
+        read_bytes = sum(
+            self.step_weight_bytes[f.stage_index]
+            * max(0, min(f.end_us, closes) - max(f.start_us, opens))
+            / max(1, f.end_us - f.start_us)
+            for f in self.forwards
+        )
+        return read_bytes / self.memory_speed.bytes_per_s / ((closes - opens) / 1e6 * self.num_stages)
+
+    def __str__(self) -> str:
+        """Return the figures in a line."""
+        try:
+            opens, closes = self.window_us
+        except ConfigError:
+            return f"{self.num_steps} steps on {self.num_stages} stages; too few to say how full the pipe was"
+        text = (
+            f"{self.num_steps} steps on {self.num_stages} stages, {(closes - opens) / 1e3:.1f} ms: "
+            f"bubble fraction {self.bubble_fraction:.2f}"
+        )
+        if self.memory_speed is None:
+            return text
+        return (
+            f"{text}, {self.share_of_limit:.0%} of the physical limit "
+            f"(reading the weights at {self.memory_speed.bytes_per_s / 1e9:.0f} GB/s, {self.memory_speed.source})"
+        )
+
+    def plot(self, axes: Axes | None = None) -> Axes:
+        """Draw one lane per stage, a bar per forward, a colour per cohort.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        from raypp.api.timeline_plot import plot_timeline
+
+        return plot_timeline(self, axes)
+
+    def save(self, path: str | Path) -> None:
+        """Write the picture; the suffix says in which format."""
+        figure: Any = self.plot().figure
+        figure.savefig(path, bbox_inches="tight")
+
+    def _repr_png_(self) -> bytes | None:
+        from raypp.api.timeline_plot import timeline_png
+
+        try:
+            return timeline_png(self)
+        except ConfigError:  # without matplotlib a notebook shows the figures alone
+            return None
+
+    def __repr__(self) -> str:
+        return f"<Timeline: {self}>"

@@ -1,0 +1,50 @@
+"""What a job needs of an engine; `AsyncLLM` is one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from raypp.config.engine import EngineConfig
+from raypp.types import Prompt, RequestOutput, SamplingParams
+
+
+class BatchEngine(Protocol):
+    """Answers requests, many at once, on one event loop."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a request, prompt and output together."""
+
+    async def complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Continue prompts; return the finished outputs in order."""
+
+    async def complete_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        """Answer a conversation; return the finished output."""
+
+    async def __aenter__(self) -> BatchEngine: ...
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop it."""
+
+
+OpenEngine = Callable[[EngineConfig], Awaitable[BatchEngine]]
+"""Starts an engine. It may be called again after that engine's death."""

@@ -1,0 +1,178 @@
+"""The job: scan the input, take up where an earlier run stopped, keep the engine full, write answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+from raypp.batch_job.answer import Answerer
+from raypp.batch_job.engine import BatchEngine, OpenEngine
+from raypp.batch_job.input_file import ScannedInput, scan_input, stream_lines
+from raypp.batch_job.line import Line
+from raypp.batch_job.manifest import Manifest
+from raypp.batch_job.output_file import OutputFile
+from raypp.batch_job.progress import Progress, Reporter
+from raypp.batch_job.settings import JobSettings
+from raypp.batch_job.window import Window
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError, EngineDeadError
+
+_SYNC_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class BatchJob:
+    """One run of a job. Cancelling it leaves what was answered so far, for the next run to go on from."""
+
+    def __init__(self, settings: JobSettings, open_engine: OpenEngine) -> None:
+        self.settings = settings
+        self._open_engine = open_engine
+
+    async def run(
+        self, say: Callable[[str], None] = print, on_engine_started: Callable[[], None] = lambda: None
+    ) -> None:
+        """Answer every line that has no answer yet.
+
+        Args:
+            say: Told what was found and what was done.
+            on_engine_started: Called whenever an engine was started.
+
+        Raises:
+            ConfigError: the input, the output or the settings cannot work; nothing was run.
+            RayppError: the engine cannot start, or dies again and again; what was answered is kept.
+        """
+
+        async def open_engine(config: EngineConfig) -> BatchEngine:
+            engine = await self._open_engine(config)
+            on_engine_started()
+            return engine
+
+        scanned = await asyncio.to_thread(scan_input, self.settings.input_path)
+        output = OutputFile(self.settings.output_path)
+        try:
+            await output.lock()
+            is_done = await asyncio.to_thread(self._take_up, scanned, output)
+            num_done_before = int(is_done.sum() - scanned.ids.is_blank.sum())
+            progress = Progress(scanned.ids.num_ids, num_done_before)
+            if not progress.num_left:
+                say(f"nothing to do: all {progress.total:,} lines are answered in {self.settings.output_path}")
+                return
+            say(f"{progress.total:,} lines, {num_done_before:,} of them answered by earlier runs")
+            try:
+                await _Run(self.settings, output, is_done, progress).answer_all(open_engine)
+            finally:
+                say(progress.summary())
+        finally:
+            output.close()
+
+    def _take_up(self, scanned: ScannedInput, output: OutputFile) -> npt.NDArray[np.bool_]:
+        """Return which lines are done; make sure that it was this job that did them."""
+        manifest = Manifest(
+            scanned.sha256, scanned.num_bytes, scanned.ids.num_ids, self.settings.what_answers_depend_on()
+        )
+        path = self.settings.manifest_path
+        if self.settings.overwrite:
+            output.clear()
+        elif (earlier := Manifest.read(path)) is not None:
+            manifest.check_same_job(earlier, path)
+            return output.repair(scanned.ids)
+        elif not output.is_empty:
+            raise ConfigError(
+                "the output exists, and no manifest says which job wrote it",
+                got=self.settings.output_path,
+                expected=f"{path} beside it, or no file",
+                hint="name another output, or start anew with --overwrite",
+            )
+        manifest.write(path)
+        return scanned.ids.is_blank.copy()
+
+
+class _Run:
+    """What one run works on."""
+
+    def __init__(
+        self, settings: JobSettings, output: OutputFile, is_done: npt.NDArray[np.bool_], progress: Progress
+    ) -> None:
+        self._settings = settings
+        self._output = output
+        self._is_done = is_done
+        self._progress = progress
+
+    async def answer_all(self, open_engine: OpenEngine) -> None:
+        """Answer what is left, with a new engine whenever one dies, as long as each brings the job forward."""
+        progress, num_fruitless = self._progress, 0
+        reporter = Reporter(progress, self._settings.progress_interval_s)
+        try:
+            async with (
+                _beside(_every(_SYNC_INTERVAL_S, self._sync)),
+                _beside(_every(reporter.interval_s, reporter.show)),
+            ):
+                while progress.num_left:
+                    num_done = progress.num_done
+                    try:
+                        await self._answer_with(await open_engine(self._settings.config))
+                    except EngineDeadError as error:
+                        num_fruitless = 0 if progress.num_done > num_done else num_fruitless + 1
+                        if num_fruitless >= self._settings.max_engine_starts:
+                            raise
+                        logger.warning("the engine died and is started again: %s", error)
+        finally:
+            reporter.close()
+
+    async def _answer_with(self, llm: BatchEngine) -> None:
+        async with llm:
+            try:
+                await self._answer_lines(Answerer(llm, self._settings))
+            finally:
+                self._output.sync()  # before the engine is closed, which may take longer than a stopped job has
+
+    async def _answer_lines(self, answerer: Answerer) -> None:
+        window = Window(self._settings.window, self._settings.max_in_flight_bytes)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for line in stream_lines(self._settings.input_path, self._is_done):
+                    await window.enter(line.num_bytes)
+                    tasks.create_task(self._answer_line(line, answerer, window))
+                    await asyncio.sleep(0)  # on its way before the next line is read
+        except ExceptionGroup as failures:  # all that was at the engine failed, for one reason
+            others = [error for error in failures.exceptions if not isinstance(error, EngineDeadError)]
+            raise (others or failures.exceptions)[0] from None
+
+    async def _answer_line(self, line: Line, answerer: Answerer, window: Window) -> None:
+        try:
+            answer = await answerer.answer(line)
+        finally:
+            window.leave(line.num_bytes)
+        self._output.append(answer.record)
+        self._is_done[line.index] = True
+        self._progress.count(answer)
+
+    async def _sync(self) -> None:
+        await asyncio.to_thread(self._output.sync)
+
+
+@asynccontextmanager
+async def _beside(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run something endless beside the block; its failure is the block's, once that has ended."""
+    task = asyncio.create_task(coroutine)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled():
+        task.result()
+
+
+async def _every(interval_s: float, action: Callable[[], Awaitable[None] | None]) -> None:
+    while True:
+        await asyncio.sleep(interval_s)
+        waits = action()
+        if waits is not None:
+            await waits

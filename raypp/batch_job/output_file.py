@@ -1,0 +1,186 @@
+"""The output: lines are only ever appended, by one process at a time, and what is there is what is done.
+
+A line counts when its newline is there. A process that is killed leaves at most one line torn, the last; the next run
+cuts it off. A machine that crashes may lose what was not yet synced; those lines are then computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic_core import from_json
+
+from raypp.batch_job.id_index import IdIndex
+from raypp.batch_job.manifest import sync_folder
+from raypp.errors import ConfigError, ResourceError
+
+_LOCK_RETRY_S = 0.1
+_IDS_PER_LOOKUP = 8192
+
+logger = logging.getLogger(__name__)
+
+
+class OutputFile:
+    """An output. Nothing may be done with it before it is locked."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create it.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._path = path
+        existed = path.exists()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                "the output cannot be written",
+                got=f"{path}: {error.strerror}",
+                expected="a file in a folder that exists",
+            ) from error
+        if not existed:
+            sync_folder(path.parent)
+        self._num_bytes = 0
+        self._is_dirty = False
+
+    async def lock(self, timeout_s: float = 10.0) -> None:
+        """Keep other processes out until this one closes it or ends.
+
+        Args:
+            timeout_s: How long to wait for another one to end: a stopped job's process may take a moment.
+
+        Raises:
+            ConfigError: another process is writing it.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    "another process is writing the output",
+                    got=self._path,
+                    expected=f"that it ends within {timeout_s:g} s",
+                    hint="wait for it or end it, then run the same command again",
+                )
+            await asyncio.sleep(_LOCK_RETRY_S)
+        self._num_bytes = os.fstat(self._fd).st_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it yet."""
+        return self._num_bytes == 0
+
+    def clear(self) -> None:
+        """Throw away what it holds."""
+        self._truncate(0)
+
+    def repair(self, ids: IdIndex) -> npt.NDArray[np.bool_]:
+        """Cut off a torn last line; return which lines of the input are answered, by physical line.
+
+        Raises:
+            ConfigError: it holds lines that this job cannot have written.
+        """
+        is_done = ids.is_blank.copy()
+        batch: list[str] = []
+        num_good_bytes = 0
+        for number, (raw, custom_id) in enumerate(self._read_lines(), 1):
+            if custom_id is None:
+                if num_good_bytes + len(raw) < self._num_bytes:
+                    raise self._not_ours(f"line {number} is no line of an output: {raw[:60]!r}")
+                break
+            num_good_bytes += len(raw)
+            batch.append(custom_id)
+            if len(batch) == _IDS_PER_LOOKUP:
+                self._mark(batch, ids, is_done)
+                batch = []
+        if batch:
+            self._mark(batch, ids, is_done)
+        if num_good_bytes < self._num_bytes:
+            logger.warning("cutting a torn last line of %d bytes off %s", self._num_bytes - num_good_bytes, self._path)
+            self._truncate(num_good_bytes)
+        return is_done
+
+    def append(self, line: bytes) -> None:
+        """Add a line. It survives the end of this process at once, that of the machine after `sync`.
+
+        Raises:
+            ResourceError: the disk takes no more. No part of the line remains.
+        """
+        data = memoryview(line + b"\n")
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            self._truncate(self._num_bytes)
+            raise ResourceError(
+                "the output cannot be written any more",
+                got=f"{self._path}: {error.strerror}",
+                hint="make room and run the same command again: what is there is kept",
+            ) from error
+        self._num_bytes += len(line) + 1
+        self._is_dirty = True
+
+    def sync(self) -> None:
+        """Wait until the disk has everything. May be called from another thread."""
+        if self._is_dirty:
+            self._is_dirty = False
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Let others in."""
+        os.close(self._fd)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:  # not every network file system can
+            logger.warning("%s cannot be locked (%s): make sure that only one job writes it", self._path, error)
+        return True
+
+    def _read_lines(self) -> Iterator[tuple[bytes, str | None]]:
+        """Yield each line and its id; None for one that is torn or foreign."""
+        with self._path.open("rb", buffering=1 << 20) as file:
+            for raw in file:
+                yield raw, _custom_id(raw)
+
+    def _mark(self, custom_ids: list[str], ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> None:
+        lines = ids.find(custom_ids)
+        for line, custom_id in zip(lines.tolist(), custom_ids, strict=True):
+            if line < 0:
+                raise self._not_ours(f"custom_id {custom_id!r} is not in the input")
+            if is_done[line]:
+                raise self._not_ours(f"custom_id {custom_id!r} is there twice")
+            is_done[line] = True
+
+    def _not_ours(self, got: str) -> ConfigError:
+        return ConfigError(
+            "the output holds something that this job did not write",
+            got=f"{self._path}: {got}",
+            hint="name another output, or start anew with --overwrite",
+        )
+
+    def _truncate(self, num_bytes: int) -> None:
+        os.ftruncate(self._fd, num_bytes)
+        self._num_bytes = num_bytes
+        os.fsync(self._fd)
+
+
+def _custom_id(raw: bytes) -> str | None:
+    if not raw.endswith(b"\n"):
+        return None
+    try:
+        fields = from_json(raw)
+    except ValueError:
+        return None
+    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+    return custom_id if isinstance(custom_id, str) else None

@@ -1,0 +1,141 @@
+"""How far a job is: counted, shown while it runs (a bar on a terminal, else a line now and then), summed up."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from raypp.batch_job.answer import Answer
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+_RATE_WINDOW_S = 60.0
+
+
+class Progress:
+    """Counts of one run, and what earlier runs left."""
+
+    def __init__(self, total: int, num_done_before: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = total
+        self.num_done_before = num_done_before
+        self.num_done = 0  # in this run
+        self.num_errors = 0
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self._clock = clock
+        self._start_s = clock()
+        self._samples: deque[tuple[float, int, int]] = deque([(self._start_s, 0, 0)])
+
+    @property
+    def num_left(self) -> int:
+        """Lines without an answer."""
+        return self.total - self.num_done_before - self.num_done
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this run began."""
+        return self._clock() - self._start_s
+
+    def count(self, answer: Answer) -> None:
+        """Take in an answer that was written."""
+        self.num_done += 1
+        self.num_errors += answer.is_error
+        self.num_prompt_tokens += answer.num_prompt_tokens
+        self.num_output_tokens += answer.num_output_tokens
+
+    def rates(self) -> tuple[float, float]:
+        """Return lines and generated tokens per second, over the last minute."""
+        now_s = self._clock()
+        self._samples.append((now_s, self.num_done, self.num_output_tokens))
+        while len(self._samples) > 2 and self._samples[1][0] < now_s - _RATE_WINDOW_S:
+            self._samples.popleft()
+        then_s, done, tokens = self._samples[0]
+        seconds = max(now_s - then_s, 1e-9)
+        return (self.num_done - done) / seconds, (self.num_output_tokens - tokens) / seconds
+
+    def line(self) -> str:
+        """Return where the job stands, in one line."""
+        lines_per_s, tokens_per_s = self.rates()
+        done = self.num_done_before + self.num_done
+        left = f"{duration(self.num_left / lines_per_s)} left" if lines_per_s else "time left unknown"
+        return (
+            f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %), {lines_per_s:,.1f} lines/s, "
+            f"{tokens_per_s:,.0f} tokens/s, {self.num_errors:,} errors, {left}"
+        )
+
+    def summary(self) -> str:
+        """Return what this run did."""
+        seconds = max(self.elapsed_s, 1e-9)
+        before = f", {self.num_done_before:,} by earlier runs" if self.num_done_before else ""
+        return (
+            f"{self.num_done:,} lines answered in {duration(seconds)}{before}: "
+            f"{self.num_done - self.num_errors:,} completions, {self.num_errors:,} errors\n"
+            f"{self.num_prompt_tokens:,} prompt tokens, {self.num_output_tokens:,} generated tokens; "
+            f"{self.num_done / seconds:,.1f} lines/s, {self.num_output_tokens / seconds:,.1f} tokens/s"
+            f"{_peak_memory()}"
+        )
+
+
+class Reporter:
+    """Shows a job's progress."""
+
+    def __init__(self, progress: Progress, interval_s: float, stream: TextIO | None = None) -> None:
+        """Begin.
+
+        Args:
+            progress: What is shown.
+            interval_s: Between two lines, where there is no terminal.
+            stream: Where to; None is stderr.
+        """
+        self._progress = progress
+        self._stream = stream or sys.stderr
+        self._bar = self._make_bar() if self._stream.isatty() else None
+        self.interval_s = 0.2 if self._bar is not None else interval_s
+
+    def show(self) -> None:
+        """Show the state of now."""
+        progress = self._progress
+        if self._bar is None:
+            print(f"raypp batch: {progress.line()}", file=self._stream, flush=True)
+            return
+        _, tokens_per_s = progress.rates()
+        self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s, {progress.num_errors:,} errors", refresh=False)
+        self._bar.update(progress.num_done_before + progress.num_done - self._bar.n)
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            self.show()
+            self._bar.close()
+
+    def _make_bar(self) -> tqdm:
+        from tqdm import tqdm
+
+        progress = self._progress
+        return tqdm(total=progress.total, initial=progress.num_done_before, unit="line", file=self._stream)
+
+
+def _peak_memory() -> str:
+    """Return this process's peak memory as a part of a sentence; nothing where the system does not tell."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return ""
+    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    return f"; peak memory {int(match[1]) / 1024:,.0f} MB" if match else ""
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people say them."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"

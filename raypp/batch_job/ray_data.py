@@ -1,0 +1,109 @@
+"""Completions as a step of a Ray Data pipeline.
+
+    dataset.map_batches(Completer, fn_constructor_kwargs={"model": "tiny"}, batch_size=256, concurrency=1)
+
+The actor that Ray Data makes of it starts an engine of its own, with its stages in their own placement group beside it:
+`concurrency` engines in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from raypp.api.launch import Launch, launch_on_ray
+from raypp.api.llm import LLM
+from raypp.errors import ConfigError, RequestError
+from raypp.types import RequestOutput, SamplingParams
+
+Column = npt.NDArray[Any]
+
+
+class Completer:
+    """Adds the completions of one column's prompts to a batch: text, finish reason, number of tokens, error."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        prompt_column: str = "prompt",
+        messages_column: str | None = None,
+        output_column: str = "completion",
+        sampling_params: Mapping[str, Any] | None = None,
+        launch: Launch = launch_on_ray,
+        **settings: Any,
+    ) -> None:
+        """Start the engine.
+
+        Args:
+            model: As of `LLM`.
+            prompt_column: Texts to continue.
+            messages_column: Conversations to answer (lists of `{"role": ..., "content": ...}`), instead of prompts.
+            output_column: Where the texts go. `<output_column>_finish_reason`, `..._num_tokens` and `..._error` are
+                added beside it; a row has either a text or an error.
+            sampling_params: Fields of SamplingParams, for all rows.
+            launch: Starts the engine; for tests.
+            **settings: As of `LLM`.
+
+        Raises:
+            RayppError: as of `LLM`.
+        """
+        self._params = SamplingParams(**(sampling_params or {}))
+        self._is_chat = messages_column is not None
+        self._input_column = messages_column if messages_column is not None else prompt_column
+        self._output_column = output_column
+        self._llm = LLM(model, launch=launch, **settings)
+
+    def __call__(self, batch: dict[str, Column]) -> dict[str, Column]:
+        """Return the batch with the added columns.
+
+        Raises:
+            ConfigError: it has no column of that name.
+            EngineDeadError: the engine died; Ray Data starts the actor, and so the engine, again.
+        """
+        if self._input_column not in batch:
+            raise ConfigError("the batch lacks a column", got=sorted(batch), expected=self._input_column)
+        answers = self._complete(list(batch[self._input_column]))
+        outputs = [answer.outputs[0] if isinstance(answer, RequestOutput) else None for answer in answers]
+        errors = [None if isinstance(answer, RequestOutput) else str(answer) for answer in answers]
+        name = self._output_column
+        return {
+            **batch,
+            name: _column([output.text if output else None for output in outputs]),
+            f"{name}_finish_reason": _column([output.finish_reason if output else None for output in outputs]),
+            f"{name}_num_tokens": np.array([len(output.token_ids) if output else 0 for output in outputs], np.int64),
+            f"{name}_error": _column(errors),
+        }
+
+    def _complete(self, prompts: list[Any]) -> list[RequestOutput | RequestError]:
+        """Run all rows together; a row that cannot be run gets its error, and the others are run without it."""
+        answers: dict[int, RequestOutput | RequestError] = {}
+        while len(answers) < len(prompts):
+            rows = [row for row in range(len(prompts)) if row not in answers]
+            ids = [f"row-{row}" for row in rows]
+            run = self._llm.chat if self._is_chat else self._llm.generate
+            try:
+                outputs = run([_plain(prompts[row]) for row in rows], self._params, request_ids=ids)
+            except RequestError as error:
+                if error.request_id not in ids:
+                    raise
+                answers[rows[ids.index(error.request_id)]] = error
+            else:
+                answers.update(zip(rows, outputs, strict=True))
+        return [answers[row] for row in range(len(prompts))]
+
+
+def _plain(prompt: Any) -> Any:
+    """Return a prompt as Python has it: Arrow's lists come as arrays."""
+    if isinstance(prompt, np.ndarray):
+        return [_plain(item) for item in prompt]
+    return prompt.item() if isinstance(prompt, np.generic) else prompt
+
+
+def _column(values: list[str | None]) -> Column:
+    column = np.empty(len(values), object)
+    column[:] = values
+    return column

@@ -1,0 +1,101 @@
+"""What a job is asked to do, checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.errors import parse_body
+
+_MODEL_LEN_FOR_CHECK = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSettings:
+    """One batch job.
+
+    Attributes:
+        input_path: JSON lines.
+        output_path: Where the answers go; an output of the same job is gone on with.
+        config: The engine.
+        defaults: Fields of a request's body (`max_tokens`, ...) that hold where a line says nothing.
+        served_model_names: What a line may call the model; the first is what answers call it.
+        overwrite: Throw an existing output away.
+        max_in_flight: Requests at the engine at once; None: twice what it runs at once.
+        max_in_flight_bytes: Of input lines at the engine at once.
+        max_engine_starts: Engines that may die in a row without a single line answered before the job gives up.
+        progress_interval_s: Between two reports where there is no terminal.
+    """
+
+    input_path: Path
+    output_path: Path
+    config: EngineConfig
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    served_model_names: tuple[str, ...] = ()
+    overwrite: bool = False
+    max_in_flight: int | None = None
+    max_in_flight_bytes: int = 64 << 20
+    max_engine_starts: int = 3
+    progress_interval_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not self.served_model_names:
+            model = self.config.model.model
+            object.__setattr__(self, "served_model_names", tuple(dict.fromkeys((model, Path(model).name))))
+        for name, least in (("max_in_flight", 1), ("max_engine_starts", 1), ("progress_interval_s", 0.1)):
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name} is too small", got=value, expected=f"at least {least}")
+        if self.input_path.absolute() == self.output_path.absolute():
+            raise ConfigError("input and output are the same file", got=self.input_path, expected="two files")
+        # What no line could be run with is said now, not on every line.
+        parse_body(CompletionRequest, {"prompt": "", **self.defaults}).sampling_params(_MODEL_LEN_FOR_CHECK)
+
+    @property
+    def seed(self) -> int:
+        """What the seeds of lines without one are drawn from."""
+        return self.config.model.seed
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where the job is described, beside its output."""
+        return self.output_path.with_name(self.output_path.name + ".job.json")
+
+    @property
+    def window(self) -> int:
+        """Requests at the engine at once."""
+        return self.max_in_flight or 2 * self.config.scheduler.max_num_seqs
+
+    def what_answers_depend_on(self) -> dict[str, Any]:
+        """Return every setting that can change a text, as plain values. How many stages there are cannot."""
+        model = self.config.model
+        return {
+            "model": model.model,
+            "load_format": model.load_format,
+            "dtype": model.dtype,
+            "max_model_len": model.max_model_len,
+            "seed": model.seed,
+            "served_model_names": list(self.served_model_names),
+            **{f"default {name}": value for name, value in self.defaults.items()},
+        }
+
+
+def check_job_path(path: str, name: str, ray_job_id: str | None) -> Path:
+    """Return a path that this process was given.
+
+    Raises:
+        ConfigError: it is relative, and this is the entrypoint of a Ray job.
+    """
+    if ray_job_id is not None and not Path(path).is_absolute():
+        raise ConfigError(
+            f"a relative {name} inside a Ray job",
+            got=path,
+            expected="an absolute path on a disk that outlives the job",
+            hint="a job's working directory is a copy that Ray throws away, and with it what was written there",
+        )
+    return Path(path)

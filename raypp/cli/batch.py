@@ -1,0 +1,60 @@
+"""`raypp batch`: answer a file of requests, however often the job is killed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from raypp.batch_job.job import BatchJob
+from raypp.batch_job.settings import JobSettings, check_job_path
+from raypp.batch_job.stoppable import run_until_stopped
+from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.cli.sampling_options import add_sampling_options, given_sampling
+from raypp.config.env import read_environment
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the parser's subcommands."""
+    parser = commands.add_parser(
+        "batch",
+        help="answer a file of requests",
+        description="Answer a file of requests, one JSON object per line: OpenAI's batch format, or "
+        '{"custom_id": ..., "prompt": ...}. Answers are appended to the output as they come, one per custom_id, in '
+        "OpenAI's batch output format. A job that was stopped or killed goes on where it was when the same command is "
+        "run again.",
+    )
+    add_engine_options(parser)
+    files = parser.add_argument_group("files")
+    files.add_argument("--input", metavar="FILE", required=True, help="JSON lines")
+    files.add_argument("--output", metavar="FILE", required=True, help="where answers go; FILE.job.json says which job")
+    files.add_argument("--overwrite", action="store_true", help="throw an existing output away and start anew")
+    job = parser.add_argument_group("job")
+    job.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="what lines may call the model, and answers do; default: as --model; may be repeated",
+    )
+    job.add_argument("--max-in-flight", metavar="N", type=int, help="requests at the engine; default: 2 * max_num_seqs")
+    job.add_argument(
+        "--progress-interval", metavar="S", type=float, default=10.0, help="seconds between reports without a terminal"
+    )
+    add_sampling_options(parser, "for lines that do not say; defaults are OpenAI's")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job until it is done or stopped."""
+    ray_job_id = read_environment().ray_job_id
+    settings = JobSettings(
+        input_path=check_job_path(args.input, "input", ray_job_id),
+        output_path=check_job_path(args.output, "output", ray_job_id),
+        config=engine_config(args),
+        defaults=given_sampling(args),
+        served_model_names=tuple(args.served_model_name),
+        overwrite=args.overwrite,
+        max_in_flight=args.max_in_flight,
+        progress_interval_s=args.progress_interval,
+    )
+    return run_until_stopped(BatchJob(settings, args.doors.open_async_llm))

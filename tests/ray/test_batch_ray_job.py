@@ -1,0 +1,102 @@
+"""A real Ray job: submitted, stopped, submitted again, complete."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from batch_jobs import DEADLINE_S, num_lines, texts_by_id, wait_for, write_prompts
+from ray.job_submission import JobSubmissionClient
+
+pytestmark = pytest.mark.ray
+
+NUM_LINES = 150
+
+
+@pytest.fixture(scope="module")
+def dashboard() -> Iterator[str]:
+    """A local Ray that takes jobs; yields the address that they are submitted to."""
+    context = ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=True,
+        dashboard_port=0,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+    )
+    yield f"http://{context.dashboard_url}"
+    ray.shutdown()
+
+
+class Jobs:
+    """`ray job ...`, as a user types it, from an empty working directory."""
+
+    def __init__(self, address: str, folder: Path) -> None:
+        self._address = address
+        self._folder = folder
+        folder.mkdir()
+
+    def __call__(self, *words: str) -> str:
+        """Run a command and return what it printed."""
+        verb, *rest = words
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "ray"), "job", verb, "--address", self._address, *rest],
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def submit(self, submission_id: str, *arguments: str) -> None:
+        """Submit a batch job; return at once."""
+        options = ["--no-wait", "--submission-id", submission_id, "--working-dir", "."]
+        self("submit", *options, "--", sys.executable, "-m", "raypp.batch", *arguments)
+
+    def wait(self, submission_id: str, status: str) -> None:
+        """Wait until a job has ended in the way that it should."""
+        client = JobSubmissionClient(self._address)  # asks for less than the command, which starts a Python each time
+
+        def ended() -> str | None:
+            now = client.get_job_status(submission_id)
+            return now.value if now.is_terminal() else None
+
+        assert wait_for(ended, f"the end of {submission_id}") == status, self("logs", submission_id)
+
+
+def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> None:
+    jobs = Jobs(dashboard, tmp_path / "work")
+    output = tmp_path / "out.jsonl"
+    write_prompts(tmp_path / "in.jsonl", [f"def f{i}(" for i in range(NUM_LINES)], max_tokens=60, ignore_eos=True)
+    engine = ["--model", "tiny", "--num-stages", "2", "--temperature", "0", "--max-in-flight", "8"]
+    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
+
+    jobs.submit("first", *files, *engine)
+    wait_for(lambda: num_lines(output) >= 10, "ten lines")
+    jobs("stop", "first")
+    jobs.wait("first", "STOPPED")
+    num_at_stop = num_lines(output)
+    assert 10 <= num_at_stop < NUM_LINES
+    assert "SIGTERM: stopping" in jobs("logs", "first")
+
+    jobs.submit("second", *files, *engine)
+    jobs.wait("second", "SUCCEEDED")
+    logs = jobs("logs", "second")
+    print(f"\nstopped at {num_at_stop} lines\n{logs}")
+    assert f"{NUM_LINES} lines, {num_at_stop} of them answered by earlier runs" in logs
+    assert set(texts_by_id(output)) == {f"line-{i}" for i in range(NUM_LINES)}
+
+
+def test_a_relative_output_is_refused(dashboard: str, tmp_path: Path) -> None:
+    jobs = Jobs(dashboard, tmp_path / "work")
+    write_prompts(tmp_path / "in.jsonl", ["a"])
+    jobs.submit("relative", "--model", "tiny", "--input", str(tmp_path / "in.jsonl"), "--output", "out.jsonl")
+    jobs.wait("relative", "FAILED")
+    assert "a relative output inside a Ray job" in jobs("logs", "relative")
+    assert os.listdir(tmp_path / "work") == []

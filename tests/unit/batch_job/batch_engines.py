@@ -1,0 +1,143 @@
+"""Engines that answer with capital letters, and the files that jobs read and write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raypp.batch_job.settings import JobSettings
+from raypp.config.engine import EngineConfig
+from raypp.errors import EngineDeadError, RequestError
+from raypp.types import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SamplingParams
+
+
+class ShoutingEngine:
+    """Answers every prompt with its capital letters. Dies before its answer number `lives_for`, if that is given."""
+
+    max_model_len = 1000
+
+    def __init__(
+        self, lives_for: int | None = None, num_turns: int = 1, on_question: Callable[[int], object] = lambda _: None
+    ) -> None:
+        self.lives_for = lives_for
+        self.num_turns = num_turns
+        self.on_question = on_question
+        self.num_asked = 0
+        self.num_at_once = 0
+        self.most_at_once = 0
+        self.params: list[SamplingParams] = []
+        self.priorities: list[int] = []
+        self.template_kwargs: list[Mapping[str, Any] | None] = []
+        self.num_closed = 0
+
+    async def complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        request_ids: Sequence[str] | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        assert params is not None
+        assert request_ids is not None
+        self.priorities.append(priority)
+        await self._take_a_turn(params)
+        return [_shout(prompt, request_id) for prompt, request_id in zip(prompts, request_ids, strict=True)]
+
+    async def complete_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RequestOutput:
+        assert params is not None
+        assert request_id is not None
+        self.priorities.append(priority)
+        self.template_kwargs.append(chat_template_kwargs)
+        await self._take_a_turn(params)
+        return _shout(messages[-1]["content"], request_id)
+
+    async def __aenter__(self) -> ShoutingEngine:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.num_closed += 1
+
+    async def _take_a_turn(self, params: SamplingParams) -> None:
+        self.params.append(params)
+        self.num_asked += 1
+        number = self.num_asked
+        self.num_at_once += 1
+        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        try:
+            self.on_question(number)
+            for _ in range(self.num_turns + number % 3):  # answers come in another order than questions
+                await asyncio.sleep(0)
+            if self.lives_for is not None and number > self.lives_for:
+                raise EngineDeadError("the engine died")
+        finally:
+            self.num_at_once -= 1
+
+
+def _shout(prompt: Prompt, request_id: str) -> RequestOutput:
+    if not prompt:
+        raise RequestError("a prompt has no tokens", request_id=request_id)
+    assert isinstance(prompt, str)
+    if prompt == "crash":
+        raise KeyError("a bug")
+    completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="stop")
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=[1, 2, 3],
+        outputs=[completion],
+        finished=True,
+        metrics=RequestMetrics(arrival_time_s=0.0),
+    )
+
+
+class Starter:
+    """Starts the given engines, one after the other."""
+
+    def __init__(self, *engines: ShoutingEngine) -> None:
+        self._engines = list(engines)
+        self.num_started = 0
+
+    async def __call__(self, config: EngineConfig) -> ShoutingEngine:
+        self.num_started += 1
+        return self._engines.pop(0)
+
+
+def make_settings(folder: Path, **changes: Any) -> JobSettings:
+    """Return the settings of a job from `in.jsonl` to `out.jsonl`."""
+    model = changes.pop("model", "tiny")
+    seed = changes.pop("model_seed", 0)
+    config = EngineConfig.from_flat(model, seed=seed)
+    return JobSettings(input_path=folder / "in.jsonl", output_path=folder / "out.jsonl", config=config, **changes)
+
+
+def write_input(folder: Path, num_lines: int) -> list[str]:
+    """Write prompts `p0`, `p1`, ... of ids `id-0`, `id-1`, ...; return the ids."""
+    ids = [f"id-{i}" for i in range(num_lines)]
+    lines = [json.dumps({"custom_id": custom_id, "prompt": f"p{i}"}) for i, custom_id in enumerate(ids)]
+    (folder / "in.jsonl").write_text("".join(line + "\n" for line in lines))
+    return ids
+
+
+def read_output(folder: Path) -> list[dict[str, Any]]:
+    """Return the output's lines."""
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def texts(folder: Path) -> dict[str, str]:
+    """Return the texts by id; no id may be there twice."""
+    lines = read_output(folder)
+    found = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+    assert len(found) == len(lines)
+    return found

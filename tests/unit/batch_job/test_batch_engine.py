@@ -1,0 +1,84 @@
+"""Jobs and Ray Data's callable on a real engine, in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_engines import make_settings, read_output
+
+from raypp.api.async_llm import AsyncLLM
+from raypp.api.llm import LLM
+from raypp.batch_job.job import BatchJob
+from raypp.batch_job.ray_data import Completer
+from raypp.config.engine import EngineConfig
+from raypp.testing import launch_in_thread
+from raypp.types import SamplingParams
+
+PROMPTS = ["def main(", "import ", "class A:", "return "]
+
+
+async def open_engine(config: EngineConfig) -> AsyncLLM:
+    return await AsyncLLM.create(config, launch=launch_in_thread)
+
+
+def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [
+        {"custom_id": f"g{i}", "prompt": prompt, "temperature": 0, "max_tokens": 8} for i, prompt in enumerate(PROMPTS)
+    ]
+    lines += [
+        {"custom_id": "n", "prompt": "def ", "n": 3, "max_tokens": 4, "seed": 5, "logprobs": 2, "echo": True},
+        {"custom_id": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "logprobs": True},
+        {"custom_id": "long", "prompt": [1] * 5000},
+        {"custom_id": "vocabulary", "prompt": [[1], [10**9]]},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asyncio.run(BatchJob(make_settings(tmp_path), open_engine).run())
+    found = {line["custom_id"]: line["response"] for line in read_output(tmp_path)}
+
+    with LLM("tiny", launch=launch_in_thread) as llm:
+        expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=8))
+    for i, output in enumerate(expected):
+        assert found[f"g{i}"]["body"]["choices"][0]["text"] == output.outputs[0].text
+    choices = found["n"]["body"]["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    for choice in choices:
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+        assert choice["text"].startswith("def ")
+        assert choice["logprobs"]["token_logprobs"][0] is None
+    content = found["chat"]["body"]["choices"][0]["logprobs"]["content"]
+    assert len(content) == found["chat"]["body"]["usage"]["completion_tokens"]
+    for name, words in (("long", "max_model_len"), ("vocabulary", "vocabulary")):
+        assert found[name]["status_code"] == 400
+        assert words in found[name]["body"]["error"]["message"]
+
+
+def test_ray_data_callable() -> None:
+    completer = Completer("tiny", launch=launch_in_thread, sampling_params={"temperature": 0.0, "max_tokens": 5})
+    batch = {"id": np.arange(4), "prompt": np.array(["def main(", "", "import ", "x" * 100_000], object)}
+    result = completer(batch)
+    assert list(result) == [
+        "id",
+        "prompt",
+        "completion",
+        "completion_finish_reason",
+        "completion_num_tokens",
+        "completion_error",
+    ]
+    assert [text is None for text in result["completion"]] == [False, True, False, True]
+    assert result["completion_num_tokens"].tolist() == [5, 0, 5, 0]
+    assert ["no tokens" in str(error) for error in result["completion_error"]] == [False, True, False, False]
+    chat = Completer("tiny", launch=launch_in_thread, messages_column="talk", sampling_params={"max_tokens": 3})
+    talks = np.empty(2, object)
+    talks[:] = [np.array([{"role": "user", "content": "hi"}], object), [{"role": "user", "content": "ho"}]]
+    assert chat({"talk": talks})["completion_num_tokens"].tolist() == [3, 3]
+
+
+def test_ray_data_callable_without_its_column() -> None:
+    completer = Completer("tiny", launch=launch_in_thread)
+    with pytest.raises(Exception, match="lacks a column"):
+        completer({"text": np.array(["a"], object)})

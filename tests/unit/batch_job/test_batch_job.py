@@ -1,0 +1,193 @@
+"""Whole jobs on a fake engine: every line answered once, whatever happened before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_engines import ShoutingEngine, Starter, make_settings, read_output, texts, write_input
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raypp.batch_job.job import BatchJob
+from raypp.errors import ConfigError, EngineDeadError
+
+
+def run(folder: Path, *engines: ShoutingEngine, **changes: Any) -> tuple[Starter, list[str]]:
+    said: list[str] = []
+    starter = Starter(*engines)
+    asyncio.run(BatchJob(make_settings(folder, **changes), starter).run(said.append))
+    return starter, said
+
+
+def write_lines(folder: Path, *lines: dict[str, Any]) -> None:
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_every_form_of_a_line(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "chat"}], "chat_template_kwargs": {"enable_thinking": False}}
+    write_lines(
+        tmp_path,
+        {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "tiny", **chat}},
+        {"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": ["x", "y"], "echo": True}},
+        {"custom_id": "c", "prompt": "plain", "temperature": 0, "max_tokens": 5},
+        {"custom_id": "d", "priority": -3, **chat},
+    )
+    engine = ShoutingEngine()
+    _, said = run(tmp_path, engine, defaults={"max_tokens": 7, "temperature": 0.5})
+    lines = {line["custom_id"]: line for line in read_output(tmp_path)}
+    assert list(lines["a"]) == ["id", "custom_id", "response", "error"]
+    assert lines["a"]["error"] is None
+    assert lines["a"]["response"]["status_code"] == 200
+    assert lines["a"]["response"]["body"]["object"] == "chat.completion"
+    assert lines["a"]["response"]["body"]["choices"][0]["message"]["content"] == "CHAT"
+    assert [choice["text"] for choice in lines["b"]["response"]["body"]["choices"]] == ["xX", "yY"]
+    assert lines["c"]["response"]["body"]["choices"][0]["text"] == "PLAIN"
+    assert lines["c"]["response"]["body"]["usage"]["total_tokens"] == 5
+    assert len({line["id"] for line in lines.values()}) == 4
+    assert sorted((params.max_tokens, params.temperature) for params in engine.params) == [(5, 0), *[(7, 0.5)] * 3]
+    assert engine.template_kwargs == [{"enable_thinking": False}] * 2
+    assert sorted(engine.priorities) == [-3, 0, 0, 0]
+    assert engine.num_closed == 1
+    assert "4 completions, 0 errors" in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "words"),
+    [
+        ({"url": "/v1/embeddings", "body": {"input": "a"}}, 400, "an endpoint that a batch cannot ask for"),
+        ({"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}, 400, "expected: POST"),
+        ({"url": "/v1/completions", "body": "a"}, 400, "the body of a line is no object"),
+        ({"url": "/v1/completions", "body": {"prompt": "a", "temprature": 1}}, 400, "did you mean temperature?"),
+        ({"url": "/v1/completions", "body": {"prompt": "a", "model": "gpt-5"}}, 404, "there is no model 'gpt-5'"),
+        ({"url": "/v1/chat/completions", "body": {"messages": []}}, 400, "messages has a value"),
+        ({"prompt": "a", "stream": True}, 400, "cannot be streamed"),
+        ({"prompt": ""}, 400, "no tokens"),
+        ({"text": "a"}, 400, "prompt is missing"),
+        ({"prompt": "crash"}, 500, "internal error"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+            400,
+            "takes no images",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_its_answer(tmp_path: Path, line: dict[str, Any], status: int, words: str) -> None:
+    write_lines(tmp_path, {"custom_id": "bad", **line}, {"custom_id": "good", "prompt": "a"})
+    _, said = run(tmp_path, ShoutingEngine())
+    lines = {line["custom_id"]: line for line in read_output(tmp_path)}
+    assert lines["good"]["response"]["status_code"] == 200
+    response, error = lines["bad"]["response"], lines["bad"]["error"]
+    assert response["status_code"] == status
+    assert words in error["message"]
+    assert response["body"] == {"error": error}
+    assert "1 errors" in said[-1]
+
+
+def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
+    ids = write_input(tmp_path, 5)
+    run(tmp_path, ShoutingEngine())
+    before = (tmp_path / "out.jsonl").read_bytes()
+    starter, said = run(tmp_path)
+    assert starter.num_started == 0
+    assert said == [f"nothing to do: all 5 lines are answered in {tmp_path / 'out.jsonl'}"]
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert set(texts(tmp_path)) == set(ids)
+
+
+@given(data=st.data())
+def test_torn_anywhere_the_next_run_completes_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("job")
+    num_lines = data.draw(st.integers(1, 12))
+    ids = write_input(folder, num_lines)
+    run(folder, ShoutingEngine())
+    expected = texts(folder)
+    for _ in range(2):
+        whole = (folder / "out.jsonl").read_bytes()
+        torn = whole[: data.draw(st.integers(0, len(whole)))]
+        (folder / "out.jsonl").write_bytes(torn)
+        starter, _ = run(folder, ShoutingEngine())
+        assert starter.num_started == (torn.count(b"\n") < num_lines)
+        assert texts(folder) == expected
+        assert set(expected) == set(ids)
+
+
+def test_cancelled_at_any_moment_the_next_run_completes_it(tmp_path: Path) -> None:
+    ids = write_input(tmp_path, 30)
+
+    async def run_until_question(number: int) -> bool:
+        engine = ShoutingEngine(num_turns=5, on_question=lambda n: job.cancel() if n == number else None)
+        job = asyncio.create_task(BatchJob(make_settings(tmp_path, max_in_flight=4), Starter(engine)).run())
+        await asyncio.wait([job])
+        return job.cancelled()
+
+    num_lines_after = []
+    while asyncio.run(run_until_question(1 + len(num_lines_after))):
+        num_lines_after.append(len(texts(tmp_path)))
+    assert num_lines_after == sorted(num_lines_after)
+    assert len(num_lines_after) > 3
+    assert set(texts(tmp_path)) == set(ids)
+
+
+def test_a_dead_engine_is_replaced(tmp_path: Path) -> None:
+    ids = write_input(tmp_path, 20)
+    engines = [ShoutingEngine(lives_for=7), ShoutingEngine(lives_for=0), ShoutingEngine(lives_for=0), ShoutingEngine()]
+    starter, _ = run(tmp_path, *engines, max_in_flight=3)
+    assert starter.num_started == 4
+    assert [engine.num_closed for engine in engines] == [1, 1, 1, 1]
+    assert set(texts(tmp_path)) == set(ids)
+
+
+def test_engines_that_die_without_an_answer_end_the_job(tmp_path: Path) -> None:
+    ids = write_input(tmp_path, 4)
+    with pytest.raises(EngineDeadError):
+        run(tmp_path, *[ShoutingEngine(lives_for=0) for _ in range(3)])
+    assert read_output(tmp_path) == []
+    run(tmp_path, ShoutingEngine())
+    assert set(texts(tmp_path)) == set(ids)
+
+
+@pytest.mark.parametrize(("limits", "expected"), [({"max_in_flight": 5}, 5), ({"max_in_flight_bytes": 130}, 3)])
+def test_the_window_bounds_what_is_at_the_engine(tmp_path: Path, limits: dict[str, int], expected: int) -> None:
+    write_input(tmp_path, 50)  # lines of 36 to 38 bytes
+    engine = ShoutingEngine(num_turns=100)
+    run(tmp_path, engine, **limits)
+    assert engine.most_at_once == expected
+
+
+def test_lines_without_a_seed_get_one_from_their_name(tmp_path: Path) -> None:
+    write_lines(tmp_path, {"custom_id": "a", "prompt": "x"}, {"custom_id": "b", "prompt": "x", "seed": 5})
+    seeds = []
+    for model_seed in (0, 0, 1):
+        engine = ShoutingEngine()
+        run(tmp_path, engine, model_seed=model_seed, overwrite=True)
+        assert engine.params[1].seed == 5
+        seeds.append(engine.params[0].seed)
+    assert seeds[0] is not None
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_another_job_may_not_go_on(tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+    run(tmp_path, ShoutingEngine(), defaults={"temperature": 0})
+    with pytest.raises(ConfigError, match=r"default temperature: 0 then, 0.5 now"):
+        run(tmp_path, defaults={"temperature": 0.5})
+    with pytest.raises(ConfigError, match="model: 'tiny' then, 'other' now"):
+        run(tmp_path, model="other", defaults={"temperature": 0})
+    write_input(tmp_path, 4)
+    with pytest.raises(ConfigError, match=r"the input: 3 requests in .* bytes then, 4 in"):
+        run(tmp_path, defaults={"temperature": 0})
+    assert len(texts(tmp_path)) == 3
+    run(tmp_path, ShoutingEngine(), overwrite=True)
+    assert len(texts(tmp_path)) == 4
+
+
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+    (tmp_path / "out.jsonl").write_text("my diary\n")
+    with pytest.raises(ConfigError, match="no manifest says which job wrote it"):
+        run(tmp_path)
+    assert (tmp_path / "out.jsonl").read_text() == "my diary\n"

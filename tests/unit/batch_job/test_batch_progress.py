@@ -1,0 +1,67 @@
+"""What a job says about itself."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from raypp.batch_job.answer import Answer
+from raypp.batch_job.progress import Progress, Reporter, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_rates_and_time_left() -> None:
+    clock = Clock()
+    progress = Progress(total=1000, num_done_before=100, clock=clock)
+    assert "time left unknown" in progress.line()
+    for _ in range(90):
+        progress.count(Answer(b"", num_prompt_tokens=3, num_output_tokens=20))
+    clock.now_s += 10
+    assert progress.line() == "190/1,000 lines (19 %), 9.0 lines/s, 180 tokens/s, 0 errors, 1 min 30 s left"
+    clock.now_s += 100
+    progress.count(Answer(b"", is_error=True))
+    assert progress.rates() == pytest.approx((0.01, 0.0))  # the fast beginning is long ago
+    assert progress.num_left == 809
+    assert progress.summary().startswith(
+        "91 lines answered in 1 min 50 s, 100 by earlier runs: 90 completions, 1 errors\n"
+        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory "
+    )
+
+
+def test_without_a_terminal_there_are_lines() -> None:
+    stream = io.StringIO()
+    reporter = Reporter(Progress(total=2, num_done_before=0, clock=Clock()), 7.0, stream)
+    assert reporter.interval_s == 7.0
+    reporter.show()
+    reporter.close()
+    assert stream.getvalue().startswith("raypp batch: 0/2 lines (0 %)")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar() -> None:
+    stream = Terminal()
+    progress = Progress(total=4, num_done_before=1)
+    reporter = Reporter(progress, 7.0, stream)
+    assert reporter.interval_s < 1
+    for _ in range(3):
+        progress.count(Answer(b"", num_output_tokens=5))
+    reporter.close()
+    assert "4/4" in stream.getvalue()
+    assert "tokens/s, 0 errors" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(3.21, "3.2 s"), (125, "2 min 5 s"), (7260, "2 h 1 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
