@@ -106,7 +106,8 @@ class StepResult:
     step_id: int
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
     num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
-    num_accepted: Int32s  # [R] drafts among them
+    num_drafted: Int32s  # [R] drafts, not counting misses, that were compared; at K = 0 the first still is, as a shadow
+    num_matched: Int32s  # [R] leading ones of these that equal the model's own tokens
     logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them
 
 
@@ -149,8 +150,8 @@ class OutputBatch:
     stop_token_ids: Int32s  # [N] the stop token that ended it, or -1
     num_cached_tokens: Int32s  # [N]
     num_preemptions: Int32s  # [N]
-    num_draft_tokens: Int32s  # [N]
-    num_accepted_tokens: Int32s  # [N]
+    drafted_by_position: Int32s  # [N, K_max] drafts verified so far, by place; at least one column
+    accepted_by_position: Int32s  # [N, K_max] of these, the accepted ones
     logprobs: Bytes = field(
         default_factory=lambda: NO_BYTES
     )  # a packed `OutputLogprobs` when any request asks for them

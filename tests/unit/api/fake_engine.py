@@ -202,8 +202,8 @@ class FakeEngine:
             stop_token_ids=_int32s(stop_tokens),
             num_cached_tokens=np.full(count, 16, np.int32),
             num_preemptions=np.full(count, 1, np.int32),
-            num_draft_tokens=np.full(count, 4, np.int32),
-            num_accepted_tokens=np.full(count, 3, np.int32),
+            drafted_by_position=np.full((count, 2), 2, np.int32),
+            accepted_by_position=np.tile(np.array([2, 1], np.int32), (count, 1)),
         )
 
     def _send(self, client: bytes, message: DriverMessage) -> None:

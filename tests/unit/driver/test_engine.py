@@ -32,6 +32,7 @@ class PretendedPipeline:
                 np.full((len(plan.rows), 1), plan.step_id, np.int32),
                 plan.samples.astype(np.int32),
                 np.zeros(len(plan.rows), np.int32),
+                np.zeros(len(plan.rows), np.int32),
             )
             for plan in plans
         ]
