@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raypp.config.sections import SpeculativeSection, TransportKind
@@ -34,8 +34,8 @@ class StageSpec:
     block_size: int
     num_blocks: int  # the null block included
     max_drafts: int  # K at most; 0 without speculation
-    speculative: SpeculativeSection
-    ngram_window: int  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    ngram_window: int = 0  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
     transport: TransportKind
     link_timeout_s: float
     trace: bool

@@ -84,6 +84,11 @@ class LocalEngine:
         """Whether any request is waiting or running."""
         return self._engine.has_unfinished
 
+    def drain(self) -> None:
+        """Collect all steps in flight."""
+        while self.scheduler.num_in_flight:
+            self.step()
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:

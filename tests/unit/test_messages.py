@@ -63,8 +63,8 @@ def test_an_array_of_another_type_is_a_fault():
 
 
 def test_a_message_inside_of_another_one():
-    inner = StepResult(3, np.array([[5]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
-    outer = StepResult(4, np.array([[6]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), pack_inside(inner))
+    inner = StepResult(3, np.array([[5]], np.int32), *[np.ones(1, np.int32)] * 3)
+    outer = StepResult(4, np.array([[6]], np.int32), *[np.ones(1, np.int32)] * 3, pack_inside(inner))
     assert len(inner.logprobs) == 0
     again = unpack(StepResult, unpack(StepResult, pack(outer)).logprobs.data)
     assert (again.step_id, again.token_ids.tolist()) == (3, [[5]])
