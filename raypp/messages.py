@@ -33,6 +33,8 @@ Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
 
+NO_INT32S: Int32s = np.empty(0, np.int32)
+NO_INT32S.flags.writeable = False
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 """Instead of a message inside of another one."""
 NO_BYTES.flags.writeable = False
@@ -106,8 +108,10 @@ class StepResult:
     step_id: int
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
     num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
-    num_drafted: Int32s  # [R] drafts, not counting misses, that were compared; at K = 0 the first still is, as a shadow
-    num_matched: Int32s  # [R] leading ones of these that equal the model's own tokens
+    # With speculation, else empty: [R] drafts, not counting misses, that were compared with the model's own tokens (at
+    # K = 0 the first still is, as a shadow); and how many leading ones of them are equal.
+    num_drafted: Int32s = field(default_factory=lambda: NO_INT32S)
+    num_matched: Int32s = field(default_factory=lambda: NO_INT32S)
     logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them
 
 

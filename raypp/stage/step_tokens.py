@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import Bytes, StepPlan, StepResult
+from raypp.messages import NO_INT32S, Bytes, StepPlan, StepResult
 from raypp.stage.pending_result import PendingResult, to_host
 from raypp.stage.step_shape import StepShape
 
@@ -65,7 +65,7 @@ def pending_result(
     def by_row(values: torch.Tensor | None, nothing: int) -> NDArray[np.int32]:
         """Return values of the rows that yield as values of all rows."""
         if values is None:
-            return np.full(shape.num_rows, nothing, np.int32)
+            return NO_INT32S
         if shape.all_sample:
             return values.numpy()
         spread = np.full((shape.num_rows, *values.shape[1:]), nothing, np.int32)
