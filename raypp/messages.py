@@ -33,6 +33,8 @@ Float32s = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 Bytes = NDArray[np.uint8]
 
+NO_INT32S: Int32s = np.empty(0, np.int32)
+NO_INT32S.flags.writeable = False
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 """Instead of a message inside of another one."""
 NO_BYTES.flags.writeable = False
@@ -106,7 +108,10 @@ class StepResult:
     step_id: int
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
     num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
-    num_accepted: Int32s  # [R] drafts among them
+    # With speculation, else empty: [R] drafts, not counting misses, that were compared with the model's own tokens (at
+    # K = 0 the first still is, as a shadow); and how many leading ones of them are equal.
+    num_drafted: Int32s = field(default_factory=lambda: NO_INT32S)
+    num_matched: Int32s = field(default_factory=lambda: NO_INT32S)
     logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them
 
 
@@ -161,8 +166,8 @@ class OutputBatch:
     num_cached_tokens: Int32s  # [N]
     num_preemptions: Int32s  # [N]
     queue_us: Int32s  # [N] from arrival at the driver to the first row, microseconds
-    num_draft_tokens: Int32s  # [N]
-    num_accepted_tokens: Int32s  # [N]
+    drafted_by_position: Int32s  # [N, K_max] drafts verified so far, by place; at least one column
+    accepted_by_position: Int32s  # [N, K_max] of these, the accepted ones
     logprobs: Bytes = field(
         default_factory=lambda: NO_BYTES
     )  # a packed `OutputLogprobs` when any request asks for them

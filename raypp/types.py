@@ -5,7 +5,7 @@ Names and shapes are those that users of `vllm.LLM` know.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal, NamedTuple, TypedDict
 
@@ -50,7 +50,24 @@ class RequestMetrics:
     """Prompt tokens whose KV was found in the prefix cache."""
     num_preemptions: int = 0
     num_draft_tokens: int = 0
+    """Drafts that were verified. Misses, in whose place any token is verified, are none."""
     num_accepted_tokens: int = 0
+    """Of these, those that the model would have chosen itself."""
+    drafted_by_position: list[int] = field(default_factory=list)
+    """`num_draft_tokens` by their place behind the last token that was known."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """`num_accepted_tokens` likewise."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts of those that were verified, 0..1; 0 without any."""
+        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per step that verified drafts, at least 1."""
+        num_steps = self.drafted_by_position[0] if self.drafted_by_position else 0
+        return 1 + self.num_accepted_tokens / max(num_steps, 1)
 
 
 class Logprob(NamedTuple):

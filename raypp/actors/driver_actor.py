@@ -75,8 +75,9 @@ class DriverActor:
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
         )
         self._pipeline = ChannelPipeline(channel, health, failures)
+        scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy())
         self._server = DriverServer(
-            Engine(Scheduler(self._plan.scheduler_limits()), self._pipeline, self._tracer),
+            Engine(scheduler, self._pipeline, self._tracer),
             self._pipeline,
             self._clients,
             health,

@@ -257,8 +257,8 @@ class Frontend:
             zip(
                 batch.num_cached_tokens.tolist(),
                 batch.num_preemptions.tolist(),
-                batch.num_draft_tokens.tolist(),
-                batch.num_accepted_tokens.tolist(),
+                batch.drafted_by_position.tolist(),
+                batch.accepted_by_position.tolist(),
                 batch.queue_us.tolist(),
                 strict=True,
             ),

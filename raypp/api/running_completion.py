@@ -51,7 +51,8 @@ class RunningCompletion:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReasonName | None = None
         self.stop_reason: int | str | None = None
-        self.counters = (0, 0, 0, 0, 0)  # cached tokens, preemptions, drafted, accepted tokens, microseconds queued
+        # Cached tokens, preemptions, drafted and accepted tokens by position, and microseconds queued, so far.
+        self.counters: tuple[int, int, list[int], list[int], int] = (0, 0, [], [], 0)
         self._params = params
         self._decoder = decoder if params.detokenize else None
         self._vocabulary = decoder

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import zip_longest
 
 from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
@@ -131,11 +132,11 @@ class RunningRequest:
 
     def _metrics(self) -> RequestMetrics:
         metrics = RequestMetrics(arrival_time_s=self._arrival_time_s)
-        counters = [completion.counters for completion in self.completions]
-        metrics.num_cached_tokens = counters[0][0]
-        metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens = (
-            sum(of_kind) for of_kind in list(zip(*counters, strict=True))[1:4]
-        )
+        cached, preemptions, drafted, accepted, _ = zip(*(c.counters for c in self.completions), strict=True)
+        metrics.num_cached_tokens, metrics.num_preemptions = cached[0], sum(preemptions)
+        metrics.drafted_by_position, metrics.accepted_by_position = _sums(drafted), _sums(accepted)
+        metrics.num_draft_tokens = sum(metrics.drafted_by_position)
+        metrics.num_accepted_tokens = sum(metrics.accepted_by_position)
         if self._first_token_s is not None:
             metrics.queue_s = min((c.counters[4] for c in self.completions if c.token_ids), default=0) / 1e6
             metrics.ttft_s = self._first_token_s - self._arrival_s
@@ -146,3 +147,8 @@ class RunningRequest:
             if num_tokens > 1 and self._first_token_s is not None:
                 metrics.tpot_s = (self._finish_s - self._first_token_s) / (num_tokens - 1)
         return metrics
+
+
+def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
+    """Return the sums by position; lists that are shorter have nothing there."""
+    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]

@@ -6,7 +6,6 @@ Exit codes: 0 done; 2 a mistake that the message explains; 130 Ctrl-C. A traceba
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.cli import batch, generate, info, serve, tune
 from raypp.config.engine import EngineConfig
-from raypp.config.env import read_environment
+from raypp.config.log import log_to_stderr
 from raypp.errors import ConfigError, RayppError
 
 _EXIT_USER_ERROR = 2
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
     args = _parser().parse_args(argv)
     args.doors = doors or Doors()
     try:
-        _log_to_stderr()
+        log_to_stderr()
         code: int = args.run(args)
         sys.stdout.flush()
     except RayppError as error:
@@ -102,15 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_parser(commands)
     serve.add_parser(commands)
     return parser
-
-
-def _log_to_stderr() -> None:
-    logger = logging.getLogger("raypp")
-    logger.setLevel(read_environment().log_level)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logger.addHandler(handler)
 
 
 def _explain(error: RayppError) -> str:

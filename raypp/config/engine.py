@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from raypp.config.names import SECTIONS, check_sections, section_of
+from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
 from raypp.config.sections import (
     CacheSection,
     FaultsSection,
@@ -27,9 +27,12 @@ from raypp.config.sections import (
     ParallelSection,
     SchedulerSection,
     Section,
+    SpeculativeSection,
 )
 from raypp.config.toml import to_toml
 from raypp.errors import ConfigError
+
+_MAX_DRAFTS = 16
 
 
 class EngineConfig(Section):
@@ -39,6 +42,7 @@ class EngineConfig(Section):
     cache: CacheSection = Field(default_factory=CacheSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
+    speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
     graphs: GraphsSection = Field(default_factory=GraphsSection)
     observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
@@ -125,14 +129,42 @@ class EngineConfig(Section):
                 f"over {parallel.num_stages} stages",
                 hint="lower max_num_seqs or raise max_num_batched_tokens",
             )
+        _check_speculative(self.speculative)
         return self
 
 
+def _check_speculative(given: SpeculativeSection) -> None:
+    if given.method is None and given != SpeculativeSection():
+        raise ConfigError(
+            "speculative settings, but nobody who proposes drafts",
+            got="speculative.method is none",
+            expected="a method",
+            hint='speculative.method = "ngram"',
+        )
+    if given.min_n > given.max_n:
+        raise ConfigError(
+            "speculative.min_n is more than max_n", got=f"{given.min_n} and {given.max_n}", expected="min_n <= max_n"
+        )
+    ladder = given.draft_ladder
+    if ladder != sorted(set(ladder)) or ladder[0] < 0 or not 1 <= ladder[-1] <= _MAX_DRAFTS:
+        raise ConfigError(
+            "speculative.draft_ladder cannot be climbed",
+            got=ladder,
+            expected=f"ascending numbers of drafts from 0 to {_MAX_DRAFTS}, at least one above 0",
+        )
+
+
 def _by_section(settings: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return flat settings by section."""
+    """Return settings by section. They are given flat, or as a whole section: `speculative={"method": "ngram"}`."""
     sections: dict[str, dict[str, object]] = {}
     for name, value in settings.items():
-        sections.setdefault(section_of(name), {})[name] = value
+        if name in SECTIONS and isinstance(value, Mapping):
+            check_sections({name: value})
+            sections.setdefault(name, {}).update(value)
+        elif name not in SECTIONS or name in SECTION_OF_SETTING:
+            sections.setdefault(section_of(name), {})[name] = value
+        elif value is not None:
+            raise ConfigError(f"{name} is a section", got=repr(value), expected="a dict of its settings")
     return sections
 
 

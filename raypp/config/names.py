@@ -15,6 +15,7 @@ from raypp.config.sections import (
     ParallelSection,
     SchedulerSection,
     Section,
+    SpeculativeSection,
 )
 from raypp.errors import ConfigError
 
@@ -24,6 +25,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "cache": CacheSection,
         "parallel": ParallelSection,
         "scheduler": SchedulerSection,
+        "speculative": SpeculativeSection,
         "graphs": GraphsSection,
         "observability": ObservabilitySection,
         "faults": FaultsSection,

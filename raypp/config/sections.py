@@ -91,6 +91,45 @@ class SchedulerSection(Section):
     """A prompt is not cut into smaller chunks than this, unless the step is full."""
 
 
+class SpeculativeSection(Section):
+    """Speculative decoding: several drafts verified in one step. The output is the same with and without."""
+
+    method: Literal["ngram"] | None = None
+    """Who proposes drafts. `ngram`: what followed the last occurrence of the row's newest tokens in its own text.
+    None: nobody."""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
+    """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""
+    draft_ladder: list[int] = Field(default=[0, 2, 4, 8], min_length=1)
+    """The numbers of drafts to choose from, ascending; at most 16. Every one costs CUDA graphs of its own."""
+    min_n: int = Field(default=2, ge=1, le=15)
+    """The shortest run of tokens that counts as an occurrence."""
+    max_n: int = Field(default=5, ge=1, le=15)
+    """The longest run that is looked for: longer matches go first, among equals the newest."""
+    ngram_window: int | None = Field(default=None, ge=64)
+    """Newest tokens of a row that are searched; 4 bytes each for every one of max_num_seqs rows, on the last stage.
+    None: max_model_len, at most 32,768."""
+    free_step_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that a step computes for the price of reading the weights: what `draft_ladder` weighs drafts by. None: 184
+    on a GPU, 8 on a CPU."""
+    forced_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
+    """For benchmarks alone: every draft is accepted with this probability, given that all before it were, whatever the
+    model says. The text is nonsense."""
+
+    @property
+    def ladder(self) -> tuple[int, ...]:
+        """The numbers of drafts that a step may have; 0 is always one of them."""
+        if self.method is None:
+            return (0,)
+        if self.num_speculative_tokens is not None:
+            return (0, self.num_speculative_tokens)
+        return (0, *(count for count in self.draft_ladder if count))
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts per row and step."""
+        return self.ladder[-1]
+
+
 class GraphsSection(Section):
     """CUDA graphs."""
 

@@ -14,10 +14,12 @@ from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import num_blocks_on_cpu, num_blocks_on_gpus
+from raypp.driver.speculation_plan import check_host_memory, draft_policy, ngram_window, table_bytes
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.scheduler.draft_policy import DraftPolicy
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.stage.spec import NUM_PADDING_ROWS, StageSpec
 
@@ -34,6 +36,7 @@ class StageLayout:
     end_layer: int  # exclusive
     weight_bytes: int
     kv_cache_bytes: int
+    token_table_bytes: int  # of the last stage with speculation, else 0
 
     @property
     def num_layers(self) -> int:
@@ -54,6 +57,7 @@ class EnginePlan:
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
+    ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     stages: tuple[StageLayout, ...]
 
     @property
@@ -78,6 +82,7 @@ class EnginePlan:
             num_blocks=self.num_blocks,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
+            max_drafts=self.config.speculative.max_drafts,
         )
 
     def stage_resources(self) -> dict[str, float]:
@@ -87,6 +92,10 @@ class EnginePlan:
         if self.device == "cuda":
             resources["GPU"] = parallel.stage_num_gpus
         return resources
+
+    def draft_policy(self) -> DraftPolicy:
+        """Return who chooses the number of drafts of each step."""
+        return draft_policy(self.config, self.device)
 
     def stage_spec(self, stage_index: int) -> StageSpec:
         """Return what a stage must be told."""
@@ -110,7 +119,9 @@ class EnginePlan:
             vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks,
-            max_drafts=0,
+            max_drafts=self.config.speculative.max_drafts,
+            speculative=self.config.speculative,
+            ngram_window=self.ngram_window,
             transport=self.transport,
             link_timeout_s=self.config.faults.step_timeout_s + _LINK_MARGIN_S,
             trace=self.config.observability.trace is not None,
@@ -118,7 +129,9 @@ class EnginePlan:
 
     def resolved_config(self) -> EngineConfig:
         """Return the configuration with what was decided in place of what was left open."""
+        speculative = {"ngram_window": self.ngram_window} if self.config.speculative.method else {}
         return self.config.with_settings(
+            **speculative,
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
@@ -141,6 +154,7 @@ class EnginePlan:
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
+            "num_drafts": list(self.config.speculative.ladder),
             "stages": [
                 {
                     "stage_index": stage.stage_index,
@@ -149,6 +163,7 @@ class EnginePlan:
                     "weight_bytes": stage.weight_bytes,
                     "step_weight_bytes": self._step_weight_bytes(stage),
                     "kv_cache_bytes": stage.kv_cache_bytes,
+                    "token_table_bytes": stage.token_table_bytes,
                     "num_kv_blocks": self.num_blocks,
                 }
                 for stage in self.stages
@@ -191,9 +206,11 @@ def plan_engine(
     weight_bytes = [
         _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
     ]
+    window = ngram_window(config, model)
     stage_block_bytes = [count * block_bytes for count in layers]
     if device == "cpu":
         num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
+        check_host_memory(config, hardware, window, weight_bytes[-1] + num_blocks * stage_block_bytes[-1])
     else:
         num_blocks = num_blocks_on_gpus(
             config,
@@ -203,6 +220,7 @@ def plan_engine(
             max_step_rows=max_step_rows(config),
             weight_bytes=weight_bytes,
             block_bytes=stage_block_bytes,
+            token_table_bytes=table_bytes(config, window),
         )
     starts = [sum(layers[:index]) for index in range(num_stages)]
     stages = tuple(
@@ -212,6 +230,7 @@ def plan_engine(
             end_layer=start + count,
             weight_bytes=weight_bytes[index],
             kv_cache_bytes=num_blocks * block_bytes * count,
+            token_table_bytes=table_bytes(config, window) if index == num_stages - 1 else 0,
         )
         for index, (start, count) in enumerate(zip(starts, layers, strict=True))
     )
@@ -223,6 +242,7 @@ def plan_engine(
         device=device,
         transport=_transport(config, device),
         max_model_len=_max_model_len(config, model, num_blocks),
+        ngram_window=window,
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or max(1, (hardware.num_cpu_cores - 1) // num_stages),
         stages=stages,

@@ -78,6 +78,7 @@ class Outbox:
 
 def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
     requests, contents = list(held), list(held.values())
+    drafts = [request.draft_counts for request in requests]
     return OutputBatch(
         handles=np.array([request.handle for request in requests], np.int64),
         num_tokens=_int32s([len(content.token_ids) for content in contents]),
@@ -87,11 +88,21 @@ def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
         num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
         num_preemptions=_int32s([request.num_preemptions for request in requests]),
         queue_us=_int32s([request.queue_us for request in requests]),
-        num_draft_tokens=_int32s([request.num_draft_tokens for request in requests]),
-        num_accepted_tokens=_int32s([request.num_accepted_tokens for request in requests]),
+        drafted_by_position=_table([counts.drafted_by_position if counts else None for counts in drafts]),
+        accepted_by_position=_table([counts.accepted_by_position if counts else None for counts in drafts]),
         logprobs=pack_logprobs([c.logprobs for c in contents], [c.prompt_logprobs for c in contents]),
     )
 
 
 def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
     return np.array(values, np.int32)
+
+
+def _table(rows: Sequence[list[int] | None]) -> NDArray[np.int32]:
+    """Return rows of equal length as one array; None is a row of zeros."""
+    width = max((len(row) for row in rows if row is not None), default=1)
+    table = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        if row is not None:
+            table[index] = row
+    return table

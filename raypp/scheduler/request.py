@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raypp.messages import TokenLogprobs
+from raypp.scheduler.draft_counts import DraftCounts
 from raypp.types import FinishReason, SamplingParams
 
 
@@ -33,8 +34,7 @@ class Request:
     stop_token_id: int = -1  # the entry of params.stop_token_ids that ended it
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    draft_counts: DraftCounts | None = None  # None until drafts of it are verified
 
 
 @dataclass(frozen=True, slots=True)

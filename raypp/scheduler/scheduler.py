@@ -19,6 +19,7 @@ from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.can_run import token_limit
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.decode import DecodeChooser
+from raypp.scheduler.draft_control import DraftControl
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.scheduler.ending import end_token_ids, take_tokens
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
@@ -47,8 +48,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, draft_policy: DraftPolicy = _NO_DRAFTS) -> None:
         self._limits = limits
-        self._draft_policy = draft_policy
         self._counters = Counters()
+        self._drafts = DraftControl(limits, draft_policy)
         self._kv = KvBlocks(limits)
         self._in_flight = InFlightSteps()
         self._states: dict[str, RequestState] = {}  # all unfinished requests: the waiting and the running ones
@@ -137,8 +138,8 @@ class Scheduler:
         token_ids: list[list[int]] = result.token_ids.tolist()
         num_valid: list[int] = result.num_valid.tolist()
         assert len(num_valid) == len(step.decoding) + len(step.chunks)
-        if step.num_drafts:
-            self._count_drafts(step, result)
+        if self._limits.max_drafts and step.decoding:
+            self._drafts.note(step, result)
         logprobs = LogprobsOfStep(result, len(step.decoding))
         updates: list[RequestUpdate] = []
         width = 1 + step.num_drafts
@@ -161,7 +162,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the state of the scheduler, and its counters since the start."""
-        num_free = self._kv.num_free
+        num_free, drafts = self._kv.num_free, self._drafts.counts
+        num_drafted, num_accepted = drafts.num_drafted, drafts.num_accepted
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._queue),
@@ -169,6 +171,14 @@ class Scheduler:
             num_blocks=self._limits.num_blocks,
             num_free_blocks=num_free,
             kv_usage=1 - num_free / self._limits.num_usable_blocks,
+            num_draft_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
+            num_verified_rows=drafts.num_rows,
+            num_missed_rows=self._drafts.num_missed_rows,
+            drafted_by_position=drafts.drafted_by_position,
+            accepted_by_position=drafts.accepted_by_position,
+            acceptance_rate=num_accepted / max(num_drafted, 1),
+            acceptance_length=1 + num_accepted / max(drafts.num_rows, 1),
             **asdict(self._counters),
         )
 
@@ -188,7 +198,7 @@ class Scheduler:
         Only rows that yielded their last token in step `newest_feedback` or before may decode.
         """
         limits, in_flight = self._limits, self._in_flight
-        num_drafts = self._num_drafts(len(cohort.states))
+        num_drafts = self._drafts.choose(cohort, self._kv.num_free)
         decoding = self._decode.choose(cohort, num_drafts, newest_feedback)
         chunks = self._prefill.choose(
             limits.max_step_rows - len(decoding),
@@ -201,12 +211,6 @@ class Scheduler:
         plan = build_plan(step)
         self._note_dispatched(step)
         return plan
-
-    def _num_drafts(self, num_rows: int) -> int:
-        if not num_rows or not self._limits.max_drafts:
-            return 0
-        affordable = self._limits.max_num_batched_tokens // num_rows - 1
-        return min(self._draft_policy.num_drafts(num_rows), self._limits.max_drafts, affordable)
 
     def _note_dispatched(self, step: InFlightStep) -> None:
         step_id, width = step.step_id, 1 + step.num_drafts
@@ -249,11 +253,3 @@ class Scheduler:
             self._queue.remove(state)
         else:
             self._running.stop(state)
-
-    def _count_drafts(self, step: InFlightStep, result: StepResult) -> None:
-        for state, num_accepted in zip(step.decoding, result.num_accepted.tolist(), strict=False):
-            if not state.request.finish_reason:
-                state.request.num_draft_tokens += step.num_drafts
-                state.request.num_accepted_tokens += num_accepted
-                self._counters.num_draft_tokens += step.num_drafts
-                self._counters.num_accepted_tokens += num_accepted

@@ -23,8 +23,6 @@ class Counters:
     """Tokens that the prefix cache was asked for, over all prefills."""
     num_prefix_hit_tokens: int = 0
     """Of these, tokens that it had."""
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,4 +49,18 @@ class SchedulerStats:
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
     num_draft_tokens: int
+    """Drafts that were verified. Misses, in whose place any token is verified, are none."""
     num_accepted_tokens: int
+    """Of these, the model's own tokens."""
+    num_verified_rows: int
+    """Row-steps that verified drafts: one row in one step each."""
+    num_missed_rows: int
+    """Row-steps that would have, but nothing was proposed."""
+    drafted_by_position: list[int]
+    """`num_draft_tokens` by their place behind the row's last token, [K_max]."""
+    accepted_by_position: list[int]
+    """`num_accepted_tokens` likewise."""
+    acceptance_rate: float
+    """Accepted drafts of those that were verified, 0..1; 0 without any."""
+    acceptance_length: float
+    """Tokens per row-step that verified drafts, at least 1."""

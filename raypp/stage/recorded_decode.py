@@ -2,8 +2,9 @@
 
     upload --> [ input message ] --> body: tables, layers, on the last stage logits --> [ tail: sample ] --> [ output ]
 
-Every row of such a step has 1 + K tokens, so that a recording fits every step of its size. Padding reads one spare row
-of the tables and writes another, see `StageSpec`. Messages between stages are padded too: both ends know to what.
+Every row of such a step has 1 + K tokens, so that a recording fits every step of its size and its K. The tail verifies
+drafts and proposes the next ones too. Padding reads one spare row of the tables and writes another, see `StageSpec`.
+Messages between stages are padded too: both ends know to what.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from raypp.graphs.buckets import row_buckets
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
+from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.choose import Choice, LastHidden, choose_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
+from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.step_tokens import write_feedback
 from raypp.stage.upload_ring import UploadRing
 
 _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
@@ -32,7 +37,7 @@ _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed bac
 
 
 class RecordedDecode:
-    """The recordings of one stage. B rows of a recording, V vocabulary."""
+    """The recordings of one stage. B rows of a recording, K drafts, V vocabulary."""
 
     def __init__(
         self,
@@ -43,6 +48,7 @@ class RecordedDecode:
         block_tables: BlockTables,
         next_inputs: NextInputs | None,
         sampler: Sampler | None,
+        speculation: Speculation | None,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -52,6 +58,7 @@ class RecordedDecode:
         self._block_tables = block_tables
         self._next_inputs = next_inputs
         self._sampler = sampler
+        self._speculation = speculation
         self._buckets = row_buckets(spec.max_step_rows)
         self._graphs = CudaGraphManager(device, replay=device.type == "cuda")
         self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
@@ -61,18 +68,26 @@ class RecordedDecode:
         """What the step reads: the message of the stage before; on the first stage a feedback message."""
         self.output = torch.zeros(feedback_bytes if spec.is_last else hidden_bytes, dtype=torch.uint8, device=device)
         """What it writes: the message to the next stage; on the last stage the feedback."""
-        self._logits: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by B: logits [B, V], positions [B]
-        self._shapes = {bucket: self._shape(bucket, column=0) for bucket in self._buckets.sizes}
-        self._fed_back = {bucket: self._shape(bucket, column=4) for bucket in self._buckets.sizes}
+        # What the recordings leave, at addresses that never change: by B and K, and of the tails by needs.
+        self._last: dict[tuple[int, int], LastHidden] = {}
+        self._choices: dict[tuple[int, int, Needs], Choice] = {}
+        self._shapes = {
+            (bucket, num_drafts): self._shape(bucket, num_drafts, column=0)
+            for num_drafts in spec.speculative.ladder
+            for bucket in self._buckets.sizes
+            if bucket * (1 + num_drafts) <= spec.max_step_tokens
+        }
+        self._fed_back = {bucket: self._shape(bucket, 0, column=4) for bucket in self._buckets.sizes}
 
     def record(self) -> None:
         """Record everything, the largest first. All rows are padding meanwhile."""
-        for bucket in reversed(self._buckets.sizes):
+        for bucket, num_drafts in sorted(self._shapes, key=lambda key: -key[0] * (1 + key[1])):
             self._write_padding(self._uploads.entry(0), bucket)
             self._uploads.upload(0, _COLUMNS * bucket)
-            self._graphs.record("full", ("body", bucket), partial(self._body, bucket))
+            self._graphs.record("full", ("body", bucket, num_drafts), partial(self._body, bucket, num_drafts))
             for needs in _TAILS if self._spec.is_last else ():
-                self._graphs.record("full", ("tail", bucket, needs), partial(self._tail, bucket, needs))
+                tail = partial(self._tail, bucket, num_drafts, needs)
+                self._graphs.record("full", ("tail", bucket, num_drafts, needs), tail)
         self._graphs.log_costs()
 
     def bucket_of(self, plan: StepPlan) -> int | None:
@@ -80,9 +95,10 @@ class RecordedDecode:
 
         Depends on the plan alone, so all stages answer alike.
         """
-        if plan.num_decode_rows != len(plan.rows) or plan.num_drafts or len(plan.start_rows):
+        if plan.num_decode_rows != len(plan.rows) or len(plan.start_rows):
             return None
-        return self._buckets.fit(len(plan.rows))
+        bucket = self._buckets.fit(len(plan.rows))
+        return bucket if bucket is not None and (bucket, plan.num_drafts) in self._shapes else None
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
@@ -107,25 +123,27 @@ class RecordedDecode:
             entry[4 * bucket : 4 * bucket + fed_back.shape.num_rows] = fed_back.shape.rows_np
         self._uploads.upload(plan.step_id, _COLUMNS * bucket)
 
-    def run(self, bucket: int) -> None:
+    def run(self, bucket: int, num_drafts: int) -> None:
         """Run the step, up to the logits on the last stage."""
-        self._graphs.run(("body", bucket))
+        self._graphs.run(("body", bucket, num_drafts))
 
-    def sample(self, bucket: int, needs: Needs) -> None:
-        """Choose the tokens and write the feedback. Last stage only."""
+    def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
+        """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
         for recorded in _TAILS:
             if needs | recorded == recorded:
-                self._graphs.run(("tail", bucket, recorded))
-                return
-        self._tail(bucket, needs)  # its tables appear when they are first needed, so nobody could record it
+                self._graphs.run(("tail", bucket, num_drafts, recorded))
+                return self._choices[bucket, num_drafts, recorded]
+        # Its tables appear when they are first needed, so nobody could record it.
+        self._tail(bucket, num_drafts, needs)
+        return self._choices.pop((bucket, num_drafts, needs))
 
-    def logits(self, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the step's logits [B, V], and the positions [B] of the tokens that are chosen."""
-        return self._logits[bucket]
+    def logits(self, bucket: int, num_drafts: int) -> torch.Tensor:
+        """Return the logits of the step that was run last, [B * (1 + K), V]. Last stage only."""
+        return self._last[bucket, num_drafts].logits
 
-    def _shape(self, bucket: int, *, column: int) -> StepShape:
+    def _shape(self, bucket: int, num_drafts: int, *, column: int) -> StepShape:
         rows = self._uploads.values[column * bucket : (column + 1) * bucket]
-        return uniform_shape(rows, query_len=1)
+        return uniform_shape(rows, query_len=1 + num_drafts)
 
     def _write_padding(self, entry: Int64s, bucket: int) -> None:
         spec = self._spec
@@ -136,8 +154,8 @@ class RecordedDecode:
         columns[3] = NULL_BLOCK
         columns[4] = spec.scrap_row
 
-    def _body(self, bucket: int) -> None:
-        spec, shape = self._spec, self._shapes[bucket]
+    def _body(self, bucket: int, num_drafts: int) -> None:
+        spec, shape = self._spec, self._shapes[bucket, num_drafts]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
         self._block_tables.set_entries(entry_rows, entry_positions, entry_blocks)
         if self._next_inputs is not None:
@@ -154,28 +172,27 @@ class RecordedDecode:
             num_decode_rows=bucket,
             decode_query_len=shape.decode_query_len,
             query_start_loc=shape.query_start_loc,
-            seq_lens=(num_computed_tokens + shape.decode_query_len).clamp_(max=spec.max_model_len),
+            seq_lens=(num_computed_tokens + shape.decode_query_len).clamp_(max=spec.max_seq_len),
             block_tables=blocks.tables,
             slot_mapping=blocks.slot_mapping(positions),
-            max_decode_seq_len=spec.max_model_len,
+            max_decode_seq_len=spec.max_seq_len,
             prefill_query_lens=[],
             prefill_seq_lens=[],
         )
         self._model.plan_attention(attention, 0)
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if spec.is_last:
-            self._logits[bucket] = (self._model.compute_logits(hidden), positions + 1)
+            logits, stepped = self._model.compute_logits(hidden), SteppedHidden(hidden, positions, attention)
+            self._last[bucket, num_drafts] = LastHidden(logits, positions + 1, stepped)
         else:
             leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
             leaving["num_computed_tokens"].copy_(num_computed_tokens)
             leaving["hidden_states"].copy_(hidden)
 
-    def _tail(self, bucket: int, needs: Needs) -> None:
-        sampler, shape = self._sampler, self._shapes[bucket]
+    def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> None:
+        shape, last, sampler = self._shapes[bucket, num_drafts], self._last[bucket, num_drafts], self._sampler
         assert sampler is not None
-        logits, positions = self._logits[bucket]
-        chosen = sampler.choose(logits, shape.rows, positions, needs)
-        sampler.commit(shape.rows, positions, chosen.unsqueeze(1), needs)
-        feedback = self._schemas.feedback.views(self.output, bucket, bucket)
-        feedback["length"].copy_(positions + 1)
-        feedback["token_ids"].copy_(chosen.unsqueeze(1))
+        max_length = self._spec.max_seq_len + 1
+        choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length)
+        write_feedback(self._schemas.feedback.views(self.output, bucket, bucket), shape, choice.tokens)
+        self._choices[bucket, num_drafts, needs] = choice

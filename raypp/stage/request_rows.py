@@ -117,9 +117,8 @@ class NextInputs:
             before = self._lengths.index_select(0, shape.rows)
             last = (lengths - before - 1).clamp_(0, token_ids.shape[1] - 1).to(torch.int64)
             last_token_ids = token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
-        rows = shape.rows
+        rows = shape.sampled_rows
         if not shape.all_sample:
-            rows = rows.index_select(0, shape.sampled)
             lengths, last_token_ids = (
                 lengths.index_select(0, shape.sampled),
                 last_token_ids.index_select(0, shape.sampled),

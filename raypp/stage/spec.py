@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from raypp.config.sections import TransportKind
+from raypp.config.sections import SpeculativeSection, TransportKind
 
 NUM_PADDING_ROWS = 2
 """Rows of the tables that no request owns: one that padding reads, one that it writes; see `StageSpec`."""
@@ -33,7 +33,9 @@ class StageSpec:
     vocab_size: int
     block_size: int
     num_blocks: int  # the null block included
-    max_drafts: int
+    max_drafts: int  # K at most; 0 without speculation
+    speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    ngram_window: int = 0  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
     transport: TransportKind
     link_timeout_s: float
     trace: bool
@@ -64,6 +66,11 @@ class StageSpec:
         return 2 * self.num_stages
 
     @property
+    def max_seq_len(self) -> int:
+        """The most tokens of a row in a step: drafts may go past the row's end, where nothing reads what they give."""
+        return self.max_model_len + self.max_drafts
+
+    @property
     def blocks_per_row(self) -> int:
         """Entries of a row's block table."""
-        return -(-self.max_model_len // self.block_size)
+        return -(-self.max_seq_len // self.block_size)

@@ -11,21 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from raypp.messages import StartExtras, StepPlan, StepResult, unpack
+from raypp.messages import StartExtras, StepPlan, unpack
 from raypp.ops.attention import AttentionBatch
+from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.choose import LastHidden, choose_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
-from raypp.stage.pending_result import PendingResult, to_host
+from raypp.stage.pending_result import PendingResult
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
+from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
+from raypp.stage.step_tokens import pending_result, write_feedback
 from raypp.tracing import FORWARD, Tracer, now_ns
 from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
@@ -59,6 +62,7 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
+        self._speculation = Speculation(spec, self._device) if spec.is_last and spec.max_drafts else None
         self._recorded: RecordedDecode | None = None
         if spec.records_decode and model.can_be_recorded:
             self._recorded = RecordedDecode(
@@ -69,6 +73,7 @@ class Stage:
                 self._block_tables,
                 self._next_inputs if spec.is_first else None,
                 self._sampler if spec.is_last else None,
+                self._speculation,
             )
             with torch.inference_mode():
                 self._recorded.record()
@@ -80,7 +85,8 @@ class Stage:
         """
         if self._links.previous is not None:
             bucket = self._bucket_of(plan)
-            num_rows, num_tokens = bucket or len(plan.rows), bucket or int(plan.num_scheduled_tokens.sum())
+            num_rows = len(plan.rows) if bucket is None else bucket
+            num_tokens = int(plan.num_scheduled_tokens.sum()) if bucket is None else bucket * (1 + plan.num_drafts)
             self._links.previous.post_recv(plan.step_id, self._schemas.hidden_states.num_bytes(num_rows, num_tokens))
 
     def close(self) -> None:
@@ -103,25 +109,28 @@ class Stage:
         """Execute a decode step as a recording, padded to `bucket` rows."""
         recorded, links = self._recorded, self._links
         assert recorded is not None
-        started, fed_back = now_ns(), None
+        started, fed_back, num_tokens = now_ns(), None, bucket * (1 + plan.num_drafts)
         if self._spec.is_first:
             fed_back = self._inbox.hand_over_before(plan, self._next_inputs, recorded.input, bucket)
             self._inbox.expect(plan.step_id, self._shapes.of(plan), bucket)
         recorded.upload(plan, bucket, fed_back)
         if links.previous is not None:
-            num_bytes = self._schemas.hidden_states.num_bytes(bucket, bucket)
+            num_bytes = self._schemas.hidden_states.num_bytes(bucket, num_tokens)
             recorded.input[:num_bytes].copy_(links.previous.wait(plan.step_id)[:num_bytes])
             links.previous.release(plan.step_id)
-        recorded.run(bucket)
+        recorded.run(bucket, plan.num_drafts)
         if links.next is not None:
-            self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, bucket))
+            self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, num_tokens))
             self._tracer.record(FORWARD, plan.step_id, started, now_ns())
             return None
-        needs = self._sampler.needs(plan.rows)
-        recorded.sample(bucket, needs)
+        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows))
         assert links.feedback_out is not None
         self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
-        result = self._result_of_recorded(plan, bucket)
+        shape, logprobs = self._shapes.of(plan), no_logprobs
+        if self._logprobs.is_asked(plan.rows):
+            logits = recorded.logits(bucket, plan.num_drafts)[: shape.num_tokens]
+            logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
+        result = pending_result(self._device, plan, shape, choice.tokens.first(shape.num_rows), logprobs)
         self._tracer.record(FORWARD, plan.step_id, started, now_ns())
         return result
 
@@ -129,26 +138,6 @@ class Stage:
         assert self._recorded is not None
         link.acquire(plan.step_id)[:num_bytes].copy_(self._recorded.output[:num_bytes])
         link.send(plan.step_id, num_bytes)
-
-    def _result_of_recorded(self, plan: StepPlan, bucket: int) -> PendingResult:
-        recorded, num_rows = self._recorded, len(plan.rows)
-        assert recorded is not None
-        chosen = self._schemas.feedback.views(recorded.output, bucket, bucket)["token_ids"][:num_rows]
-        logprobs = no_logprobs
-        if self._logprobs.is_asked(plan.rows):
-            logits, _ = recorded.logits(bucket)
-            logprobs = self._logprobs.report_decode(self._shapes.of(plan), logits[:num_rows], chosen[:, 0])
-        token_ids = to_host(chosen)
-        return PendingResult(
-            self._device,
-            lambda: StepResult(
-                step_id=plan.step_id,
-                token_ids=token_ids.numpy(),
-                num_valid=np.ones(num_rows, np.int32),
-                num_accepted=np.zeros(num_rows, np.int32),
-                logprobs=logprobs(),
-            ),
-        )
 
     def _step(self, plan: StepPlan) -> PendingResult | None:
         """Execute any step, operation by operation."""
@@ -161,6 +150,8 @@ class Stage:
             extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
             self._sampler.apply(plan, extras)
             self._logprobs.apply(plan, extras)
+            if self._speculation is not None:
+                self._speculation.apply(plan)
 
         waiting = now_ns()
         if self._spec.is_first:
@@ -179,7 +170,7 @@ class Stage:
             seq_lens=num_computed_tokens + shape.num_scheduled_tokens,
             block_tables=blocks.tables,
             slot_mapping=blocks.slot_mapping(positions),
-            max_decode_seq_len=min(decode_len, self._spec.max_model_len),
+            max_decode_seq_len=min(decode_len, self._spec.max_seq_len),
             prefill_query_lens=shape.prefill_query_lens,
             prefill_seq_lens=prefill_lens,
         )
@@ -195,8 +186,7 @@ class Stage:
 
         result = None
         if self._spec.is_last:
-            positions = positions.index_select(0, shape.logits_indices).add_(1)
-            result = self._finish(plan, shape, hidden, logits, positions)
+            result = self._finish(plan, shape, logits, hidden, positions, attention)
         else:
             self._send(plan, shape, num_computed_tokens, hidden)
         if self._links.previous is not None:
@@ -222,37 +212,26 @@ class Stage:
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_tokens))
 
     def _finish(
-        self, plan: StepPlan, shape: StepShape, hidden: torch.Tensor, logits: torch.Tensor, positions: torch.Tensor
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
     ) -> PendingResult:
-        """Sample, feed back to the first stage, and return the result.
+        """Sample, verify drafts and propose the next ones, feed back to the first stage, and return the result.
 
-        Shapes: hidden [T, H]; logits [N, V]; positions [N], of the tokens that are chosen. N counts the rows that yield
-        a token.
+        Shapes: logits [N, V]; hidden [T, H]; positions [T]. N counts the tokens whose successor is chosen.
         """
+        chosen_positions = positions.index_select(0, shape.logits_indices).add_(1)
+        last = LastHidden(logits, chosen_positions, SteppedHidden(hidden, positions, attention))
+        max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
-        chosen = self._sampler.choose(logits, shape.logits_rows, positions, needs)
-        self._sampler.commit(shape.logits_rows, positions, chosen.unsqueeze(1), needs)
-        logprobs = self._logprobs.report(plan, shape, logits, chosen, hidden, self._model.compute_logits)
-        token_ids = chosen.to(torch.int32).unsqueeze(1)
-        lengths = (positions + 1).to(torch.int32)
+        choice = choose_tokens(shape, last, self._sampler, self._speculation, needs, max_length)
+        logprobs = self._logprobs.report(plan, shape, logits, choice.chosen, hidden, self._model.compute_logits)
         link, schema = self._links.feedback_out, self._schemas.feedback
         assert link is not None
-        views = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows)
-        if shape.all_sample:
-            views["length"].copy_(lengths)
-            views["token_ids"].copy_(token_ids)
-        else:
-            views["length"].fill_(-1).index_copy_(0, shape.sampled, lengths)
-            views["token_ids"].fill_(-1).index_copy_(0, shape.sampled, token_ids)
-        result_token_ids = to_host(views["token_ids"])
+        write_feedback(schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows), shape, choice.tokens)
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
-        return PendingResult(
-            self._device,
-            lambda: StepResult(
-                step_id=plan.step_id,
-                token_ids=result_token_ids.numpy(),
-                num_valid=shape.samples_np.astype(np.int32),
-                num_accepted=np.zeros(shape.num_rows, np.int32),
-                logprobs=logprobs(),
-            ),
-        )
+        return pending_result(self._device, plan, shape, choice.tokens, logprobs)

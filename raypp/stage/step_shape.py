@@ -18,7 +18,10 @@ from raypp.messages import StepPlan
 
 @dataclass(frozen=True, eq=False)
 class StepShape:
-    """Which rows a step has, and how many tokens of each. R rows, decode rows first; T tokens; N logits wanted."""
+    """Which rows a step has, and how many tokens of each.
+
+    R rows, decode rows first; T tokens; N logits wanted; Y rows yield tokens.
+    """
 
     num_rows: int
     num_tokens: int
@@ -31,11 +34,12 @@ class StepShape:
     token_rows: torch.Tensor  # [T] int64, each token's index into the step's rows
     token_offsets: torch.Tensor  # [T] int64, index within the row's tokens of this step
     logits_indices: torch.Tensor  # [N] int64, into the step's tokens: all of decode rows, the last of final chunks
-    logits_rows: torch.Tensor  # [N] int64, the row of each
-    logits_rows_np: NDArray[np.int64]  # [N]
+    logits_row_indices: torch.Tensor  # [N] int64, of the row of each among the step's rows
+    logits_rows_np: NDArray[np.int64]  # [N] the rows themselves
     samples_np: NDArray[np.bool_]  # [R]
-    sampled_np: NDArray[np.int64]  # rows that yield a token, as indices into the step's rows
-    sampled: torch.Tensor  # the same
+    sampled_np: NDArray[np.int64]  # [Y], those that yield tokens, as indices into the step's rows
+    sampled: torch.Tensor  # [Y] int64, the same
+    sampled_rows: torch.Tensor  # [Y] int64, the rows themselves
     prefill_query_lens: list[int]
 
     @property
@@ -47,6 +51,12 @@ class StepShape:
     def all_sample(self) -> bool:
         """Whether every row yields a token."""
         return len(self.sampled_np) == self.num_rows
+
+    def rows_of_logits(self) -> torch.Tensor:
+        """Return the row of each token whose logits are wanted, int64 [N]. Read from `rows` at every call."""
+        if self.has_one_token_per_row and self.all_sample:
+            return self.rows
+        return self.rows.index_select(0, self.logits_row_indices)
 
     def positions(self, num_computed_tokens: torch.Tensor) -> torch.Tensor:
         """Return each token's position, int64 [T]. Shapes: num_computed_tokens [R] int32, before this step."""
@@ -97,11 +107,12 @@ def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
         token_rows=token_rows,
         token_offsets=tokens % query_len,
         logits_indices=tokens,
-        logits_rows=rows if query_len == 1 else rows.repeat_interleave(query_len),
+        logits_row_indices=token_rows,
         logits_rows_np=np.full(num_tokens, -1),
         samples_np=np.ones(num_rows, np.bool_),
         sampled_np=indices_np,
         sampled=torch.from_numpy(indices_np).to(device),
+        sampled_rows=rows,
         prefill_query_lens=[],
     )
 
@@ -130,7 +141,7 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
     final_chunks = np.flatnonzero(plan.samples[num_decode_rows:]) + num_decode_rows
     logits_indices = np.concatenate((np.arange(num_decode_rows * query_len), query_start_loc[final_chunks + 1] - 1))
     rows_np, sampled_np = plan.rows.astype(np.int64), np.flatnonzero(plan.samples)
-    logits_rows_np = np.concatenate((np.repeat(rows_np[:num_decode_rows], query_len), rows_np[final_chunks]))
+    logits_row_indices = np.concatenate((np.repeat(np.arange(num_decode_rows), query_len), final_chunks))
 
     def upload(array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -147,10 +158,11 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
         token_rows=upload(token_rows),
         token_offsets=upload(np.arange(num_tokens) - query_start_loc[token_rows]),
         logits_indices=upload(logits_indices),
-        logits_rows=upload(logits_rows_np),
-        logits_rows_np=logits_rows_np,
+        logits_row_indices=upload(logits_row_indices),
+        logits_rows_np=rows_np[logits_row_indices],
         samples_np=plan.samples,
         sampled_np=sampled_np,
         sampled=upload(sampled_np),
+        sampled_rows=upload(rows_np[sampled_np]),
         prefill_query_lens=scheduled[num_decode_rows:].tolist(),
     )

@@ -44,7 +44,7 @@ class LocalEngine:
     """Runs requests to their end in the calling thread."""
 
     def __init__(self, plan: EnginePlan, factory: StageFactory | None = None) -> None:
-        self.scheduler = Scheduler(plan.scheduler_limits())
+        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
         self._engine = Engine(self.scheduler, build_local_pipeline(plan, factory), Tracer("local", enabled=False))
         self._num_requests = 0
 
@@ -83,6 +83,11 @@ class LocalEngine:
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
         return self._engine.has_unfinished
+
+    def drain(self) -> None:
+        """Collect all steps in flight."""
+        while self.scheduler.num_in_flight:
+            self.step()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]

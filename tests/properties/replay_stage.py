@@ -105,7 +105,9 @@ class ReplayStage:
         width = 1 + plan.num_drafts
         result_ids = np.full((len(plan.rows), width), -1, np.int32)
         num_valid = np.zeros(len(plan.rows), np.int32)
-        num_accepted = np.zeros(len(plan.rows), np.int32)
+        num_drafted = np.zeros(len(plan.rows), np.int32)
+        num_drafted[: plan.num_decode_rows] = plan.num_drafts
+        num_matched = np.zeros(len(plan.rows), np.int32)
         feedback = []
         for index, (row_index, _, token_ids) in enumerate(inputs):
             row, new = self._rows[row_index], []
@@ -115,11 +117,13 @@ class ReplayStage:
                 row.append(token_id)
             result_ids[index, : len(new)] = new
             num_valid[index] = len(new)
-            num_accepted[index] = max(len(new) - 1, 0)
+            num_matched[index] = max(len(new) - 1, 0)
             feedback.append((row_index, len(row.token_ids) if new else -1, new, self._draft(row)))
         self._feedback.append((plan.step_id, feedback))
         logprobs = self._logprobs(plan, inputs, result_ids)
-        return unpack(StepResult, pack(StepResult(plan.step_id, result_ids, num_valid, num_accepted, logprobs)))
+        return unpack(
+            StepResult, pack(StepResult(plan.step_id, result_ids, num_valid, num_drafted, num_matched, logprobs))
+        )
 
     def _logprobs(self, plan: StepPlan, inputs: list[tuple[int, int, list[int]]], result_ids: np.ndarray) -> Bytes:
         """Report for every token a number that only its place and its value explain."""

@@ -6,6 +6,7 @@ import random
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -41,10 +42,12 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
 @dataclass
 class RandomDrafts:
     rng: random.Random
-    most: int
 
-    def num_drafts(self, num_decode_rows: int) -> int:
-        return self.rng.randint(0, self.most)
+    def num_drafts(self, cohort: int, num_rows: int, most: int) -> int:
+        return self.rng.randint(0, most)
+
+    def note_result(self, cohort: int, num_drafts: int, num_drafted: np.ndarray, num_matched: np.ndarray) -> None:
+        assert (num_matched <= num_drafted).all()
 
 
 class Drive:
@@ -52,7 +55,7 @@ class Drive:
 
     def __init__(self, limits: SchedulerLimits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
-        self.scheduler = Scheduler(limits, RandomDrafts(rng, limits.max_drafts))
+        self.scheduler = Scheduler(limits, RandomDrafts(rng))
         self.stage = ReplayStage(limits, rng, caps_at_limit=rng.random() < 0.5)
         self.watcher = PlanWatcher(limits)
         self.results: deque[StepResult] = deque()

@@ -34,7 +34,7 @@ def messages(cls):
         else:
             shape = (
                 st.tuples(st.integers(0, 9), st.integers(1, 4))
-                if field.name == "token_ids" and cls is StepResult
+                if (field.name == "token_ids" and cls is StepResult) or field.name.endswith("_by_position")
                 else st.tuples(st.integers(0, 9))
             )
             values[field.name] = hnp.arrays(DTYPES[field.type], shape)
@@ -57,14 +57,14 @@ def test_unpacking_gives_what_was_packed(cls, data):
 
 
 def test_an_array_of_another_type_is_a_fault():
-    result = StepResult(0, np.zeros((1, 1), np.int64), np.ones(1, np.int32), np.zeros(1, np.int32))
+    result = StepResult(0, np.zeros((1, 1), np.int64), *[np.ones(1, np.int32)] * 3)
     with pytest.raises(AssertionError, match="token_ids"):
         pack(result)
 
 
 def test_a_message_inside_of_another_one():
-    inner = StepResult(3, np.array([[5]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32))
-    outer = StepResult(4, np.array([[6]], np.int32), np.ones(1, np.int32), np.zeros(1, np.int32), pack_inside(inner))
+    inner = StepResult(3, np.array([[5]], np.int32), *[np.ones(1, np.int32)] * 3)
+    outer = StepResult(4, np.array([[6]], np.int32), *[np.ones(1, np.int32)] * 3, pack_inside(inner))
     assert len(inner.logprobs) == 0
     again = unpack(StepResult, unpack(StepResult, pack(outer)).logprobs.data)
     assert (again.step_id, again.token_ids.tolist()) == (3, [[5]])

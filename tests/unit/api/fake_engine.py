@@ -203,8 +203,8 @@ class FakeEngine:
             num_cached_tokens=np.full(count, 16, np.int32),
             num_preemptions=np.full(count, 1, np.int32),
             queue_us=np.full(count, 2000, np.int32),
-            num_draft_tokens=np.full(count, 4, np.int32),
-            num_accepted_tokens=np.full(count, 3, np.int32),
+            drafted_by_position=np.full((count, 2), 2, np.int32),
+            accepted_by_position=np.tile(np.array([2, 1], np.int32), (count, 1)),
         )
 
     def _send(self, client: bytes, message: DriverMessage) -> None:

@@ -44,6 +44,7 @@ def test_outputs_in_order_with_text_and_metrics(make_engine: MakeEngine, tokeniz
         metrics = output.metrics
         assert metrics.num_cached_tokens == 16
         assert (metrics.num_preemptions, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (1, 4, 3)
+        assert (metrics.acceptance_rate, metrics.acceptance_length) == (0.75, 2.5)
         assert metrics.arrival_time_s <= metrics.first_token_time_s <= metrics.finish_time_s
         assert 0 <= metrics.ttft_s < 5
         assert (metrics.tpot_s is None) == (param.max_tokens == 1)

@@ -31,7 +31,6 @@ class PretendedPipeline:
                 plan.step_id,
                 np.full((len(plan.rows), 1), plan.step_id, np.int32),
                 plan.samples.astype(np.int32),
-                np.zeros(len(plan.rows), np.int32),
             )
             for plan in plans
         ]

@@ -145,9 +145,7 @@ class Rig:
                 plan = unpack(StepPlan, received)
                 num_rows = len(plan.rows)
                 token_ids = np.full((num_rows, 1), plan.step_id, np.int32)
-                result = StepResult(
-                    plan.step_id, token_ids, plan.samples.astype(np.int32), np.zeros(num_rows, np.int32)
-                )
+                result = StepResult(plan.step_id, token_ids, plan.samples.astype(np.int32))
                 self.stages[1].send_result(pack(result))
 
     def tell_stages_to_stop(self) -> None:

@@ -43,7 +43,8 @@ def make_result(plan: StepPlan, token_id: int = 7) -> StepResult:
         step_id=plan.step_id,
         token_ids=np.full((num_rows, 1 + plan.num_drafts), token_id, np.int32),
         num_valid=plan.samples.astype(np.int32),
-        num_accepted=np.zeros(num_rows, np.int32),
+        num_drafted=np.zeros(num_rows, np.int32),
+        num_matched=np.zeros(num_rows, np.int32),
     )
 
 

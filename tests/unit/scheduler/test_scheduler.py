@@ -169,9 +169,10 @@ def test_bounds_cover_what_drafts_may_bring():
     pipeline.in_flight.popleft()
     token_ids = np.array([[7, 7, 7, 7]], np.int32)
     num_two = np.array([2], np.int32)
-    (update,) = scheduler.update(StepResult(decode.step_id, token_ids, num_two, num_two - 1))
+    (update,) = scheduler.update(StepResult(decode.step_id, token_ids, num_two, num_two + 1, num_two - 1))
     assert update.new_token_ids == [7, 7]
-    assert (update.request.num_draft_tokens, update.request.num_accepted_tokens) == (3, 1)
+    counts = update.request.draft_counts
+    assert (counts.drafted_by_position, counts.accepted_by_position) == ([1, 1, 1], [1, 0, 0])
     third = pipeline.dispatch()
     assert third.num_computed_tokens.tolist() == [10]  # 7 known and up to 4 more
     scheduler.check_integrity()
@@ -252,7 +253,7 @@ def test_tokens_after_the_end_are_not_cached():
     pipeline.dispatch_all()
     pipeline.answer(token_id=4)
     decode = pipeline.in_flight.popleft()
-    result = StepResult(decode.step_id, np.array([[5, 6, 7, 8]], np.int32), np.array([4]), np.array([3]))
+    result = StepResult(decode.step_id, np.array([[5, 6, 7, 8]], np.int32), np.array([4]), np.array([3]), np.array([3]))
     (update,) = scheduler.update(result)
     assert update.new_token_ids == [5]
     again = make_request("b", [0, 1, 2, 3, 4, 5, 6, 7, 8], max_tokens=1)

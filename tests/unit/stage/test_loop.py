@@ -54,7 +54,7 @@ class ToyStage:
         if plan.step_id == self.fails_at:
             raise self.error
         self.stepped.append(plan.step_id)
-        result = StepResult(plan.step_id, np.full((1, 1), plan.step_id, np.int32), *[np.ones(1, np.int32)] * 2)
+        result = StepResult(plan.step_id, np.full((1, 1), plan.step_id, np.int32), np.ones(1, np.int32))
         return PendingResult(torch.device("cpu"), lambda: result)
 
 

@@ -71,7 +71,7 @@ def test_every_stage_gets_the_same_plans_in_order(driver: DriverChannel, stages:
 
 @pytest.mark.parametrize("driver", ["ipc", "tcp"], indirect=True)
 def test_results_heartbeats_and_errors_come_back(driver: DriverChannel, stages: list[StageChannel]) -> None:
-    result = StepResult(7, np.array([[5], [6]], np.int32), np.array([1, 1], np.int32), np.zeros(2, np.int32))
+    result = StepResult(7, np.array([[5], [6]], np.int32), np.array([1, 1], np.int32))
     stages[1].send_result(pack(result))
     stages[1].send_heartbeat(7)
     stages[1].send_error({"error": "it broke", "type": "ValueError"})

@@ -1,0 +1,59 @@
+"""What each row is to verify, and how far it may get: the tables behind verification, on the last stage's device."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from raypp.messages import StepPlan
+from raypp.specdec.proposer import Drafts
+from raypp.specdec.token_table import TokenTable
+from raypp.specdec.verify import Verification, verify_drafts
+
+
+class DraftTables:
+    """The next drafts of every row, how many of them count, and the row's limit."""
+
+    def __init__(self, num_rows: int, max_drafts: int, tokens: TokenTable, device: torch.device) -> None:
+        self._device = device
+        self._tokens = tokens
+        self._draft_ids = torch.zeros(num_rows, max_drafts, dtype=torch.int32, device=device)
+        self._num_proposed = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._limits = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        self._uses_kernel = device.type == "cuda" and find_spec("triton") is not None
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over rows that start: they have a limit, and no drafts yet."""
+        if not len(plan.start_rows):
+            return
+        rows = torch.from_numpy(plan.start_rows.astype("int64")).to(self._device)
+        self._limits.index_copy_(0, rows, torch.from_numpy(plan.start_limits.copy()).to(self._device))
+        self._num_proposed.index_fill_(0, rows, 0)
+
+    def draft_ids(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows' drafts, [Y, K_max] int32."""
+        return self._draft_ids.index_select(0, rows)
+
+    def verify(self, rows: torch.Tensor, first: torch.Tensor, token_ids: torch.Tensor) -> Verification:
+        """Verify the rows' drafts, and write the tokens that are valid into the token table.
+
+        Shapes: rows, first [Y] int64, the position of each row's first token; token_ids [Y, 1 + K] int32, the model's
+        own tokens.
+        """
+        if self._uses_kernel:
+            from raypp.ops.kernels.verify import verify_and_append
+
+            tables = (self._draft_ids, self._num_proposed, self._limits, self._tokens.tokens)
+            num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)
+            return Verification(num_valid, num_drafted, num_matched, lengths)
+        room = self._limits.index_select(0, rows) - first.to(torch.int32)
+        num_proposed = self._num_proposed.index_select(0, rows)
+        verified = verify_drafts(token_ids, first, self.draft_ids(rows), num_proposed, room)
+        self._tokens.append(rows, first, token_ids, verified.num_valid)
+        return verified
+
+    def remember(self, rows: torch.Tensor, drafts: Drafts) -> None:
+        """Take the rows' next drafts over. Shapes: rows [Y] int64."""
+        self._draft_ids.index_copy_(0, rows, drafts.draft_ids)
+        self._num_proposed.index_copy_(0, rows, drafts.num_proposed)

@@ -1,0 +1,63 @@
+"""The end of a step on the last stage: the model's tokens, and which of them, with the drafts in front, are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.sampler import Sampler
+from raypp.stage.sampling_rows import Needs
+from raypp.stage.speculation import Speculation
+from raypp.stage.step_shape import StepShape
+from raypp.stage.step_tokens import StepTokens
+
+
+@dataclass(frozen=True, eq=False)
+class LastHidden:
+    """What the layers of the last stage gave. N tokens have a successor to be chosen."""
+
+    logits: torch.Tensor  # [N, V]
+    positions: torch.Tensor  # [N] int64, of the tokens that are chosen
+    hidden: SteppedHidden  # of all tokens of the step
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What became of it."""
+
+    chosen: torch.Tensor  # [N] int64, the model's own token at every position
+    tokens: StepTokens  # what the rows yield
+
+
+def choose_tokens(
+    shape: StepShape,
+    last: LastHidden,
+    sampler: Sampler,
+    speculation: Speculation | None,
+    needs: Needs,
+    max_length: int,
+) -> Choice:
+    """Sample every position, verify drafts and propose the next ones. Never waits for the device.
+
+    Args:
+        shape: The step.
+        last: What the layers gave.
+        sampler: Of all rows.
+        speculation: None when nobody drafts.
+        needs: At least what the step's rows need.
+        max_length: An upper bound of the rows' lengths after the step.
+    """
+    width, rows = shape.decode_query_len, shape.rows_of_logits()
+    if speculation is not None and needs.history and width > 1:
+        decode = slice(0, shape.num_decode_rows * width, width)
+        sampler.history.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape))
+    chosen = sampler.choose(last.logits, rows, last.positions, needs)
+    token_ids = chosen.to(torch.int32)
+    if speculation is None:
+        tokens = StepTokens.one_each(token_ids, last.positions)
+    else:
+        tokens = speculation.finish(shape, token_ids, last.positions, last.hidden, max_length)
+    sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
+    return Choice(chosen, tokens)

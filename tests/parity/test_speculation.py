@@ -1,0 +1,174 @@
+"""Text does not depend on speculation: every family, 1 to 4 stages, 1 to 8 drafts, rows of all kinds in one batch.
+
+What comes out without speculation is compared with transformers elsewhere; here it is the reference. The requests of
+a cell arrive one after the other, so that prompts ride with rows that verify drafts, and in half of the cells the KV
+cache is too small for all of them at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from exactness import TIE_GAP
+from hf_models import FAMILIES, hf_logits, make_checkpoint
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.ops.sampling import gumbel_noise, mask_truncated
+from raypp.scheduler.request import Request
+from raypp.scheduler.stats import SchedulerStats
+from raypp.specdec import draft_tables
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+NUM_TOKENS = 40
+CHECKPOINT_SEEDS = {"qwen3": 4, "qwen2": 4, "llama": 4}  # float32, and text that repeats itself
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request of a cell."""
+
+    prompt: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
+def make_requests(vocab_size: int) -> list[Asked]:
+    """Return requests of all kinds, whose prompts repeat themselves."""
+    rng = random.Random(0)
+
+    def prompt(num_motif: int, num_times: int) -> list[int]:
+        motif = [rng.randrange(2, vocab_size) for _ in range(num_motif)]
+        return motif * num_times + motif[: rng.randint(1, num_motif)]
+
+    def params(**values) -> SamplingParams:
+        return SamplingParams(**({"max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": rng.randrange(99)} | values))
+
+    frequent = rng.sample(range(2, vocab_size), 3)
+    eos = frozenset(frequent)
+    return [
+        Asked(prompt(5, 4), params(temperature=0.0)),
+        Asked(prompt(4, 3), params(temperature=0.4)),
+        Asked(prompt(7, 2), params(temperature=0.0, repetition_penalty=1.1, max_tokens=NUM_TOKENS - 7)),
+        Asked(prompt(3, 20), params(temperature=0.6, top_k=4, top_p=0.9, min_p=0.02)),
+        Asked(prompt(6, 3), params(temperature=0.0, ignore_eos=False), eos),
+        Asked(prompt(2, 9), params(temperature=0.5, presence_penalty=0.4, frequency_penalty=0.2)),
+        Asked(prompt(9, 4), params(temperature=0.0, logit_bias={frequent[0]: 3.0}, stop_token_ids=[frequent[1]])),
+        Asked(prompt(4, 4), params(temperature=0.0), bad_words=((frequent[2],), tuple(prompt(2, 1)[:2]))),
+        Asked(prompt(8, 2), params(temperature=0.3, min_tokens=12, ignore_eos=False), eos),
+    ]
+
+
+def run(path: Path, asked: list[Asked], **settings) -> tuple[list[Request], SchedulerStats]:
+    """Return the ended requests, which arrived one after the other."""
+    fixed = {"stage_num_threads": 1, "block_size": 4, "max_model_len": 160, "max_num_seqs": 8}
+    engine = LocalEngine(plan_engine(EngineConfig.from_flat(str(path), **(fixed | settings)), Hardware(1)))
+    requests = []
+    for one in asked:
+        requests.append(engine.submit(one.prompt, one.params, eos_token_ids=one.eos_token_ids))
+        requests[-1].bad_word_token_ids = one.bad_words
+        for _ in range(3):
+            engine.step()
+    while not all(request.finish_reason for request in requests):
+        engine.step()
+    engine.drain()
+    engine.scheduler.check_integrity()
+    return requests, engine.stats()
+
+
+def margin(path: Path, one: Asked, output: list[int]) -> float:
+    """Return by how much the next token wins against the second, for requests without penalties and bans."""
+    text, params = one.prompt + output, one.params
+    logits = hf_logits(path, text)[-1:].float()
+    if params.temperature:
+        logits = logits / params.temperature
+        logits = mask_truncated(
+            logits, *(torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p))
+        )
+        logits = logits + gumbel_noise(torch.tensor([params.seed]), torch.tensor([len(text)]), logits.shape[1])
+    best, second = logits[0].topk(2).values.tolist()
+    return best - second
+
+
+class Comparison:
+    """Holds outputs against the reference's, and excuses near-ties, which must be rare."""
+
+    def __init__(self, path: Path, asked: list[Asked], reference: list[Request]) -> None:
+        self.path, self.asked, self.reference = path, asked, reference
+        self.num_tokens = self.num_excused = 0
+
+    def compare(self, requests: list[Request]) -> None:
+        for one, expected, got in zip(self.asked, self.reference, requests, strict=True):
+            outputs = expected.output_token_ids, got.output_token_ids
+            self.num_tokens += len(outputs[0])
+            if outputs[0] == outputs[1]:
+                assert (got.finish_reason, got.stop_token_id) == (expected.finish_reason, expected.stop_token_id)
+                continue
+            same = next((i for i, (a, b) in enumerate(zip(*outputs, strict=False)) if a != b), None)
+            assert same is not None, f"{outputs[1]} instead of {outputs[0]}"
+            assert margin(self.path, one, outputs[0][:same]) < TIE_GAP, f"{outputs[1]} instead of {outputs[0]}"
+            self.num_excused += 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory) -> Comparison:
+    path = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(request.param, CHECKPOINT_SEEDS[request.param], path, min_layers=4)
+    asked = make_requests(vocab_size=128)
+    reference, stats = run(path, asked, max_num_batched_tokens=64)
+    assert stats.num_draft_tokens == 0
+    return Comparison(path, asked, reference)
+
+
+def test_text_is_the_same_with_any_number_of_drafts_and_stages(family):
+    met: Counter[str] = Counter()
+    for num_stages in (1, 2, 3, 4):
+        for num_drafts in (*range(1, 9), None):
+            tight = (num_stages + (num_drafts or 0)) % 2
+            speculative = {"method": "ngram", "min_n": 1, "num_speculative_tokens": num_drafts}
+            requests, stats = run(
+                family.path,
+                family.asked,
+                num_stages=num_stages,
+                speculative=speculative,
+                max_num_batched_tokens=(40, 80)[num_stages % 2],
+                min_prefill_chunk_tokens=8,
+                num_kv_blocks=70 if tight else 400,
+            )
+            family.compare(requests)
+            cell = f"{num_stages} stages, {num_drafts} drafts: {stats}"
+            if num_drafts is not None:  # else it is chosen, and these short texts need not be worth it
+                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, cell
+                assert stats.acceptance_length > 1, cell
+            counts = [request.draft_counts for request in requests if request.draft_counts is not None]
+            assert sum(count.num_drafted for count in counts) == stats.num_draft_tokens
+            met["preempted"] += stats.num_preemptions > 0
+            met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+            met["missed"] += stats.num_missed_rows > 0
+    print(f"\n{family.num_tokens} tokens equal to those without drafts, {family.num_excused} near-ties excused; {met}")
+    assert family.num_excused <= max(1, family.num_tokens // 1000)
+    for what in ("preempted", "chunked", "missed"):
+        assert met[what] >= 12, f"{what} was met only {met[what]} times"
+
+
+def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypatch):
+    right = draft_tables.verify_drafts
+
+    def wrong(token_ids, first, draft_ids, num_proposed, max_valid):
+        verified = right(token_ids, first, draft_ids, num_proposed, max_valid)
+        num_valid = torch.where(verified.num_drafted > 0, verified.num_valid + 1, verified.num_valid)
+        num_valid = num_valid.clamp(max=token_ids.shape[1])
+        return replace(verified, num_valid=num_valid, lengths=first + num_valid)
+
+    monkeypatch.setattr(draft_tables, "verify_drafts", wrong)
+    requests, _ = run(family.path, family.asked, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    with pytest.raises(AssertionError, match="instead of"):
+        Comparison(family.path, family.asked, family.reference).compare(requests)

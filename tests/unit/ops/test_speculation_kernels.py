@@ -1,0 +1,66 @@
+"""The kernels of speculation against their twins: in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from ngram_oracle import ngram_oracle, ring_table
+
+from raypp.ops.kernels.ngram import NgramKernel
+from raypp.ops.kernels.verify import verify_and_append
+from raypp.specdec.token_table import TokenTable
+from raypp.specdec.verify import verify_drafts
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("window", [16, 80, 2064, 4112])
+def test_ngrams_are_those_of_the_oracle(window):
+    rng = random.Random(window)
+    for _ in range(4):
+        num_rows, min_n = rng.randint(1, 4), rng.randint(1, 4)
+        max_n, num_drafts = rng.randint(min_n, 6), rng.randint(1, 9)
+        vocab_size = rng.choice([2, 3, 40])
+        lengths = [rng.randint(1, int(window * 1.6)) for _ in range(num_rows)]
+        texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
+        rows = rng.sample(range(num_rows + 2), num_rows)
+        table = ring_table(texts, rows, num_rows + 2, window).to(DEVICE)
+        kernel = NgramKernel(table, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=num_rows + 1)
+        expected = [ngram_oracle(text, window, min_n, max_n, num_drafts) for text in texts]
+        for _ in range(2):  # every launch leaves the scratch as the next one needs it
+            # The last row is padding: it has no tokens, and gets ids of which none counts.
+            drafts, num_proposed = kernel(
+                torch.tensor([*rows, 0], device=DEVICE), torch.tensor([*lengths, 0], device=DEVICE)
+            )
+            assert drafts.tolist()[:-1] == [ids for ids, _ in expected]
+            assert num_proposed.tolist() == [num_drafts * is_match for _, is_match in expected] + [0]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 5, 8])
+def test_verification_is_that_of_its_twin(num_drafts):
+    rng, num_rows, window, max_drafts = random.Random(num_drafts), 7, 32, 8
+
+    def int32s(*shape: int, values: range) -> torch.Tensor:
+        flat = [rng.choice(values) for _ in range(torch.Size(shape).numel())]
+        return torch.tensor(flat, dtype=torch.int32, device=DEVICE).view(shape)
+
+    for _ in range(5):
+        rows = torch.tensor(rng.sample(range(num_rows), 5), device=DEVICE)
+        first = int32s(5, values=range(1, 90)).to(torch.int64)
+        chosen = int32s(5, 1 + num_drafts, values=range(2))
+        draft_ids, limits = int32s(num_rows, max_drafts, values=range(2)), int32s(num_rows, values=range(1, 99))
+        num_proposed = int32s(num_rows, values=range(0, max_drafts + 1, max_drafts))
+        tables = TokenTable(num_rows, window, DEVICE), TokenTable(num_rows, window, DEVICE)
+        for table in tables:
+            table.tokens.fill_(9)
+        got = verify_and_append(chosen, rows, first, draft_ids, num_proposed, limits, tables[0].tokens)
+        room = limits[rows] - first.to(torch.int32)
+        expected = verify_drafts(chosen, first, draft_ids[rows], num_proposed[rows], room)
+        tables[1].append(rows, first, chosen, expected.num_valid)
+        wanted = (expected.num_valid, expected.num_drafted, expected.num_matched, expected.lengths)
+        for values, right in zip(got, wanted, strict=True):
+            assert values.dtype == right.dtype
+            assert values.tolist() == right.tolist()
+        assert torch.equal(tables[0].tokens, tables[1].tokens)
