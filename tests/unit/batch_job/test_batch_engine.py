@@ -16,14 +16,14 @@ from raypp.api.llm import LLM
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.ray_data import Completer
 from raypp.config.engine import EngineConfig
-from raypp.testing import launch_in_thread
+from raypp.testing import launch_in_threads
 from raypp.types import SamplingParams
 
 PROMPTS = ["def main(", "import ", "class A:", "return "]
 
 
 async def open_engine(config: EngineConfig) -> AsyncLLM:
-    return await AsyncLLM.create(config, launch=launch_in_thread)
+    return await AsyncLLM.create(config, launch=launch_in_threads)
 
 
 def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path
     asyncio.run(BatchJob(make_settings(tmp_path), open_engine).run())
     found = {line["custom_id"]: line["response"] for line in read_output(tmp_path)}
 
-    with LLM("tiny", launch=launch_in_thread) as llm:
+    with LLM("tiny", launch=launch_in_threads) as llm:
         expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=8))
     for i, output in enumerate(expected):
         assert found[f"g{i}"]["body"]["choices"][0]["text"] == output.outputs[0].text
@@ -58,7 +58,7 @@ def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path
 
 
 def test_ray_data_callable() -> None:
-    completer = Completer("tiny", launch=launch_in_thread, sampling_params={"temperature": 0.0, "max_tokens": 5})
+    completer = Completer("tiny", launch=launch_in_threads, sampling_params={"temperature": 0.0, "max_tokens": 5})
     batch = {"id": np.arange(4), "prompt": np.array(["def main(", "", "import ", "x" * 100_000], object)}
     result = completer(batch)
     assert list(result) == [
@@ -72,13 +72,13 @@ def test_ray_data_callable() -> None:
     assert [text is None for text in result["completion"]] == [False, True, False, True]
     assert result["completion_num_tokens"].tolist() == [5, 0, 5, 0]
     assert ["no tokens" in str(error) for error in result["completion_error"]] == [False, True, False, False]
-    chat = Completer("tiny", launch=launch_in_thread, messages_column="talk", sampling_params={"max_tokens": 3})
+    chat = Completer("tiny", launch=launch_in_threads, messages_column="talk", sampling_params={"max_tokens": 3})
     talks = np.empty(2, object)
     talks[:] = [np.array([{"role": "user", "content": "hi"}], object), [{"role": "user", "content": "ho"}]]
     assert chat({"talk": talks})["completion_num_tokens"].tolist() == [3, 3]
 
 
 def test_ray_data_callable_without_its_column() -> None:
-    completer = Completer("tiny", launch=launch_in_thread)
+    completer = Completer("tiny", launch=launch_in_threads)
     with pytest.raises(Exception, match="lacks a column"):
         completer({"text": np.array(["a"], object)})
