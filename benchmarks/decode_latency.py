@@ -17,6 +17,19 @@ import time
 from report import print_report
 
 from raypp import LLM, SamplingParams
+from raypp.tracing import read_chrome_trace
+
+
+def _stage_figures(path: str) -> dict[str, dict[str, float]]:
+    """Return medians over the decode steps of each stage: the device's forward, and the host's work for it."""
+    figures = {}
+    for lane in read_chrome_trace(path):
+        spans = {
+            name: [event.end_ns - event.start_ns for event in lane.events if event.name == name]
+            for name in ("forward", "host")
+        }
+        figures[lane.name] = {f"{name}_us": statistics.median(times) / 1e3 for name, times in spans.items() if times}
+    return figures
 
 
 def main() -> None:
@@ -31,6 +44,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--mode", default="auto", help="graphs: auto, full or none")
     parser.add_argument("--layer-partition", type=int, nargs="+")
+    parser.add_argument("--trace", help="write a Chrome trace, and print what the host takes per decode step")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
@@ -46,6 +60,7 @@ def main() -> None:
         max_num_batched_tokens=args.max_num_batched_tokens,
         layer_partition=args.layer_partition,
         mode=args.mode,
+        trace=args.trace,
     ) as llm:
         figures: dict[str, object] = {"start_s": time.perf_counter() - started, "plan": llm.plan()}
         print(f"ready after {figures['start_s']:.1f} s", flush=True)
@@ -82,6 +97,9 @@ def main() -> None:
                 f"{tokens_per_s:.0f} tok/s",
                 flush=True,
             )
+    if args.trace:
+        figures["stages"] = _stage_figures(args.trace)
+        print(figures["stages"], flush=True)
     print_report("decode_latency", vars(args), figures)
 
 

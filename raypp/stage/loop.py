@@ -30,6 +30,9 @@ _REPORT_S = 0.1  # how old the driver's picture of a busy stage may get
 class SteppedStage(Protocol):
     """What the loop needs of a stage."""
 
+    def bind_thread(self) -> None:
+        """Prepare the thread that will call `step`."""
+
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon. From another thread than `step`."""
 
@@ -81,6 +84,7 @@ def _run_plans(
     num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
+        stage.bind_thread()
         with torch.inference_mode():
             while True:
                 plan = reader.next_plan(heartbeat_s)

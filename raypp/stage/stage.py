@@ -18,6 +18,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.choose import LastHidden, choose_tokens
 from raypp.stage.feedback import FeedbackInbox
+from raypp.stage.forward_clock import forward_clock
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.pending_result import PendingResult
 from raypp.stage.recorded_decode import RecordedDecode
@@ -29,9 +30,11 @@ from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_tokens import pending_result, write_feedback
-from raypp.tracing import FORWARD, Tracer, now_ns
+from raypp.tracing import Tracer, now_ns
 from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
+
+_HOST = "host"  # what the host does for a recorded step; on a GPU the forward runs at other times
 
 
 class Stage:
@@ -52,6 +55,7 @@ class Stage:
         self._links = links
         self._tracer = tracer
         self._device = torch.device(spec.device)
+        self._clock = forward_clock(tracer, self._device)
         self._schemas = schemas
         self._shapes = StepShapes(self._device, num_kept=4 * spec.num_stages)
         self._block_tables = BlockTables(spec, self._device)
@@ -77,6 +81,13 @@ class Stage:
             )
             with torch.inference_mode():
                 self._recorded.record()
+
+    def bind_thread(self) -> None:
+        """Make what the calling thread does on a GPU go to the stage's own, in a stream of its own. Before any step."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            torch.cuda.synchronize(self._device)  # what was made so far was made in other streams
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
 
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already.
@@ -118,12 +129,15 @@ class Stage:
             num_bytes = self._schemas.hidden_states.num_bytes(bucket, num_tokens)
             recorded.input[:num_bytes].copy_(links.previous.wait(plan.step_id)[:num_bytes])
             links.previous.release(plan.step_id)
+        self._clock.begin(plan.step_id)
         recorded.run(bucket, plan.num_drafts)
         if links.next is not None:
+            self._clock.end()
             self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, num_tokens))
-            self._tracer.record(FORWARD, plan.step_id, started, now_ns())
+            self._tracer.record(_HOST, plan.step_id, started, now_ns())
             return None
         choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows))
+        self._clock.end()
         assert links.feedback_out is not None
         self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
         shape, logprobs = self._shapes.of(plan), no_logprobs
@@ -131,7 +145,7 @@ class Stage:
             logits = recorded.logits(bucket, plan.num_drafts)[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
         result = pending_result(self._device, plan, shape, choice.tokens.first(shape.num_rows), logprobs)
-        self._tracer.record(FORWARD, plan.step_id, started, now_ns())
+        self._tracer.record(_HOST, plan.step_id, started, now_ns())
         return result
 
     def _send_recorded(self, link: LinkSender, plan: StepPlan, num_bytes: int) -> None:
@@ -178,10 +192,12 @@ class Stage:
         self._model.plan_attention(attention, plan.step_id % self._spec.num_ring_entries)
 
         started = now_ns()
+        self._clock.begin(plan.step_id)
         hidden = self._model.embed(entering) if self._spec.is_first else entering
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if self._spec.is_last:
             logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
+        self._clock.end()
         ended = now_ns()
 
         result = None
@@ -192,7 +208,6 @@ class Stage:
         if self._links.previous is not None:
             self._links.previous.release(plan.step_id)
         self._tracer.record("wait", plan.step_id, waiting, started)
-        self._tracer.record(FORWARD, plan.step_id, started, ended)
         self._tracer.record("sample" if self._spec.is_last else "send", plan.step_id, ended, now_ns())
         return result
 

@@ -46,6 +46,9 @@ class ToyStage:
         self.may_step = threading.Event()
         self.may_step.set()
 
+    def bind_thread(self) -> None:
+        pass
+
     def announce(self, plan: StepPlan) -> None:
         self.announced.append(plan.step_id)
 
