@@ -52,8 +52,8 @@ class _Span:
 class CudaForwardClock:
     """For stages that queue their work on the current stream.
 
-    Must be made when the device has nothing to do: that moment joins its clock to the host's. From then on each event is
-    timed from the last one that passed, so that no difference grows beyond what its float holds exactly.
+    It is made when the device has nothing to do: that moment joins its clock to the host's. From then on each event is
+    timed from the last one that passed, so that no difference outgrows its float.
     """
 
     def __init__(self, tracer: Tracer, device: torch.device) -> None:
