@@ -246,7 +246,7 @@ def test_draws_with_everything_have_the_distribution_that_is_left():
         logit_bias={t: (t % 7 - 3) / 2 for t in range(0, VOCAB_SIZE, 3)},
         allowed_token_ids=list(range(5, VOCAB_SIZE)),
     )
-    request = Request("r", [5, 6, 7, 8], params, 77, bad_word_token_ids=((9,), (10, 11)))
+    request = Request("r", [5, 6, 7, 8], params, 77, bad_word_token_ids=((9,),))
     request.output_token_ids = [12, 12, 13, 40, 10]
     sampler, logits = Sampler(spec(), CPU), torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 1.5
     start(sampler, [request], [3])
@@ -259,7 +259,7 @@ def test_draws_with_everything_have_the_distribution_that_is_left():
         frequency=0.6,
         presence=-0.3,
         early_end_token_ids=(),
-        bad_words=[(9,)],  # the other one is looked for behind positions that were never written
+        bad_words=[(9,)],
         allowed=params.allowed_token_ids,
     )
     left = TopPLogitsWarper(0.95)(None, (changed / 0.9).unsqueeze(0))[0].softmax(-1)
