@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raypp.api.check_params import ParamsChecker
+from raypp.api.check_params import BadWords, ParamsChecker
 from raypp.api.running_request import COMPLETION_SEPARATOR, PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
@@ -147,11 +147,14 @@ class RequestPreparer:
         priorities: list[int],
     ) -> list[PreparedRequest]:
         prepared = []
+        known: dict[int, tuple[SamplingParams, BadWords]] = {}  # mostly all requests have the same parameters
         for request_id, text, ids, given, priority in zip(
             request_ids, texts, token_ids, params, priorities, strict=True
         ):
             self._check_prompt(request_id, ids)
-            checked, bad_words = self._params_checker.checked(request_id, given)
+            if id(given) not in known:
+                known[id(given)] = self._params_checker.checked(request_id, given)
+            checked, bad_words = known[id(given)]
             self._check_room(request_id, ids, checked)
             prepared.append(PreparedRequest(request_id, text, ids, checked, bad_words, priority))
         return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none

@@ -98,12 +98,25 @@ def sample(
 ) -> torch.Tensor:
     """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
 
+    Shapes: see `draw_scores`. Returns: int64 [R]. Never synchronizes with the host.
+    """
+    return draw_scores(logits, temperature, seeds, positions, truncation).argmax(dim=-1)
+
+
+def draw_scores(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    truncation: Truncation | None = None,
+) -> torch.Tensor:
+    """Return what a draw takes the largest of, float32 [R, V]: tempered, truncated logits with noise.
+
     Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation (top_k [R] int32,
-    top_p [R] float32, min_p [R] float32), or None when no row truncates.
-    Returns: int64 [R]. Never synchronizes with the host.
+    top_p [R] float32, min_p [R] float32), or None when no row truncates. No noise where the temperature is 0.
     """
     logits = temper(logits, temperature)
     if truncation is not None:
         logits = mask_truncated(logits, *truncation)
     noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
-    return (logits + noise).argmax(dim=-1)
+    return logits + noise

@@ -140,9 +140,9 @@ class Scheduler:
         assert len(num_valid) == len(step.decoding) + len(step.chunks)
         if self._limits.max_drafts and step.decoding:
             self._drafts.note(step, result)
-        logprobs = LogprobsOfStep(result, len(step.decoding))
         updates: list[RequestUpdate] = []
         width = 1 + step.num_drafts
+        logprobs = LogprobsOfStep(result, len(step.decoding), width) if len(result.logprobs) else None
         for index, (state, tokens, count) in enumerate(zip(step.decoding, token_ids, num_valid, strict=False)):
             state.num_in_flight_yields -= 1
             state.max_in_flight_tokens -= width
@@ -156,8 +156,10 @@ class Scheduler:
             if state.request.finish_reason:
                 continue
             count = num_valid[index] if chunk.is_last else 0
-            if count or state.scores_prompt:
-                updates.append(self._take(state, token_ids[index][:count], index, logprobs))
+            if count or (logprobs is not None and state.scores_prompt):
+                update = self._take(state, token_ids[index][:count], index, logprobs)
+                if count or update.prompt_logprobs is not None:  # else they were reported before a preemption
+                    updates.append(update)
         return updates
 
     def stats(self) -> SchedulerStats:
@@ -226,15 +228,20 @@ class Scheduler:
         self._counters.num_prefill_chunks += len(step.chunks)
 
     def _take(
-        self, state: RequestState, token_ids: list[int], index: int, step_logprobs: LogprobsOfStep
+        self, state: RequestState, token_ids: list[int], index: int, of_step: LogprobsOfStep | None
     ) -> RequestUpdate:
         """Take in what a step brought to one request; `index` is its row's in the step."""
+        taken = self._take_tokens(state, token_ids) if token_ids else []
+        if of_step is None:
+            return RequestUpdate(state.request, taken)
         params = state.request.params
-        prompt_logprobs = step_logprobs.of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
+        prompt_logprobs = of_step.of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
         if prompt_logprobs is not None:
             state.num_scored_tokens += len(prompt_logprobs.ranks)
-        if not token_ids:
-            return RequestUpdate(state.request, [], None, prompt_logprobs)
+        logprobs = of_step.of_output(index, len(taken), params.logprobs) if taken else None
+        return RequestUpdate(state.request, taken, logprobs, prompt_logprobs)
+
+    def _take_tokens(self, state: RequestState, token_ids: list[int]) -> list[int]:
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
         if state.row == NO_ROW:
@@ -244,8 +251,7 @@ class Scheduler:
             self._kv.offer(state, state.num_tokens - 1)
         if state.request.finish_reason:
             self._end(state)
-        logprobs = step_logprobs.of_output(index, len(taken), params.logprobs)
-        return RequestUpdate(state.request, taken, logprobs, prompt_logprobs)
+        return taken
 
     def _end(self, state: RequestState) -> None:
         del self._states[state.request.request_id]

@@ -12,12 +12,15 @@ from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
 class LogprobsOfStep:
     """Looks up what a row of a step reported."""
 
-    def __init__(self, result: StepResult, num_decode_rows: int) -> None:
-        """Read a result's log-probabilities, if it has any."""
-        self._message = unpack(StepLogprobs, result.logprobs.data) if len(result.logprobs) else None
-        if self._message is None:
-            return
-        width = result.token_ids.shape[1]
+    def __init__(self, result: StepResult, num_decode_rows: int, width: int) -> None:
+        """Read a result's log-probabilities, which it has.
+
+        Args:
+            result: Of the step.
+            num_decode_rows: Its first rows.
+            width: 1 + K, the positions of each of them.
+        """
+        self._message = unpack(StepLogprobs, result.logprobs.data)
         indices = self._message.indices.tolist()
         lengths = [width if index < num_decode_rows else 1 for index in indices]
         self._first = dict(zip(indices, accumulate([0, *lengths]), strict=False))
@@ -34,7 +37,7 @@ class LogprobsOfStep:
             num_top: `SamplingParams.logprobs` of the row's request.
         """
         message = self._message
-        if message is None or num_top is None or index not in self._first:
+        if num_top is None or index not in self._first:
             return None
         first = self._first[index]
         return _of(message.token_ids, message.logprobs, message.ranks, first, first + num_tokens, num_top)
@@ -45,7 +48,7 @@ class LogprobsOfStep:
         A prefill that is done again after a preemption reports again what was reported already.
         """
         message = self._message
-        if message is None or num_top is None or index not in self._prompt:
+        if num_top is None or index not in self._prompt:
             return None
         first, count, start = self._prompt[index]
         num_old = num_scored_tokens + 1 - start  # token 0 is not reported

@@ -81,8 +81,9 @@ def _check(pieces: list[TokenLogprobs], expected: torch.Tensor, token_ids: list[
 def _params(rng: random.Random, vocab_size: int, **asked) -> SamplingParams:
     """Return parameters that change what is chosen, and must not change what is reported."""
     changing = {"repetition_penalty": 1.3, "temperature": rng.choice([0.0, 0.8]), "logit_bias": {3: 2.0}}
+    few = {"allowed_token_ids": [3, 4]}  # drafts are often right
     return SamplingParams(
-        max_tokens=NUM_NEW_TOKENS, ignore_eos=True, seed=rng.getrandbits(30), **rng.choice([{}, changing]), **asked
+        max_tokens=NUM_NEW_TOKENS, ignore_eos=True, seed=rng.getrandbits(30), **rng.choice([{}, changing, few]), **asked
     )
 
 
@@ -103,7 +104,10 @@ def test_logprobs_are_transformers_log_softmax(family, tmp_path_factory, monkeyp
             "max_num_seqs": 6,
             "num_kv_blocks": (60, 200)[seed % 2],
             "stage_num_threads": 1,
+            "mode": ("none", "full")[seed // 2],
         }
+        if seed % 2:
+            settings["speculative"] = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 2}
         plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
         vocab_size = plan.model.vocab_size
         engine = LocalEngine(plan)
@@ -124,7 +128,16 @@ def test_logprobs_are_transformers_log_softmax(family, tmp_path_factory, monkeyp
             met["prompt in pieces"] += len(one.prompt) > 1
             met["prompt was in the cache"] += bool(one.prompt)
             met["preempted"] += one.request.num_preemptions > 0 and bool(one.output)
+            counts = one.request.draft_counts
+            met["drafts accepted"] += counts is not None and counts.num_accepted > 0 and bool(one.output)
             met["preempted prompt"] += one.request.num_preemptions > 0 and bool(one.prompt)
     print(f"\n{family}: {dict(met)}")
-    for what in ("cached", "prompt in pieces", "prompt was in the cache", "preempted", "preempted prompt"):
+    for what in (
+        "cached",
+        "prompt in pieces",
+        "prompt was in the cache",
+        "preempted",
+        "preempted prompt",
+        "drafts accepted",
+    ):
         assert met[what] > 0, what

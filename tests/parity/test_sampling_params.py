@@ -116,6 +116,10 @@ def _plan(path, seed: int, num_stages: int) -> EnginePlan:
         "num_kv_blocks": 60,  # 240 tokens: far fewer than nine requests have
         "stage_num_threads": 1,
     }
+    if seed == 1:
+        settings["mode"] = "full"  # padded steps, as they are recorded on a GPU
+    if seed == 2:
+        settings["speculative"] = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
     return plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
 
 
@@ -132,7 +136,7 @@ def _run(engine: LocalEngine, cases: list[Case]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_does_what_transformers_processors_do(family, tmp_path_factory):
-    comparison, num_preemptions = Comparison(), 0
+    comparison, num_preemptions, num_accepted = Comparison(), 0, 0
     for seed in range(3):
         num_stages = 1 + seed
         path = make_checkpoint(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}"), min_layers=num_stages)
@@ -141,11 +145,13 @@ def test_every_parameter_does_what_transformers_processors_do(family, tmp_path_f
         engine = LocalEngine(plan)
         outputs = _run(engine, list(cases.values()))
         num_preemptions += engine.stats().num_preemptions
+        num_accepted += engine.stats().num_accepted_tokens
         for (name, case), output in zip(cases.items(), outputs, strict=True):
             _compare(path, name, case, output, comparison)
-    print(f"\n{family}: {comparison}, {num_preemptions} preemptions")
+    print(f"\n{family}: {comparison}, {num_preemptions} preemptions, {num_accepted} drafts accepted")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
     assert num_preemptions > 0
+    assert num_accepted > 0
     for name, num_changed in comparison.num_changed.items():
         assert name == "greedy" or num_changed > 0, f"{name} changed nothing"
     assert comparison.num_changed["greedy"] == 0

@@ -14,6 +14,7 @@ from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.sampler import Sampler
+from raypp.stage.sampling_rows import Needs
 from raypp.stage.spec import StageSpec
 
 VOCAB_SIZE = 70
@@ -62,8 +63,27 @@ def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) ->
 
 
 def choose(
-    sampler: Sampler, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], needs=None
+    sampler: Sampler,
+    logits: torch.Tensor,
+    rows: Sequence[int],
+    positions: Sequence[int],
+    needs: Needs | None = None,
 ) -> list[int]:
     """Return the chosen tokens."""
     needs = sampler.needs(np.array(rows)) if needs is None else needs
-    return sampler.choose(logits, torch.tensor(rows), torch.tensor(positions), needs).tolist()
+    on_device = (torch.tensor(values, device=logits.device) for values in (rows, positions))
+    return sampler.choose(logits, *on_device, needs).tolist()
+
+
+def commit(
+    sampler: Sampler,
+    rows: Sequence[int],
+    positions: Sequence[int],
+    token_ids: Sequence[Sequence[int]],
+    needs: Needs,
+    num_valid: Sequence[int] | None = None,
+) -> None:
+    """Take in what a step yielded."""
+    device = sampler.rows.seeds.device
+    columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
+    sampler.commit(*columns, needs, None if num_valid is None else torch.tensor(num_valid, device=device))

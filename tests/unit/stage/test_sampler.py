@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_plans import VOCAB_SIZE, choose, spec, start, start_plan
+from sampler_plans import VOCAB_SIZE, choose, commit, spec, start, start_plan
+from scipy import stats
+from transformers import TopPLogitsWarper
 
 from raypp.ops import reference
-from raypp.ops.sampling import sample
+from raypp.ops.sampling import draw_scores
 from raypp.scheduler.request import Request
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
@@ -54,8 +56,21 @@ def requests(draw: st.DrawFn) -> Request:
     return request
 
 
-def expected_token(request: Request, logits: torch.Tensor, output: list[int]) -> int:
-    """Return what the twin chooses for the token after `output`."""
+CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Logarithms differ in their last bits between devices; on a CPU the twin computes exactly the same.
+TOLERANCE = {"cpu": 0.0, "cuda": 1e-4}
+
+
+def check_token(token_id: int, request: Request, logits: torch.Tensor, output: list[int], device: str) -> None:
+    """Assert that the twin chooses this token after `output`; on a GPU a near-tie may go either way."""
+    scores = expected_scores(request, logits.cpu(), output)
+    assert scores[token_id] >= scores.max() - TOLERANCE[device]
+    assert TOLERANCE[device] or token_id == scores.argmax()
+
+
+def expected_scores(request: Request, logits: torch.Tensor, output: list[int]) -> torch.Tensor:
+    """Return what the twin takes the largest of, [V], for the token after `output`."""
     params = request.params
     ends = {*params.stop_token_ids, *request.eos_token_ids} if len(output) < params.min_tokens else ()
     changed = reference.changed_logits(
@@ -72,47 +87,47 @@ def expected_token(request: Request, logits: torch.Tensor, output: list[int]) ->
     )
     position = len(request.prompt_token_ids) + len(output)
     truncation = (torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p]))
-    return int(
-        sample(
-            changed.unsqueeze(0),
-            torch.tensor([params.temperature]),
-            torch.tensor([request.seed]),
-            torch.tensor([position]),
-            truncation,
-        )
-    )
+    return draw_scores(
+        changed.unsqueeze(0),
+        torch.tensor([params.temperature]),
+        torch.tensor([request.seed]),
+        torch.tensor([position]),
+        truncation,
+    )[0]
 
 
 def lengths(some_requests: list[Request]) -> list[int]:
     return [len(r.prompt_token_ids) + len(r.output_token_ids) for r in some_requests]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=150, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 6))
-def test_rows_with_any_parameters_share_steps(some_requests, seed, num_steps):
-    sampler, generator = Sampler(spec(), torch.device("cpu")), torch.Generator().manual_seed(seed)
+def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_steps):
+    sampler, generator = Sampler(spec(), torch.device(device)), torch.Generator().manual_seed(seed)
     rows = random.Random(seed).sample(range(8), len(some_requests))
     # Previous owners of the rows must leave nothing behind.
     start(sampler, some_requests[::-1], rows)
     start(sampler, some_requests, rows)
     needs = sampler.needs(np.array(rows))
     for _ in range(num_steps):
-        logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) * 2
+        logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator).to(device) * 2
         given_logits, positions = logits.clone(), lengths(some_requests)
         chosen = choose(sampler, logits, rows, positions)
         assert torch.equal(logits, given_logits), "the model's logits were changed"
         assert chosen == choose(sampler, logits, rows, positions, EVERYTHING), "what nobody needs is not neutral"
         for request, token_id, row_logits in zip(some_requests, chosen, logits, strict=True):
-            assert token_id == expected_token(request, row_logits, request.output_token_ids)
+            check_token(token_id, request, row_logits, request.output_token_ids, device)
             request.output_token_ids.append(token_id)
-        sampler.commit(torch.tensor(rows), torch.tensor(positions), torch.tensor(chosen).unsqueeze(1), needs)
+        commit(sampler, rows, positions, [[token_id] for token_id in chosen], needs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=100, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 2**32), st.integers(1, 5))
-def test_drafts_count_for_the_positions_after_them_alone(some_requests, seed, num_drafts):
+def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, seed, num_drafts):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sampler = Sampler(spec(max_drafts=num_drafts), torch.device("cpu"))
+    sampler = Sampler(spec(max_drafts=num_drafts), torch.device(device))
     rows = rng.sample(range(8), len(some_requests))
     start(sampler, some_requests, rows)
     needs = sampler.needs(np.array(rows))
@@ -123,24 +138,24 @@ def test_drafts_count_for_the_positions_after_them_alone(some_requests, seed, nu
         drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
         flat_positions = [position + offset for position in positions for offset in range(width)]
         if needs.history:
-            sampler.history.place_drafts(torch.tensor(rows), torch.tensor(positions), torch.tensor(drafts))
-        logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator) * 2
+            sampler.history.place_drafts(*(torch.tensor(values, device=device) for values in (rows, positions, drafts)))
+        logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator).to(device) * 2
         chosen = choose(sampler, logits, flat_rows, flat_positions)
         kept = []
         for index, (request, draft) in enumerate(zip(some_requests, drafts, strict=True)):
             for offset in range(width):
                 at = index * width + offset
                 output = request.output_token_ids + draft[:offset]
-                assert chosen[at] == expected_token(request, logits[at], output)
+                check_token(chosen[at], request, logits[at], output, device)
             kept.append(rng.randint(1, width))
         new = [chosen[index * width : (index + 1) * width] for index in range(len(rows))]
-        sampler.commit(torch.tensor(rows), torch.tensor(positions), torch.tensor(new), needs, torch.tensor(kept))
+        commit(sampler, rows, positions, new, needs, kept)
         for request, tokens, count in zip(some_requests, new, kept, strict=True):
             request.output_token_ids += tokens[:count]
 
 
 def test_what_nobody_needs_is_not_allocated():
-    sampler = Sampler(spec(), torch.device("cpu"))
+    sampler = Sampler(spec(), CPU)
     start(sampler, [Request("r", [1, 2], SamplingParams(temperature=0.5, top_k=3), 0)], [0])
     rows = sampler.rows
     tables = (rows.end_token_ids, rows.bias_token_ids, rows.bias, rows.bad_words, rows.allowed)
@@ -157,7 +172,7 @@ def test_what_nobody_needs_is_not_allocated():
 
 
 def test_greedy_rows_need_nothing():
-    sampler = Sampler(spec(), torch.device("cpu"))
+    sampler = Sampler(spec(), CPU)
     start(sampler, [Request("r", [1], SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.needs(np.array([0])) == Needs.GREEDY
     _, extras = start_plan([Request("r", [1], SamplingParams(), 0)], [0])
@@ -166,7 +181,7 @@ def test_greedy_rows_need_nothing():
 
 @pytest.mark.parametrize("num_entries", [1, 3, 64])
 def test_a_table_that_grows_keeps_what_it_held(num_entries):
-    sampler, logits = Sampler(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
+    sampler, logits = Sampler(spec(), CPU), torch.zeros(2, VOCAB_SIZE)
     greedy = {"temperature": 0.0}
     start(sampler, [Request("r", [1], SamplingParams(logit_bias={0: 5.0, 7: 6.0}, **greedy), 0)], [3])
     wide = {t: 0.1 for t in range(num_entries)} | {69: 9.0}
@@ -177,7 +192,7 @@ def test_a_table_that_grows_keeps_what_it_held(num_entries):
 def test_a_long_bad_word_is_found_across_prompt_and_output():
     word = tuple(range(64))
     request = Request("r", list(range(60)), SamplingParams(temperature=0.0), 0, bad_word_token_ids=(word,))
-    sampler = Sampler(spec(), torch.device("cpu"))
+    sampler = Sampler(spec(), CPU)
     start(sampler, [request], [2])
     needs = sampler.needs(np.array([2]))
     for position in range(60, 64):
@@ -185,4 +200,76 @@ def test_a_long_bad_word_is_found_across_prompt_and_output():
         logits[0, position], logits[0, 68] = 2.0, 1.0
         (token_id,) = choose(sampler, logits, [2], [position])
         assert token_id == (68 if position == 63 else position)
-        sampler.commit(torch.tensor([2]), torch.tensor([position]), torch.tensor([[token_id]]), needs)
+        commit(sampler, [2], [position], [[token_id]], needs)
+
+
+@pytest.mark.gpu
+def test_a_step_never_waits_for_the_device():
+    """Whatever the step's rows need: a wait would be an error here."""
+    sampler, rows = Sampler(spec(max_num_seqs=64, max_drafts=3), torch.device("cuda")), list(range(64))
+    everything = SamplingParams(
+        temperature=0.8,
+        top_k=9,
+        min_tokens=3,
+        presence_penalty=0.5,
+        logit_bias={3: 1.0},
+        allowed_token_ids=[3, 4, 5],
+        stop_token_ids=[4],
+    )
+    some_requests = [Request("r", [1, 2], everything, row, bad_word_token_ids=((1, 2),)) for row in rows]
+    start(sampler, some_requests, rows)
+    needs = sampler.needs(np.array(rows))
+    assert needs == EVERYTHING
+    on_device, positions = torch.tensor(rows, device="cuda"), torch.full((64,), 2, device="cuda")
+    logits, drafts = torch.randn(64, VOCAB_SIZE, device="cuda"), torch.ones(64, 3, dtype=torch.int64, device="cuda")
+    sampler.choose(logits, on_device, positions, needs)  # what is made once is made
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampler.history.place_drafts(on_device, positions, drafts)
+        chosen = sampler.choose(logits, on_device, positions, needs)
+        sampler.commit(on_device, positions, chosen.unsqueeze(1), needs, torch.ones_like(chosen))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+NUM_DRAWS = 20_000
+
+
+def test_draws_with_everything_have_the_distribution_that_is_left():
+    """20,000 draws of one row, each at another position; the history is the same for all of them."""
+    params = SamplingParams(
+        temperature=0.9,
+        top_p=0.95,
+        repetition_penalty=1.4,
+        frequency_penalty=0.6,
+        presence_penalty=-0.3,
+        logit_bias={t: (t % 7 - 3) / 2 for t in range(0, VOCAB_SIZE, 3)},
+        allowed_token_ids=list(range(5, VOCAB_SIZE)),
+    )
+    request = Request("r", [5, 6, 7, 8], params, 77, bad_word_token_ids=((9,),))
+    request.output_token_ids = [12, 12, 13, 40, 10]
+    sampler, logits = Sampler(spec(), CPU), torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 1.5
+    start(sampler, [request], [3])
+    changed = reference.changed_logits(
+        logits,
+        request.prompt_token_ids,
+        request.output_token_ids,
+        bias=params.logit_bias,
+        repetition=1.4,
+        frequency=0.6,
+        presence=-0.3,
+        early_end_token_ids=(),
+        bad_words=[(9,)],
+        allowed=params.allowed_token_ids,
+    )
+    left = TopPLogitsWarper(0.95)(None, (changed / 0.9).unsqueeze(0))[0].softmax(-1)
+    positions = list(range(1000, 1000 + NUM_DRAWS))
+    counts = np.bincount(
+        choose(sampler, logits.expand(NUM_DRAWS, -1), [3] * NUM_DRAWS, positions), minlength=VOCAB_SIZE
+    )
+    expected = left.double().numpy() * NUM_DRAWS
+    assert counts[expected == 0].sum() == 0, "a token of probability 0 was drawn"
+    some = expected > 0
+    assert stats.chisquare(counts[some], expected[some] / expected.sum() * NUM_DRAWS).pvalue > 1e-4
+    wrong = (logits / 0.9).softmax(-1).double().numpy() * NUM_DRAWS
+    assert stats.chisquare(counts + 1, (wrong + 1) / (wrong + 1).sum() * (NUM_DRAWS + VOCAB_SIZE)).pvalue < 1e-4
