@@ -50,9 +50,7 @@ def tune_engine(
 def _measure_on_ray(plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
     resources = plan.stage_resources()
     timeout_s = plan.config.faults.start_timeout_s
-    task = ray.remote(_measure).options(
-        num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0, max_calls=1
-    )
+    task = ray.remote(_measure).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0)
     with raypp_errors(f"start_timeout_s={timeout_s:g}"):
         measured: MeasuredCosts = ray.get(task.remote(plan, num_rows, context_len, params), timeout=timeout_s)
     return measured
