@@ -16,6 +16,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.cluster import Cluster
+from raypp.actors.cluster_hardware import hardware_of_stages, may_be_elsewhere
 from raypp.actors.deadline import Deadline
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement, reserve
@@ -56,16 +57,35 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     Raises:
         ConfigError, ModelLoadError, ResourceError, DeadlineError, EngineDeadError: it cannot start. Nothing is left.
     """
-    plan = plan_engine(config, Hardware.of_this_machine())
     _check_trace_folder(config.observability.trace)
     deadline = Deadline(config.faults.start_timeout_s)
-    handle = EngineHandle(plan, Cluster.connect())
+    plan, _, cluster = connect_and_plan(config, deadline)
+    handle = EngineHandle(plan, cluster)
     try:
         handle._start(stage_factory, deadline)
     except BaseException:
         handle.close()
         raise
     return handle
+
+
+def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePlan, Hardware, Cluster]:
+    """Return the plan for the machines that stages will run on, what these have, and the connection to them.
+
+    Raises:
+        ConfigError, ModelLoadError, ResourceError: it cannot run; if possible, said before Ray is started.
+    """
+    here = Hardware.of_this_machine()
+    if not may_be_elsewhere(config, here):
+        plan = plan_engine(config, here)
+        return plan, here, Cluster.connect()
+    cluster = Cluster.connect()
+    try:
+        hardware = hardware_of_stages(here, deadline)
+        return plan_engine(config, hardware), hardware, cluster
+    except BaseException:
+        cluster.disconnect()
+        raise
 
 
 class EngineHandle:

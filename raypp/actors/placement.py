@@ -32,6 +32,7 @@ _LOOPBACK = "127.0.0.1"
 _NODE_ID_LABEL = "ray.io/node-id"
 _OWN_NODE_PATIENCE_S = 1.0
 _NOTICE_S = 5.0  # after this long, say what is being waited for
+_ANY_NUMBER = 1 << 20
 _ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,8 @@ class Node:
 
     def capacity(self, bundle: Mapping[str, float]) -> int:
         """Return how many such bundles the node could hold if nothing else ran there."""
-        return min(int(self.resources.get(name, 0.0) / amount + _ROUNDING) for name, amount in bundle.items())
+        counts = (self.resources.get(name, 0.0) / amount for name, amount in bundle.items() if amount)
+        return min((int(count + _ROUNDING) for count in counts), default=_ANY_NUMBER)
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,7 @@ def reserve(bundle: Mapping[str, float], num_stages: int, strategy: PlacementStr
     Raises:
         ResourceError: the cluster can never hold them (at once), or did not in time.
     """
-    nodes = [
-        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
-        if node["Alive"]
-    ]
+    nodes = alive_nodes()
     # A bundle must ask for something.
     bundle = {name: amount for name, amount in bundle.items() if amount} or {"memory": 1.0}
     check_capacity(nodes, bundle, num_stages, strategy)
@@ -105,6 +103,15 @@ def reserve(bundle: Mapping[str, float], num_stages: int, strategy: PlacementStr
         group = _reserve_anywhere(bundle, num_stages, strategy, deadline)
     node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return Placement(group, here, order_stages(node_of_bundle, here), {node.node_id: node.host for node in nodes})
+
+
+def alive_nodes() -> list[Node]:
+    """Return the cluster's nodes."""
+    return [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Resources"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
 
 
 def check_capacity(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from raypp.actors.processes import ActorProcess
+from raypp.driver.hardware import Hardware
+from raypp.models.registry import resolve_model_path
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
@@ -29,6 +31,14 @@ class StageAddresses:
     server_key: bytes | None  # of the step channel
 
 
+@dataclass(frozen=True)
+class NodeShare:
+    """What a stage finds out on its own node: the plan was made on another one."""
+
+    model: str  # its name; files lie elsewhere here, or are still to be fetched
+    num_stages: int | None  # that share the node's cores; None when the threads are given
+
+
 def _local_device(device: str) -> str:
     """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""
     if device != "cuda":
@@ -41,7 +51,12 @@ def _local_device(device: str) -> str:
 class StageActor:
     """Hosts one stage. `run` is endless; the other methods answer beside it."""
 
-    def __init__(self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> None:
+    def __init__(
+        self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None, share: NodeShare | None = None
+    ) -> None:
+        if share is not None and share.num_stages is not None:
+            spec = replace(spec, num_threads=Hardware.of_this_machine().threads_per_stage(share.num_stages))
+        self._share = share
         self._spec = replace(spec, device=_local_device(spec.device))
         self._config = config
         self._factory = factory
@@ -57,6 +72,8 @@ class StageActor:
         from raypp.stage import build
         from raypp.transport.rendezvous import RendezvousServer
 
+        if self._share is not None and self._factory is None:
+            self._spec = replace(self._spec, model_path=str(resolve_model_path(self._share.model)))
         build.configure_torch(self._spec)
         self._model = build.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:

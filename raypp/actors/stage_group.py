@@ -13,10 +13,10 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypp.actors.deadline import Deadline
-from raypp.actors.placement import Placement
+from raypp.actors.placement import Placement, StagePlace
 from raypp.actors.processes import ActorProcess
 from raypp.actors.remote_errors import in_short
-from raypp.actors.stage_actor import StageActor, StageAddresses
+from raypp.actors.stage_actor import NodeShare, StageActor, StageAddresses
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
@@ -53,7 +53,8 @@ class StageGroup:
             if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
                 options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
             actor = ray.remote(StageActor).options(**options)
-            self._actors.append(actor.remote(plan.stage_spec(stage_index), plan.model, factory))
+            spec = plan.stage_spec(stage_index)
+            self._actors.append(actor.remote(spec, plan.model, factory, _node_share(plan, placement, place)))
         self._runs: list[Any] = []
         self._is_ending = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -170,6 +171,15 @@ class StageGroup:
                 failure = _failure_of(self._runs.index(ref), ref, "running")
                 if failure is not None and not self._is_ending.is_set():
                     on_failure(*failure)
+
+
+def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> NodeShare | None:
+    """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
+    if placement.is_on_one_node:
+        return None
+    parallel = plan.config.parallel
+    neighbours = sum(other.node_id == place.node_id for other in placement.stages)
+    return NodeShare(plan.config.model.model, neighbours if parallel.stage_num_threads is None else None)
 
 
 def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:

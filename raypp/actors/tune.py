@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ray
 
-from raypp.actors.cluster import Cluster
+from raypp.actors.deadline import Deadline
+from raypp.actors.engine import connect_and_plan
+from raypp.actors.placement import alive_nodes, check_capacity
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, max_step_rows, plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.driver.engine_plan import EnginePlan, max_step_rows
 from raypp.driver.measure import MeasuredCosts, default_context_len, measure_costs
 from raypp.driver.tuning import Tuning, tune_partition
 from raypp.errors import ConfigError
@@ -30,31 +31,29 @@ def tune_engine(
         ConfigError, ModelLoadError, ResourceError: it cannot run, or not at this size.
         DeadlineError: it took longer than start_timeout_s.
     """
-    hardware = Hardware.of_this_machine()
-    plan = plan_engine(config, hardware)
-    num_rows = num_rows or max_step_rows(config)
-    context_len = context_len or default_context_len(plan, num_rows)
-    if min(num_rows, context_len) < 1:
-        raise ConfigError(
-            "nothing can be measured", got=f"{num_rows} rows of {context_len} tokens", expected="1 or more"
-        )
-    params = SamplingParams(temperature=temperature)
-    cluster = Cluster.connect()
+    deadline = Deadline(config.faults.start_timeout_s)
+    plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
-        measured = _measure_on_ray(plan, num_rows, context_len, params)
+        num_rows = num_rows or max_step_rows(config)
+        context_len = context_len or default_context_len(plan, num_rows)
+        if min(num_rows, context_len) < 1:
+            raise ConfigError("nothing can be measured", got=f"{num_rows} rows of {context_len} tokens")
+        params = SamplingParams(temperature=temperature)
+        measured = _measure_on_ray(plan, num_rows, context_len, params, deadline)
     finally:
         cluster.disconnect()
     return tune_partition(plan, hardware, measured)
 
 
-def _measure_on_ray(plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
+def _measure_on_ray(
+    plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams, deadline: Deadline
+) -> MeasuredCosts:
     resources = plan.stage_resources()
-    timeout_s = plan.config.faults.start_timeout_s
-    task = ray.remote(_measure).options(
-        num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0, max_calls=1
-    )
-    with raypp_errors(f"start_timeout_s={timeout_s:g}"):
-        measured: MeasuredCosts = ray.get(task.remote(plan, num_rows, context_len, params), timeout=timeout_s)
+    check_capacity(alive_nodes(), resources, 1, "pack")
+    task = ray.remote(_measure).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0)
+    with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+        ref = task.remote(plan, num_rows, context_len, params)
+        measured: MeasuredCosts = ray.get(ref, timeout=deadline.remaining_s)
     return measured
 
 

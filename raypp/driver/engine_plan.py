@@ -244,7 +244,7 @@ def plan_engine(
         max_model_len=_max_model_len(config, model, num_blocks),
         ngram_window=window,
         num_blocks=num_blocks,
-        num_threads=config.parallel.stage_num_threads or max(1, (hardware.num_cpu_cores - 1) // num_stages),
+        num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         stages=stages,
     )
 

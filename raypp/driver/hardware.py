@@ -16,6 +16,10 @@ class Hardware:
     gpu_name: str = ""
     gpu_memory_bytes: int = 0  # of the smallest GPU
 
+    def threads_per_stage(self, num_stages: int) -> int:
+        """Return the compute threads of each of `num_stages` stages on this machine; the driver needs a core, too."""
+        return max(1, (self.num_cpu_cores - 1) // num_stages)
+
     @classmethod
     def of_this_machine(cls) -> Hardware:
         """Return what this process may use. Asks the driver's library, so that no GPU is touched."""

@@ -1,0 +1,23 @@
+"""Hardware that others have."""
+
+from __future__ import annotations
+
+from raypp.actors.cluster_hardware import may_be_elsewhere, smallest_of
+from raypp.config.engine import EngineConfig
+from raypp.driver.hardware import Hardware
+
+
+def test_all_gpus_count_and_the_smallest_memory():
+    nodes = [Hardware(64, 512 << 30, 8, "large", 140 << 30), Hardware(16, 128 << 30, 1, "small", 24 << 30)]
+    assert smallest_of(nodes) == Hardware(16, 128 << 30, 9, "small", 24 << 30)
+    assert smallest_of([]) is None
+
+
+def test_only_who_lacks_a_gpu_and_has_a_cluster_looks_elsewhere(monkeypatch):
+    any_device = EngineConfig.from_flat("tiny")
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert may_be_elsewhere(any_device, Hardware(2))
+    assert not may_be_elsewhere(any_device, Hardware(2, num_gpus=1))
+    assert not may_be_elsewhere(EngineConfig.from_flat("tiny", device="cpu"), Hardware(2))
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert not may_be_elsewhere(any_device, Hardware(2))
