@@ -91,7 +91,11 @@ class NcclChannel:
         self._transfer(self._nccl.recv, message, stream)
 
     def abort(self) -> None:
-        """End the transfers in progress: their kernels look at a flag that NCCL sets. Returns at once."""
+        """End the transfers in progress: their kernels look at a flag that NCCL sets. Returns at once.
+
+        Freeing what the communicator holds may wait for the peer, and for kernels of the other edges' communicators
+        (NVIDIA/nccl issue 863, pull request 564). So it is left to a thread, and all edges can be aborted together.
+        """
         self._end_communicator(self._nccl.comm_abort, "abort")
 
     def is_done_within(self, timeout_s: float) -> bool:
