@@ -4,7 +4,8 @@
 
 Two processes, a ring of two stages: the first writes a message into the link's slot, the second copies it from its slot
 into the slot back. A hop is half a round trip, with the copy into the slot. Eager: every call is made anew for each
-step. On GPUs the time is that of the stream, between CUDA events; on a CPU that of the clock.
+step. On GPUs the time is that of the stream, between CUDA events; on a CPU that of the clock. The host's time per step
+is that of the first stage over a few steps, which the stream's queue can hold.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from raypp.transport.schema import Schema, TensorSpec
 MESSAGE_BYTES = (4 << 10, 512 << 10, 16 << 20)
 WARM_UP = 10
 ROUNDS = 5
+HOST_STEPS = 20
 DEADLINE_S = 40.0
 
 
@@ -101,8 +103,8 @@ def start(links: StageLinks, source: torch.Tensor, first: int, count: int) -> No
         links.feedback_in.release(step_id)
 
 
-def time_round(links: StageLinks, source: torch.Tensor, first: int, count: int) -> tuple[float, float]:
-    """Return microseconds per hop, and microseconds of this stage's host per step."""
+def time_steps(links: StageLinks, source: torch.Tensor, first: int, count: int) -> tuple[float, float]:
+    """Return microseconds per hop, and microseconds that this stage's host took per step."""
     started = time.perf_counter()
     if source.device.type == "cpu":
         start(links, source, first, count)
@@ -123,13 +125,14 @@ def time_round(links: StageLinks, source: torch.Tensor, first: int, count: int) 
 
 def run_stage(case: Case, stage_index: int, rendezvous: list[Rendezvous], seconds: float, pipe: Connection) -> None:
     """A process of a case: all sizes, one after the other. The first stage tells what it measured."""
+    torch.set_num_threads(1)  # two processes that copy with all cores get in each other's way
     with torch.inference_mode():
         for num_bytes, meeting_place in zip(MESSAGE_BYTES, rendezvous, strict=True):
             count = max(5, min(400, int(seconds / ROUNDS / (4e-4 + num_bytes * 2e-9))))
             try:
                 links = open_links(case, stage_index, meeting_place, num_bytes)
                 if stage_index == 1:
-                    echo(links, num_bytes, WARM_UP + ROUNDS * count)
+                    echo(links, num_bytes, WARM_UP + ROUNDS * (HOST_STEPS + count))
                 else:
                     pipe.send(measure(links, num_bytes, count, case.devices[0]))
                 links.close()
@@ -141,14 +144,17 @@ def run_stage(case: Case, stage_index: int, rendezvous: list[Rendezvous], second
 def measure(links: StageLinks, num_bytes: int, count: int, device: str) -> dict[str, float]:
     """Return the figures for one message size."""
     source = torch.arange(num_bytes, device=device).to(torch.uint8)
-    time_round(links, source, 0, WARM_UP)
-    rounds = [time_round(links, source, WARM_UP + index * count, count) for index in range(ROUNDS)]
-    hops = [hop for hop, _ in rounds]
+    time_steps(links, source, 0, WARM_UP)
+    hops, hosts, first = [], [], WARM_UP
+    for _ in range(ROUNDS):
+        hosts.append(time_steps(links, source, first, HOST_STEPS)[1])
+        hops.append(time_steps(links, source, first + HOST_STEPS, count)[0])
+        first += HOST_STEPS + count
     return {
         "us_per_hop": round(statistics.median(hops), 1),
         "min_us": round(min(hops), 1),
         "max_us": round(max(hops), 1),
-        "host_us_per_step": round(statistics.median(host for _, host in rounds), 1),
+        "host_us_per_step": round(statistics.median(hosts), 1),
         "steps": ROUNDS * count,
     }
 

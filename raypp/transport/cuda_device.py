@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from raypp.errors import ConfigError, ResourceError
+from raypp.transport.current_stream import CurrentStream
 from raypp.transport.dlpack import tensor_at
 
 _GRANULARITY = 1 << 21
@@ -37,6 +38,7 @@ class CudaDevice:
         torch.zeros(1, device=device)  # the driver API works in the context that torch makes for itself
         self._context = self._call("find the context", self._driver.cuCtxGetCurrent)
         self._thread = threading.get_ident()
+        self._current = CurrentStream(device)
         self._last_stream: torch.cuda.Stream | None = None
         self._wait_flags = self._geq_flags()
         _, greatest = self._call("ask for priorities", self._driver.cuCtxGetStreamPriorityRange)
@@ -85,12 +87,12 @@ class CudaDevice:
 
     def wait(self, flag: int, value: int) -> None:
         """Let the current stream wait until the flag has reached `value`."""
-        stream = self._current_stream()
+        stream = self._enter_stream()
         self._call("wait on a flag", self._driver.cuStreamWaitValue32, stream, flag, value, self._wait_flags)
 
     def write(self, flag: int, value: int) -> None:
         """Let the current stream write the flag, after a memory barrier for the whole system."""
-        self._call("write a flag", self._driver.cuStreamWriteValue32, self._current_stream(), flag, value, 0)
+        self._call("write a flag", self._driver.cuStreamWriteValue32, self._enter_stream(), flag, value, 0)
 
     def force(self, flag: int, value: int) -> None:
         """Write the flag now, on a stream that nothing else uses."""
@@ -131,10 +133,10 @@ class CudaDevice:
             flags |= int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
         return flags
 
-    def _current_stream(self) -> int:
+    def _enter_stream(self) -> int:
         self._enter()
-        stream = self._last_stream = torch.cuda.current_stream(self._device)
-        return stream.cuda_stream
+        self._last_stream = self._current.get()
+        return self._current.handle
 
     def _enter(self) -> None:
         """Make the context the thread's own: a stage opens its links in one thread and runs in another."""

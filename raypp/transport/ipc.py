@@ -21,6 +21,7 @@ import torch
 
 from raypp.errors import EngineDeadError
 from raypp.messages import NO_STEP
+from raypp.transport.closing import once
 from raypp.transport.flag_forcer import FlagForcer
 from raypp.transport.flags import far_value, flag_value
 from raypp.transport.stream_device import StreamDevice
@@ -136,7 +137,7 @@ class _EndLife:
     def __init__(self, memory: IpcEdgeMemory, forcer: FlagForcer, on_close: Callable[[], None]) -> None:
         self._flags = (memory.published, memory.released)
         self._forcer = forcer
-        self._on_close = on_close
+        self._on_close = once(on_close)
         self._last_step_id = NO_STEP
         self._is_aborted = False
         self._is_closed = False
@@ -155,6 +156,5 @@ class _EndLife:
         self._forcer.force(dict.fromkeys(self._flags, far_value(self._last_step_id)))
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._on_close()
+        self._is_closed = True
+        self._on_close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raypp.transport.closing import after_last
 from raypp.transport.edges import Edge, EdgeEnds, edges_at
 from raypp.transport.farewell import Farewells
 from raypp.transport.flag_forcer import FlagForcer
@@ -77,7 +78,6 @@ class IpcRegion:
         self._forcer = FlagForcer(device)
         self._farewells = Farewells(stage_index)
         self._mapped: dict[int, int] = {}  # stage index -> base address
-        self._num_open_ends = len(self._own_edges)
         self._is_closed = False
         self._layout = RegionLayout.of(stage_index, edges)
         self._base = device.allocate(self._layout.num_bytes)
@@ -90,13 +90,13 @@ class IpcRegion:
 
     def ends(self) -> EdgeEnds:
         """Return the ends of this stage's edges. The region closes with the last of them."""
-        ends = EdgeEnds()
+        ends, on_close = EdgeEnds(), after_last(len(self._own_edges), self.close)
         for edge in self._own_edges:
             memory = self._memory_of(edge)
             if edge.sender == self._stage_index:
-                ends.senders[edge.name] = IpcSender(self._device, memory, self._forcer, self._end_closed)
+                ends.senders[edge.name] = IpcSender(self._device, memory, self._forcer, on_close)
             else:
-                ends.receivers[edge.name] = IpcReceiver(self._device, memory, self._forcer, self._end_closed)
+                ends.receivers[edge.name] = IpcReceiver(self._device, memory, self._forcer, on_close)
         return ends
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
@@ -152,11 +152,6 @@ class IpcRegion:
             published=bases[edge.receiver] + receiver.flags[edge.name],
             released=bases[edge.sender] + sender.flags[edge.name],
         )
-
-    def _end_closed(self) -> None:
-        self._num_open_ends -= 1
-        if self._num_open_ends == 0:
-            self.close()
 
 
 def _round_up(num_bytes: int) -> int:

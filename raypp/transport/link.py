@@ -8,7 +8,13 @@ both ends hold, never from metadata on the wire. Every step sends exactly one me
 
 `send` never waits for the receiver. `acquire` waits, with a deadline, until the slot's previous message is out.
 `post_recv` says that the message will be wanted: it may be called long before the sender sends, or after.
-Raises DeadlineError when a wait runs out, StageDiedError when the peer is gone.
+Links between host memories wait on the host. They raise DeadlineError when a wait runs out, StageDiedError when the
+peer is gone.
+
+Links between GPUs (`ipc`, `nccl`) do none of that: their four operations are put on the current CUDA stream and return
+at once, and "waits" below means that the stream does. A stage uses all its ends under one stream. There is no deadline
+then: the driver sees that steps do not finish, `abort` lets go of the stream, and a stage that had to abort ends its
+process by `os._exit`. On any link an end that was aborted raises EngineDeadError when it is used.
 """
 
 from __future__ import annotations

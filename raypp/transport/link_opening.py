@@ -15,7 +15,7 @@ from raypp.transport.edges import Edge, EdgeEnds, edges_at
 from raypp.transport.gloo import GlooConnection, GlooDevice
 from raypp.transport.ipc_region import IpcRegion
 from raypp.transport.link import LinkReceiver, LinkSender
-from raypp.transport.nccl_edge import open_nccl_ends
+from raypp.transport.nccl_edges import NcclEdges
 from raypp.transport.rendezvous import Meeting
 from raypp.transport.ring import Connection, RingReceiver, RingSender
 from raypp.transport.staged import StagedReceiver, StagedSender
@@ -44,7 +44,9 @@ class LinkOpening:
         if kind == "ipc":
             return self._open_ipc(edges, opened) if own else EdgeEnds()
         if kind == "nccl":
-            return open_nccl_ends(self.stage_index, own, self.device, self.meeting, opened)
+            edges_of_stage = NcclEdges(self.stage_index, own, self.device, self.meeting)
+            opened.callback(edges_of_stage.abort)
+            return edges_of_stage.ends
         if kind == "gloo":
             return self._open_gloo(own, opened)
         return self._open_ray(own, opened)

@@ -204,7 +204,7 @@ class _GraphedWork:
             self._count += 1
         torch.cuda.current_stream(device).wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=stream):  # torch's own may be one of another device
             self._count += 1
         self._count.zero_()
 

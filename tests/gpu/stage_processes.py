@@ -106,7 +106,9 @@ class StageProcess:
     """One process, near end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A server that has torch imported, but has not touched CUDA: a process is there in a moment.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["stage_processes", "link_programs"])
         self._pipe, far_pipe = context.Pipe()
         self._process = context.Process(target=serve_stage, args=(far_pipe, dict(environment)), daemon=True)
         self._process.start()

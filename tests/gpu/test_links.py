@@ -188,8 +188,11 @@ def test_abort_with_work_in_flight(setup: Setup, environment: dict[str, str]) ->
         assert all(stage["hung"] for stage in said), "nothing was in flight"
 
 
-@pytest.mark.parametrize("environment", MAX_CONNECTIONS.values(), ids=MAX_CONNECTIONS)
-@pytest.mark.parametrize("killed", [0, 1], ids=["first-killed", "last-killed"])
+@pytest.mark.parametrize(
+    ("killed", "environment"),
+    [(0, MAX_CONNECTIONS["default"]), (1, MAX_CONNECTIONS["default"]), (1, MAX_CONNECTIONS["one-connection"])],
+    ids=["first", "last", "last-one-connection"],
+)
 def test_a_survivor_of_a_killed_peer_gets_away(
     setup: Setup, killed: int, environment: dict[str, str], tmp_path: Path
 ) -> None:

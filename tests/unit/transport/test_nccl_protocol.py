@@ -23,16 +23,15 @@ SLOT_BYTES = 4096
 Wire = queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]
 
 
-class FakeEdgeStream:
-    """See `EdgeStream`."""
+class FakeChannel:
+    """See `Channel`."""
 
     def __init__(self, compute: FakeStreamDevice, wire: Wire) -> None:
         self._compute = compute
         self._own = FakeStreamDevice(FakeMemory())
         self._wire = wire
-        self._transfers: dict[int, threading.Event] = {}
-        self._reads: dict[int, threading.Event] = {}
-        self.calls: list[str] = []
+        self._sent: dict[int, threading.Event] = {}
+        self.num_aborts = 0
 
     def send(self, slot: int, message: torch.Tensor) -> None:
         written, taken, done = threading.Event(), threading.Event(), threading.Event()
@@ -41,36 +40,26 @@ class FakeEdgeStream:
         self._own.run(lambda: self._wire.put((message, taken)))
         self._own.run(taken.wait)
         self._own.run(done.set)
-        self._transfers[slot] = done
+        self._sent[slot] = done
 
-    def receive(self, slot: int, message: torch.Tensor) -> None:
+    def await_sent(self, slot: int) -> None:
+        if slot in self._sent:
+            self._compute.run(self._sent[slot].wait)
+
+    def receive(self, message: torch.Tensor) -> None:
         def take() -> None:
             sent, taken = self._wire.get(timeout=DEADLINE_S)
             assert len(sent) == len(message)
             message.copy_(sent)
             taken.set()
 
-        done = threading.Event()
-        if slot in self._reads:
-            self._own.run(self._reads[slot].wait)
-        self._own.run(take)
-        self._own.run(done.set)
-        self._transfers[slot] = done
-
-    def await_transfer(self, slot: int) -> None:
-        if slot in self._transfers:
-            self._compute.run(self._transfers[slot].wait)
-
-    def mark_read(self, slot: int) -> None:
-        read = self._reads[slot] = threading.Event()
-        self._compute.run(read.set)
+        self._compute.run(take)
 
     def abort(self) -> None:
-        self.calls.append("abort")
+        self.num_aborts += 1
 
     def close(self) -> None:
         self._own.close()
-        self.calls.append("close")
 
 
 @dataclass
@@ -82,9 +71,10 @@ class Ends:
 
     def __post_init__(self) -> None:
         wire: Wire = queue.SimpleQueue()
-        self.streams = (FakeEdgeStream(self.sending, wire), FakeEdgeStream(self.receiving, wire))
+        self.channels = (FakeChannel(self.sending, wire), FakeChannel(self.receiving, wire))
         slots = [torch.zeros(3, SLOT_BYTES, dtype=torch.uint8).unbind() for _ in range(2)]
-        self.sender, self.receiver = NcclSender(self.streams[0], slots[0]), NcclReceiver(self.streams[1], slots[1])
+        self.sender = NcclSender(self.channels[0], slots[0], self.channels[0].close)
+        self.receiver = NcclReceiver(self.channels[1], slots[1], self.channels[1].close)
 
     def send(self, step_id: int, num_bytes: int) -> None:
         slot = self.sender.acquire(step_id)
@@ -146,7 +136,7 @@ def test_an_aborted_end_cannot_be_used(ends: Ends) -> None:
     ends.receiver.post_recv(0, 8)
     ends.sender.abort()
     ends.receiver.abort()
-    assert [stream.calls for stream in ends.streams] == [["abort"], ["abort"]]
+    assert [channel.num_aborts for channel in ends.channels] == [1, 1]
     with pytest.raises(EngineDeadError, match="aborted"):
         ends.sender.acquire(0)
     with pytest.raises(EngineDeadError, match="aborted"):

@@ -1,0 +1,36 @@
+"""The stream that the calling thread's GPU work goes to, found in a tenth of the time that torch's own function takes.
+
+A link asks four times a step. torch's function makes a new object each time; this one asks for the bare handle, as the
+code that torch's compiler generates does, and makes an object when the handle has changed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class CurrentStream:
+    """Finds the current stream of one device.
+
+    Args:
+        device: A CUDA device with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._index = device.index
+        self._last: torch.cuda.Stream | None = None
+        self._last_handle = 0
+
+    @property
+    def handle(self) -> int:
+        """The current stream's CUDA handle."""
+        return torch._C._cuda_getCurrentRawStream(self._index)
+
+    def get(self) -> torch.cuda.Stream:
+        """Return the current stream."""
+        handle = self.handle
+        if self._last is None or handle != self._last_handle:
+            self._last = torch.cuda.current_stream(self._device)
+            self._last_handle = handle
+        return self._last
