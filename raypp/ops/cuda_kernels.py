@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, Projection
 from raypp.ops.cuda_attention import CudaAttention
-from raypp.ops.kernels.choose import MAX_ROWS, Choice, choose_projection
+from raypp.ops.kernels.choose import MAX_ROWS, choose_projection
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project
+from raypp.ops.kernels.projection import Tuning, Weights, fold_norm, partial_floats, project
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -152,38 +150,29 @@ class CudaProjection:
 
     def __init__(self, weights: Weights, device: Device, workspace: Workspace) -> None:
         self._weights = weights
-        self._bare_weights = replace(weights, norm_eps=None)
         self._device = device
         self._workspace = workspace
-        self._choices = {rows: choose_projection(rows, weights, device) for rows in range(MAX_ROWS + 1)}
-        for rows, choice in self._choices.items():
-            if choice is not None:
-                workspace.reserve(partial_floats(rows, weights, choice.tuning))
+        self._tunings: dict[int, Tuning] = {}
+        for num_rows in range(1, MAX_ROWS + 1):
+            tuning = choose_projection(num_rows, weights, device)
+            if tuning is not None:
+                self._tunings[num_rows] = tuning
+                workspace.reserve(partial_floats(num_rows, weights, tuning))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
-        choice = self._choices.get(len(x))
-        if choice is not None:
-            return self._project(x, None, choice)
-        weights = self._weights
-        y = F.linear(self._norm(x), weights.weight, weights.bias)
+        weights, tuning = self._weights, self._tunings.get(len(x))
+        if tuning is not None:
+            return project(x, weights, None, tuning, self._device, self._workspace)
+        if weights.norm_eps is not None:
+            x = rms_norm(x, None, weights.norm_eps, self._device)
+        y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N], may be overwritten."""
-        choice = self._choices.get(len(x))
-        if choice is not None:
-            return self._project(x, residual, choice)
-        weights = self._weights
+        weights, tuning = self._weights, self._tunings.get(len(x))
+        if tuning is not None:
+            return project(x, weights, residual, tuning, self._device, self._workspace)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
-
-    def _project(self, x: torch.Tensor, residual: torch.Tensor | None, choice: Choice) -> torch.Tensor:
-        weights = self._weights
-        if not choice.fuses_norm:
-            x, weights = self._norm(x), self._bare_weights
-        return project(x, weights, residual, choice.tuning, self._device, self._workspace)
-
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        eps = self._weights.norm_eps
-        return x if eps is None else rms_norm(x, None, eps, self._device)

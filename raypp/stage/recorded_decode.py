@@ -18,6 +18,7 @@ from raypp.graphs.buckets import row_buckets
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.choose import Choice, LastHidden, choose_tokens
 from raypp.stage.feedback import FedBack
@@ -157,7 +158,6 @@ class RecordedDecode:
     def _body(self, bucket: int, num_drafts: int) -> None:
         spec, shape = self._spec, self._shapes[bucket, num_drafts]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
-        self._block_tables.set_entries(entry_rows, entry_positions, entry_blocks)
         if self._next_inputs is not None:
             feedback = self._schemas.feedback.views(self.input, bucket, bucket)
             self._next_inputs.apply_feedback(self._fed_back[bucket], feedback)
@@ -166,15 +166,21 @@ class RecordedDecode:
         else:
             entering = self._schemas.hidden_states.views(self.input, bucket, shape.num_tokens)
             num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
-        positions = shape.positions(num_computed_tokens)
-        blocks = self._block_tables.gather_now(shape)
+        inputs = self._block_tables.decode_inputs(
+            NewEntries(entry_rows, entry_positions, entry_blocks),
+            shape.rows,
+            num_computed_tokens,
+            query_len=shape.decode_query_len,
+            max_len=spec.max_seq_len,
+        )
+        positions = inputs.positions
         attention = AttentionBatch(
             num_decode_rows=bucket,
             decode_query_len=shape.decode_query_len,
             query_start_loc=shape.query_start_loc,
-            seq_lens=(num_computed_tokens + shape.decode_query_len).clamp_(max=spec.max_seq_len),
-            block_tables=blocks.tables,
-            slot_mapping=blocks.slot_mapping(positions),
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slot_mapping=inputs.slot_mapping,
             max_decode_seq_len=spec.max_seq_len,
             prefill_query_lens=[],
             prefill_seq_lens=[],

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from raypp.messages import NULL_BLOCK, StepPlan
+from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 
@@ -31,9 +32,28 @@ class BlockTables:
         self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
         self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
 
-    def set_entries(self, rows: torch.Tensor, positions: torch.Tensor, block_ids: torch.Tensor) -> None:
-        """Write entries; `forget_gathered` belongs to it. All int64 [B]; where an entry repeats, any may win."""
-        self._tables.index_put_((rows, positions), block_ids.to(torch.int32))
+    def decode_inputs(
+        self,
+        entries: NewEntries,
+        rows: torch.Tensor,
+        num_computed_tokens: torch.Tensor,
+        *,
+        query_len: int,
+        max_len: int,
+    ) -> DecodeInputs:
+        """Write entries (`forget_gathered` belongs to it), and return what the tables say to a step of decode rows.
+
+        From the tables as they are when it runs, so that a recording follows them; see `raypp.ops.decode_inputs`.
+        """
+        return decode_inputs(
+            self._tables,
+            entries,
+            rows,
+            num_computed_tokens,
+            query_len=query_len,
+            block_size=self._block_size,
+            max_len=max_len,
+        )
 
     def forget_gathered(self) -> None:
         """Say that the tables have changed."""
@@ -55,21 +75,14 @@ class BlockTables:
         width = min(-(-max_seq_len // self._block_size), self._num_entries)
         blocks = self._gathered.get(shape)
         if blocks is None or blocks.tables.shape[1] != width:
-            blocks = self._gathered[shape] = self._gather(shape, width)
+            tables = self._tables[:, :width].index_select(0, shape.rows)
+            blocks = self._gathered[shape] = StepBlocks(
+                tables=tables,
+                first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
+                first_entries=shape.token_rows * width,
+                block_size=self._block_size,
+            )
         return blocks
-
-    def gather_now(self, shape: StepShape) -> StepBlocks:
-        """Return the step's rows of the tables in their full width, read again at every call."""
-        return self._gather(shape, self._num_entries)
-
-    def _gather(self, shape: StepShape, width: int) -> StepBlocks:
-        tables = self._tables[:, :width].index_select(0, shape.rows)
-        return StepBlocks(
-            tables=tables,
-            first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
-            first_entries=shape.token_rows * width,
-            block_size=self._block_size,
-        )
 
 
 @dataclass(frozen=True, eq=False)

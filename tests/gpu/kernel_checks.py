@@ -11,8 +11,10 @@ import torch
 
 from raypp.ops import reference
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.decode_inputs import NewEntries, decode_inputs
 from raypp.ops.kernels import norm as norm_kernels
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kernel
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
@@ -174,6 +176,34 @@ def decode_step(
     cache = kernels.normal(2, 1 + len(blocks), num_kv_heads, block_size, head_dim)
     q = kernels.normal(len(seq_lens) * query_len, num_heads, head_dim)
     return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
+
+
+def check_decode_inputs(num_rows: int, query_len: int, num_entries: int, width: int) -> None:
+    """The inputs of rows in any order, and the tables with their new entries."""
+    kernels = Kernels(torch.float32, seed=num_rows)
+    block_size, max_rows = 4, num_rows + 3
+    tables = torch.tensor(
+        [[kernels.rng.randrange(1000) for _ in range(width)] for _ in range(max_rows)], dtype=torch.int32, device=DEVICE
+    )
+    rows = torch.tensor(kernels.rng.sample(range(max_rows), num_rows), device=DEVICE)
+    # Entries of the step's own rows and of others, one of them written twice with the same.
+    entry_rows = [kernels.rng.randrange(max_rows) for _ in range(num_entries)]
+    cells = dict.fromkeys((row, kernels.rng.randrange(width)) for row in entry_rows)
+    entries = [(row, position, 1000 + index) for index, (row, position) in enumerate(cells)]
+    entries += entries[:1]
+    new = NewEntries(*(torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in zip(*entries, strict=True)))
+    # Lengths up to past the end of the table.
+    computed = torch.tensor(
+        [kernels.rng.randrange(block_size * width + 5) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE
+    )
+    sizes = {"query_len": query_len, "block_size": block_size, "max_len": block_size * width - 2}
+    expected_tables = tables.cpu()
+    expected = decode_inputs(expected_tables, NewEntries(*(t.cpu() for t in new)), rows.cpu(), computed.cpu(), **sizes)
+    got = decode_inputs_kernel(tables, new, rows, computed, *sizes.values())
+    assert torch.equal(tables.cpu(), expected_tables)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours.cpu(), theirs)
 
 
 def check_projection(

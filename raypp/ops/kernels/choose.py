@@ -6,8 +6,6 @@ the weight; from some number of rows on it is compute that counts, and cuBLAS is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 
 from raypp.ops.kernels.launch import Device
@@ -16,27 +14,20 @@ from raypp.ops.kernels.projection import Tuning, Weights
 MAX_ROWS = 32
 """Beyond, the library computes."""
 
-_MAX_NORM_ROWS = 16  # with more, each program would normalize more than it multiplies
+SMALL_WEIGHT_BYTES = 16 << 20
+"""With several rows the library is better from here on; below, its fixed time per product counts."""
+
 _PIECE = 8192  # elements of the weight that a program asks for at once: 16 KiB
 _MAX_SPLITS = 8
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How to launch a product, and whether the norm before it is part of it."""
-
-    tuning: Tuning
-    fuses_norm: bool
-
-
-def choose_projection(num_rows: int, weights: Weights, device: Device) -> Choice | None:
+def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
-    if not 1 <= num_rows <= MAX_ROWS:
-        return None
     if num_rows == 1:
-        return Choice(_tune_row(weights), fuses_norm=True)
-    fuses_norm = weights.norm_eps is not None and num_rows <= _MAX_NORM_ROWS
-    return Choice(_tune_rows(weights, device, can_split=not (fuses_norm or weights.is_gated)), fuses_norm)
+        return _tune_row(weights)
+    if 1 < num_rows <= MAX_ROWS and weights.weight.nbytes <= SMALL_WEIGHT_BYTES:
+        return _tune_rows(weights, device)
+    return None
 
 
 def _tune_row(weights: Weights) -> Tuning:
@@ -46,10 +37,13 @@ def _tune_row(weights: Weights) -> Tuning:
     return Tuning(outputs=min(outputs, 16), inputs=inputs, num_stages=3)
 
 
-def _tune_rows(weights: Weights, device: Device, *, can_split: bool) -> Tuning:
-    """Strips of 32 outputs; split along K until there are about two programs per processor."""
+def _tune_rows(weights: Weights, device: Device) -> Tuning:
+    """Strips of 32 rows of the weight; split along K where that leaves processors without work."""
     outputs = 16 if weights.is_gated else 32
+    can_split = not weights.is_gated and weights.norm_eps is None
     num_strips, num_splits = triton.cdiv(weights.num_outputs, outputs), 1
-    while can_split and num_splits < _MAX_SPLITS and num_strips * num_splits < 1.5 * device.num_processors:
+    while can_split and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.75 * device.num_processors:
         num_splits *= 2
-    return Tuning(outputs=outputs, inputs=128, num_splits=num_splits, num_stages=4)
+    if weights.is_gated:  # two weights and two sums leave fewer registers
+        return Tuning(outputs=outputs, inputs=128, num_stages=5)
+    return Tuning(outputs=outputs, inputs=256, num_splits=num_splits, num_stages=4)

@@ -2,7 +2,7 @@
 
     program (row, KV head, split)   the query heads that share the KV head, and all of the row's query tokens, against
                                     the split's share of the context, with a running softmax
-    the last split to finish        combines the splits' results, in their order: the same bits every time
+    the last split to finish        combines the splits' results in a fixed order: the same bits every time
 
 Lengths and block tables are read on the device, so a captured launch serves rows of any length. The number of splits
 depends on the number of rows alone. Sources: FlashAttention-2 (arXiv:2307.08691) for the running softmax,
@@ -23,7 +23,8 @@ from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
-_MAX_SPLITS = 64
+_MAX_SPLITS = 16
+_COMBINED_ELEMENTS = 2048  # of splits' results that are added at once
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 
 
@@ -48,7 +49,7 @@ def tune_decode(num_rows: int, num_kv_heads: int, device: Device) -> DecodeTunin
     """Return the cut for a number of rows: two programs per processor, where rows and heads alone give fewer."""
     wanted = 2 * device.num_processors / max(1, num_rows * num_kv_heads)
     num_splits = min(_MAX_SPLITS, 2 ** max(0, math.ceil(math.log2(wanted)))) if wanted > 1 else 1
-    return DecodeTuning(num_splits, tile_tokens=32 if num_splits >= 16 else 64)
+    return DecodeTuning(num_splits)
 
 
 class TritonDecode:
@@ -141,6 +142,8 @@ class TritonDecode:
         tuning = tuning or tune_decode(num_rows, self._num_kv_heads, self._device)
         counters = self._workspace.counters
         assert num_rows * self._num_kv_heads <= counters.numel()
+        block_d = triton.next_power_of_2(self._head_dim)
+        filled = triton.next_power_of_2(query_len * self._group)  # queries, without those that fill a tile
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
             norm, (cos, sin), slot_mapping = fresh[0].norm, fresh[1], fresh[2]
@@ -165,9 +168,11 @@ class TritonDecode:
             GROUP=self._group,
             NUM_KV_HEADS=self._num_kv_heads,
             D=self._head_dim,
-            BLOCK_D=triton.next_power_of_2(self._head_dim),
+            BLOCK_D=block_d,
             BLOCK_SIZE=kv_cache.shape[3],
             QUERIES=self._num_queries(query_len),
+            FILLED=filled,
+            PARTS_AT_ONCE=min(tuning.num_splits, max(1, _COMBINED_ELEMENTS // (filled * block_d))),
             FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
             TILE=tuning.tile_tokens,
             SPLITS=tuning.num_splits,
@@ -243,6 +248,8 @@ def _decode_attention(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
+    FILLED: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
     FRESH: tl.constexpr,
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -250,6 +257,7 @@ def _decode_attention(
     HAS_NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    PART: tl.constexpr = QUERIES * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
     WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * D  # of a token's projection
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
@@ -320,24 +328,33 @@ def _decode_attention(
             tl.store(out + cell, (weighted / total[:, None]).to(out.dtype.element_ty), mask=cell_mask)
         else:
             pair = row * NUM_KV_HEADS + kv_head
-            parts = partial + (pair * SPLITS).to(tl.int64) * QUERIES * (BLOCK_D + 2)
-            part_cell = query[:, None] * BLOCK_D + column[None, :]
-            part = parts + split * QUERIES * (BLOCK_D + 2)
-            tl.store(part + part_cell, weighted)
-            tl.store(part + QUERIES * BLOCK_D + query, highest)
-            tl.store(part + QUERIES * (BLOCK_D + 1) + query, total)
+            parts = partial + (pair * SPLITS).to(tl.int64) * PART
+            part = parts + split * PART
+            tl.store(part + query[:, None] * BLOCK_D + column[None, :], weighted, mask=is_query[:, None])
+            tl.store(part + QUERIES * BLOCK_D + query, highest, mask=is_query)
+            tl.store(part + QUERIES * (BLOCK_D + 1) + query, total, mask=is_query)
             if arrives_last(counters + pair, num_parts):
-                highest = tl.full((QUERIES,), -1e30, tl.float32)
-                total = tl.zeros((QUERIES,), tl.float32)
-                weighted = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-                for index in range(num_parts):
-                    part = parts + index * QUERIES * (BLOCK_D + 2)
-                    part_weighted = tl.load(part + part_cell, cache_modifier=".cg")
-                    part_highest = tl.load(part + QUERIES * BLOCK_D + query, cache_modifier=".cg")
-                    part_total = tl.load(part + QUERIES * (BLOCK_D + 1) + query, cache_modifier=".cg")
-                    new_highest = tl.maximum(highest, part_highest)
-                    shrink, grow = tl.exp2(highest - new_highest), tl.exp2(part_highest - new_highest)
-                    weighted = weighted * shrink[:, None] + part_weighted * grow[:, None]
-                    total = total * shrink + part_total * grow
-                    highest = new_highest
-                tl.store(out + cell, (weighted / total[:, None]).to(out.dtype.element_ty), mask=cell_mask)
+                # Several parts at a time: what is waited for is one load after another.
+                element = tl.arange(0, FILLED * BLOCK_D)
+                of_query, of_column = element // BLOCK_D, element % BLOCK_D
+                is_element = of_query < QUERY_LEN * GROUP
+                most = tl.full((FILLED * BLOCK_D,), -1e30, tl.float32)
+                weight_sum = tl.zeros((FILLED * BLOCK_D,), tl.float32)
+                value_sum = tl.zeros((FILLED * BLOCK_D,), tl.float32)
+                for begin in range(0, num_parts, PARTS_AT_ONCE):
+                    index = begin + tl.arange(0, PARTS_AT_ONCE)
+                    mask = (index < num_parts)[:, None] & is_element[None, :]
+                    address = parts + index[:, None] * PART
+                    value = tl.load(address + element[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+                    address += QUERIES * BLOCK_D + of_query[None, :]
+                    part_most = tl.load(address, mask=mask, other=-1e30, cache_modifier=".cg")
+                    part_sum = tl.load(address + QUERIES, mask=mask, other=0.0, cache_modifier=".cg")
+                    new_most = tl.maximum(most, tl.max(part_most, 0))
+                    shrink, grow = tl.exp2(most - new_most), tl.exp2(part_most - new_most[None, :])
+                    weight_sum = weight_sum * shrink + tl.sum(part_sum * grow, 0)
+                    value_sum = value_sum * shrink + tl.sum(value * grow, 0)
+                    most = new_most
+                token_head = (first_token + of_query // GROUP) * (GROUP * NUM_KV_HEADS) + kv_head * GROUP
+                out_cell = (token_head + of_query % GROUP) * D + of_column
+                result = (value_sum / tl.where(is_element, weight_sum, 1.0)).to(out.dtype.element_ty)
+                tl.store(out + out_cell, result, mask=is_element & (of_column < D))

@@ -92,7 +92,7 @@ def project(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
 
-    Shapes: x [T, K] contiguous, T from 1 to 128; residual [T, N], left as it is.
+    Shapes: x [T, K] contiguous, T from 1 to 128, to 32 with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -128,6 +128,9 @@ def project(
         )
         return y
     assert tuning.num_splits == 1 or not (weights.is_gated or weights.norm_eps is not None)
+    # From 64 rows on products are asynchronous, and Triton 3.6 gives an operand that is read for something else too one
+    # buffer too few: the next piece of x overwrites the one that is still being multiplied.
+    assert weights.norm_eps is None or _padded(num_rows) < 64
     _project_rows[(num_programs, tuning.num_splits)](
         *arguments,
         workspace.floats,

@@ -20,7 +20,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.kernels import decode_attention, gate, heads, norm, projection, sampling
+from raypp.ops.kernels import decode_attention, decode_inputs, gate, heads, norm, projection, sampling
 from raypp.ops.kernels.choose import choose_projection
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.workspace import Workspace
@@ -74,7 +74,7 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 def call_all(workspace: Workspace) -> None:
-    """Call each kernel as Qwen3-8B does, in a step of 1, of 16 and of 32 rows."""
+    """Call each kernel as Qwen3 does, in a step of 1, of 16 and of 32 rows."""
     layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
     decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
     chooser = sampling.TokenChooser(32, DEVICE, workspace)
@@ -91,20 +91,22 @@ def call_all(workspace: Workspace) -> None:
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
         decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
+    small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for weights in (
-        projection.Weights(torch.empty(6144, 4096, dtype=BF16), None, 1e-6),
-        projection.Weights(torch.empty(24576, 4096, dtype=BF16), None, 1e-6, is_gated=True),
+        projection.Weights(small, None, 1e-6),
+        projection.Weights(small, None, 1e-6, is_gated=True),
+        projection.Weights(small),
+        projection.Weights(large, None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
     ):
         for rows in (1, 16, 32):
-            choice = choose_projection(rows, weights, DEVICE)
-            if choice is not None:
+            tuning = choose_projection(rows, weights, DEVICE)
+            if tuning is not None:
                 x = torch.empty(rows, weights.num_inputs, dtype=BF16)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
-                bare = projection.Weights(weights.weight, is_gated=weights.is_gated)
-                projection.project(
-                    x, weights if choice.fuses_norm else bare, residual, choice.tuning, DEVICE, workspace
-                )
+                projection.project(x, weights, residual, tuning, DEVICE, workspace)
+    tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
+    decode_inputs.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
     logits = torch.zeros(32, 5000, dtype=BF16)
     chooser.greedy(logits)
     chooser.draw(logits, torch.ones(32), integers, integers)

@@ -55,6 +55,11 @@ def test_decode_from_projection(query_len, has_norm):
     checks.check_fused_decode(EXACT, seq_lens[:2], query_len, 6, 2, 24, has_norm)
 
 
+@pytest.mark.parametrize(("num_rows", "query_len", "num_entries", "width"), [(1, 1, 1, 5), (4, 3, 9, 20), (7, 1, 7, 3)])
+def test_decode_inputs(num_rows, query_len, num_entries, width):
+    checks.check_decode_inputs(num_rows, query_len, num_entries, width)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 def test_projections(num_rows):
     for has_norm, is_gated, has_bias, has_residual in itertools.product((False, True), repeat=4):

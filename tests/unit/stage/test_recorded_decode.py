@@ -35,9 +35,7 @@ def _engine(mode: str, **settings: object) -> LocalEngine:
 def test_recordings_yield_the_same_tokens(monkeypatch, num_stages, num_requests):
     runs = []
     run = RecordedDecode.run
-    monkeypatch.setattr(
-        RecordedDecode, "run", lambda self, bucket, num_drafts: (runs.append(bucket), run(self, bucket, num_drafts))[1]
-    )
+    monkeypatch.setattr(RecordedDecode, "run", lambda self, size, k: (runs.append(size), run(self, size, k))[1])
     settings = {"num_stages": num_stages, "max_num_seqs": 12, "max_num_batched_tokens": 64, "block_size": 4}
     expected = _engine("none", **settings).generate(_prompts(num_requests), _params(num_requests))
     assert not runs
