@@ -27,7 +27,7 @@ from raypp.specdec import draft_tables
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 CHECKPOINT_SEEDS = {"qwen3": 4, "qwen2": 4, "llama": 4}  # float32, and text that repeats itself
 
 
@@ -141,7 +141,7 @@ def test_text_is_the_same_with_any_number_of_drafts_and_stages(family):
                 speculative=speculative,
                 max_num_batched_tokens=(40, 80)[num_stages % 2],
                 min_prefill_chunk_tokens=8,
-                num_kv_blocks=70 if tight else 400,
+                num_kv_blocks=56 if tight else 400,
                 mode="full" if num_drafts in (None, 2, 5, 8) else "none",
             )
             family.compare(requests)
