@@ -13,10 +13,11 @@ pytestmark = pytest.mark.ray
 CODE = (
     "def load(self, name):\n    self.name = name\n    self.path = path\n\ndef save(self, name):\n    self.name = name\n"
 )
+STOP = "None\n    self.source = None\n    self.s"  # what the model keeps writing here
 PROMPTS = [CODE, CODE + "    self.path", "import os\nimport os\nimport", CODE[:40], "x = [1, 2, 1, 2, 1,"]
 PARAMS = [
     SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=60, temperature=0.0, stop=["\n\n", "None\n    self.source = None\n    self.s"], ignore_eos=True),
+    SamplingParams(max_tokens=60, temperature=0.0, stop=["\n\n", STOP], ignore_eos=True),
     SamplingParams(max_tokens=50, temperature=0.3, seed=7, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=40, temperature=0.5, seed=8, n=2, repetition_penalty=1.05),
     SamplingParams(max_tokens=60, temperature=0.0, bad_words=["self"], min_tokens=20, logprobs=0),
