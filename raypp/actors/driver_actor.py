@@ -11,6 +11,7 @@ from raypp.actors.deadline import Deadline
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_group import StageGroup
+from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
@@ -34,6 +35,7 @@ class DriverActor:
     def __init__(
         self, plan: EnginePlan, factory: StageFactory | None, placement: Placement, meeting_place: str
     ) -> None:
+        log_to_stderr()
         self._plan = plan
         self._factory = factory
         self._placement = placement

@@ -6,7 +6,7 @@ import argparse
 import tomllib
 
 from raypp.config.engine import EngineConfig
-from raypp.config.names import check_sections, section_of
+from raypp.config.names import SECTIONS, check_sections, section_of
 from raypp.errors import ConfigError
 
 
@@ -15,6 +15,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
     group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
+    group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram; more by --set")
+    group.add_argument("--num-speculative-tokens", metavar="K", type=int, help="drafts per step; adaptive by default")
     group.add_argument("--config", metavar="FILE", help="a TOML file; its tables are the sections of the configuration")
     group.add_argument(
         "--set",
@@ -32,9 +34,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         ConfigError: an unknown setting, or a value that cannot be.
     """
     settings = dict(_parse_setting(text) for text in args.set)
-    for name in ("model", "num_stages"):
-        if getattr(args, name) is not None:
-            settings[name] = getattr(args, name)
+    options = {
+        "model": args.model,
+        "num_stages": args.num_stages,
+        "method": args.speculative,
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    settings |= {name: value for name, value in options.items() if value is not None}
     if args.config is not None:
         return EngineConfig.from_toml(args.config, **settings)
     if "model" not in settings:
@@ -43,14 +49,14 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def _parse_setting(text: str) -> tuple[str, object]:
-    """Return name and value of `section.name=value` or `name=value`; a value that is not TOML is text."""
+    """Return name and value of `section.name=value`, `name=value` or `section={...}`; what is not TOML is text."""
     key, has_value, raw = text.partition("=")
     section, has_section, name = key.strip().rpartition(".")
     if not has_value or not name:
         raise ConfigError("--set does not have the form of a setting", got=text, expected="section.name=value")
     if has_section:
         check_sections({section: {name: None}})
-    else:
+    elif name not in SECTIONS:
         section_of(name)
     try:
         return name, tomllib.loads(f"value = {raw}")["value"]

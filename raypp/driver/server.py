@@ -35,6 +35,7 @@ from raypp.client_messages import (
     encode_driver_message,
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.draft_log import DraftLog
 from raypp.driver.engine import Engine
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.outbox import Outbox
@@ -96,6 +97,7 @@ class DriverServer:
         self._heartbeat_s = heartbeat_s
         self._on_connected = on_connected
         self._outbox = Outbox(self._send)
+        self._draft_log = DraftLog()
         self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
         self._gone: set[bytes] = set()  # clients to be forgotten
         self._wakeup_out, self._wakeup_in = socket.socketpair()
@@ -162,6 +164,7 @@ class DriverServer:
             self._pipeline.send_heartbeat()
             self._tell_all(Alive())
             self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
+            self._draft_log.note(self._engine.stats(), time.monotonic())
 
     def _receive_from_clients(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):  # what is left keeps the poller from waiting

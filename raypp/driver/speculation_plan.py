@@ -9,10 +9,11 @@ from raypp.models.config import ModelConfig
 from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.specdec.token_table import token_table_bytes
+from raypp.stage.spec import NUM_PADDING_ROWS
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
-_FREE_STEP_TOKENS = {"cuda": 184, "cpu": 8}  # measured: docs/design/0006-how-many-drafts.md
+_FREE_STEP_TOKENS = {"cuda": 184, "cpu": 8}  # measured: docs/design/0051-how-many-drafts.md
 
 
 def ngram_window(config: EngineConfig, model: ModelConfig) -> int:
@@ -25,8 +26,8 @@ def ngram_window(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def table_bytes(config: EngineConfig, window: int) -> int:
-    """Return the bytes of the last stage's token table."""
-    return token_table_bytes(config.scheduler.max_num_seqs, window)
+    """Return the bytes of the last stage's token table, the rows for padding included."""
+    return token_table_bytes(config.scheduler.max_num_seqs + NUM_PADDING_ROWS, window)
 
 
 def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, other_bytes: int) -> None:
@@ -44,7 +45,7 @@ def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, oth
     needed, left = table_bytes(config, window), max(hardware.memory_bytes - other_bytes, 0)
     if not needed or not hardware.memory_bytes or needed <= left:
         return
-    rows = config.scheduler.max_num_seqs
+    rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     raise ResourceError(
         "the token table of speculation does not fit into the last stage's memory",
         got=f"{needed:,} bytes: {rows:,} rows of {window:,} tokens of 4 bytes",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from raypp.graphs.buckets import row_buckets
@@ -121,7 +122,10 @@ class RecordedDecode:
             self._block_tables.apply(plan)
         if fed_back is not None:
             assert fed_back.num_message_rows == bucket, "its message lies otherwise"
-            entry[4 * bucket : 4 * bucket + fed_back.shape.num_rows] = fed_back.shape.rows_np
+            shape = fed_back.shape
+            # A row that yielded nothing, in the middle of its prompt, is told nothing.
+            rows_np = np.where(shape.samples_np, shape.rows_np, self._spec.scrap_row)
+            entry[4 * bucket : 4 * bucket + shape.num_rows] = rows_np
         self._uploads.upload(plan.step_id, _COLUMNS * bucket)
 
     def run(self, bucket: int, num_drafts: int) -> None:

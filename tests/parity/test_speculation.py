@@ -27,7 +27,7 @@ from raypp.specdec import draft_tables
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 CHECKPOINT_SEEDS = {"qwen3": 4, "qwen2": 4, "llama": 4}  # float32, and text that repeats itself
 
 
@@ -128,35 +128,34 @@ def family(request, tmp_path_factory) -> Comparison:
     return Comparison(path, asked, reference)
 
 
-def test_text_is_the_same_with_any_number_of_drafts_and_stages(family):
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     met: Counter[str] = Counter()
-    for num_stages in (1, 2, 3, 4):
-        for num_drafts in (*range(1, 9), None):
-            tight = (num_stages + (num_drafts or 0)) % 2
-            speculative = {"method": "ngram", "min_n": 1, "num_speculative_tokens": num_drafts}
-            requests, stats = run(
-                family.path,
-                family.asked,
-                num_stages=num_stages,
-                speculative=speculative,
-                max_num_batched_tokens=(40, 80)[num_stages % 2],
-                min_prefill_chunk_tokens=8,
-                num_kv_blocks=70 if tight else 400,
-            )
-            family.compare(requests)
-            cell = f"{num_stages} stages, {num_drafts} drafts: {stats}"
-            if num_drafts is not None:  # else it is chosen, and these short texts need not be worth it
-                assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, cell
-                assert stats.acceptance_length > 1, cell
-            counts = [request.draft_counts for request in requests if request.draft_counts is not None]
-            assert sum(count.num_drafted for count in counts) == stats.num_draft_tokens
-            met["preempted"] += stats.num_preemptions > 0
-            met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
-            met["missed"] += stats.num_missed_rows > 0
+    for num_drafts in (*range(1, 9), None):
+        requests, stats = run(
+            family.path,
+            family.asked,
+            num_stages=num_stages,
+            speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": num_drafts},
+            max_num_batched_tokens=(40, 80)[num_stages % 2],
+            min_prefill_chunk_tokens=8,
+            num_kv_blocks=56 if (num_stages + (num_drafts or 0)) % 2 else 400,
+            mode="full" if num_drafts in (None, 2, 5, 8) else "none",
+        )
+        family.compare(requests)
+        cell = f"{num_stages} stages, {num_drafts} drafts: {stats}"
+        if num_drafts is not None:  # else it is chosen, and these short texts need not be worth it
+            assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens, cell
+            assert stats.acceptance_length > 1, cell
+        counts = [request.draft_counts for request in requests if request.draft_counts is not None]
+        assert sum(count.num_drafted for count in counts) == stats.num_draft_tokens
+        met["preempted"] += stats.num_preemptions > 0
+        met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
+        met["missed"] += stats.num_missed_rows > 0
     print(f"\n{family.num_tokens} tokens equal to those without drafts, {family.num_excused} near-ties excused; {met}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
     for what in ("preempted", "chunked", "missed"):
-        assert met[what] >= 12, f"{what} was met only {met[what]} times"
+        assert met[what] >= 3, f"{what} was met only {met[what]} times"
 
 
 def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypatch):

@@ -252,3 +252,18 @@ def test_python_m_and_a_reader_that_goes_away() -> None:
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 141
     process.stderr.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--speculative", "ngram", "--num-speculative-tokens", "4", "--set", "speculative.max_n=3"],
+        ["--set", 'speculative={method="ngram", num_speculative_tokens=4}', "--set", "max_n=3"],
+    ],
+)
+def test_speculation_on_the_command_line(options: list[str]) -> None:
+    llm = FakeLLM()
+    assert run(llm, "--prompt", "a", *options) == 0
+    assert llm.config is not None
+    given = llm.config.speculative
+    assert (given.method, given.num_speculative_tokens, given.max_n) == ("ngram", 4, 3)

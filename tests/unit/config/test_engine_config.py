@@ -82,6 +82,45 @@ def test_refusals_say_what_would_be_right(settings: dict[str, object], words: li
     assert caught.value.expected is not None
 
 
+def test_speculation_is_given_as_a_section_flat_or_in_a_file(tmp_path: Path) -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 4, "min_n": 2, "max_n": 5}
+    config = EngineConfig.from_flat("tiny", speculative=given)
+    assert config == EngineConfig.from_flat("tiny", **given)
+    path = write(
+        tmp_path,
+        '[model]\nmodel = "tiny"\n[speculative]\nmethod = "ngram"\nnum_speculative_tokens = 4\nmin_n = 2\nmax_n = 5\n',
+    )
+    assert config == EngineConfig.from_toml(path)
+    assert EngineConfig.from_toml(path, speculative={"max_n": 3}).speculative.max_n == 3
+    assert config.speculative.ladder == (0, 4)
+    assert EngineConfig.from_flat("tiny", method="ngram").speculative.ladder == (0, 2, 4, 8)
+    assert EngineConfig.from_flat("tiny", method="ngram", draft_ladder=[3]).speculative.ladder == (0, 3)
+    off = EngineConfig.from_flat("tiny", speculative=None).speculative
+    assert (off.ladder, off.max_drafts) == ((0,), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"methd": "ngram"}, ["methd", "did you mean method"]),
+        ({"method": "eagle9"}, ["method", "ngram"]),
+        ({"num_speculative_tokens": 4}, ["nobody who proposes", 'method = "ngram"']),
+        ({"method": "ngram", "min_n": 4, "max_n": 3}, ["min_n", "4 and 3"]),
+        ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens", "greater than or equal to 1"]),
+        ({"method": "ngram", "num_speculative_tokens": 17}, ["num_speculative_tokens", "less than or equal to 16"]),
+        ({"method": "ngram", "draft_ladder": [4, 2]}, ["draft_ladder", "ascending"]),
+        ({"method": "ngram", "draft_ladder": [0]}, ["draft_ladder", "above 0"]),
+        ({"method": "ngram", "ngram_window": 5}, ["ngram_window", "greater than or equal to 64"]),
+        ("ngram", ["speculative is a section", "a dict of its settings"]),
+    ],
+)
+def test_refusals_of_speculation(given: object, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flat("tiny", speculative=given)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_rows_of_a_step_are_rounded_up() -> None:
     EngineConfig.from_flat("tiny", max_num_seqs=101, max_num_batched_tokens=51, num_stages=2)
     with pytest.raises(ConfigError):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
+from raypp.stage.spec import NUM_PADDING_ROWS
+from raypp.stage.speculation import Speculation
 
 
 def _plan(num_cores: int = 2, **settings) -> EnginePlan:
@@ -100,3 +103,47 @@ def test_a_stage_that_does_not_fit_its_gpu_is_refused_with_the_numbers():
     assert "KV blocks" in str(caught.value.got)
     with pytest.raises(ResourceError, match="there is no GPU"):
         _plan(device="cuda")
+
+
+def test_the_token_table_is_the_last_stages_and_planned_to_the_byte():
+    plan = _plan(num_stages=2, method="ngram", max_num_seqs=10, max_model_len=1000)
+    num_rows = 10 + NUM_PADDING_ROWS
+    assert plan.ngram_window == 1008  # whole groups of 16 tokens
+    assert [stage.token_table_bytes for stage in plan.stages] == [0, num_rows * 1008 * 4]
+    spec = plan.stage_spec(1)
+    assert Speculation(spec, torch.device("cpu")).token_table_bytes == plan.stages[1].token_table_bytes
+    described = plan.describe()
+    assert [stage["token_table_bytes"] for stage in described["stages"]] == [0, num_rows * 1008 * 4]
+    assert described["num_drafts"] == [0, 2, 4, 8]
+    assert plan.resolved_config().speculative.ngram_window == 1008
+
+
+def test_a_window_bounds_the_token_table():
+    assert _plan(method="ngram").ngram_window == 4096
+    assert _plan(method="ngram", ngram_window=100).ngram_window == 112
+    assert _plan().ngram_window == 0
+    assert _plan().stages[-1].token_table_bytes == 0
+
+
+def test_a_token_table_without_memory_for_it_is_refused_with_the_numbers():
+    small = Hardware(2, memory_bytes=1 << 29)
+    config = EngineConfig.from_flat("tiny", method="ngram", max_num_seqs=40_000, max_num_batched_tokens=40_000)
+    with pytest.raises(ResourceError) as caught:
+        plan_engine(config, small)
+    for word in ("token table", "655,392,768 bytes: 40,002 rows of 4,096 tokens", "536,870,912", "ngram_window="):
+        assert word in str(caught.value)
+
+
+def test_a_gpus_kv_cache_leaves_room_for_the_token_table():
+    gpu = Hardware(2, num_gpus=1, gpu_name="GPU", gpu_memory_bytes=4 << 30)
+    blocks = {
+        method: plan_engine(
+            EngineConfig.from_flat("tiny", method=method, max_num_seqs=4096, max_num_batched_tokens=8192), gpu
+        )
+        for method in (None, "ngram")
+    }
+    lost = blocks[None].num_blocks - blocks["ngram"].num_blocks
+    block_bytes = blocks[None].stages[0].kv_cache_bytes // blocks[None].num_blocks
+    table_bytes = blocks["ngram"].stages[0].token_table_bytes
+    assert table_bytes > 60 << 20
+    assert lost * block_bytes == pytest.approx(table_bytes, abs=block_bytes)
