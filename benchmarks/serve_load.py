@@ -187,7 +187,7 @@ async def _stream(
                 is_done = True
             elif line.startswith(b"data: "):
                 if b'"error"' in line:
-                    report.failures[line.decode()[:80]] += 1
+                    report.failures[line.decode()[:300]] += 1
                     return
                 num_seen += 1
                 report.num_tokens += 1
