@@ -186,7 +186,7 @@ async def _stream(
             if line == b"data: [DONE]\n":
                 is_done = True
             elif line.startswith(b"data: "):
-                if b'"error"' in line:
+                if line.startswith(b'data: {"error":'):
                     report.failures[line.decode()[:300]] += 1
                     return
                 num_seen += 1
