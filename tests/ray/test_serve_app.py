@@ -32,7 +32,7 @@ HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "c
 @pytest.fixture(scope="module")
 def url(local_ray: None) -> Iterator[str]:
     with serving() as url:
-        deploy({"num_stages": 2, "max_num_seqs": 64})
+        deploy({"num_stages": 2, "max_num_seqs": 64, "kv_cache_bytes": 32 << 20})
         yield url
 
 
