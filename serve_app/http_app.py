@@ -19,11 +19,14 @@ from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
 from serve_app.prompts import PromptEncoder
 from serve_app.routes.generation import generation_routes
 from serve_app.routes.models import model_routes
-from serve_app.routes.page import page_routes
+from serve_app.routes.page import PAGE_PATHS, page_routes
 from serve_app.routes.status import status_routes
 from serve_app.routes.tokens import token_routes
 from serve_app.runner import RequestRunner
 from serve_app.settings import ServeSettings
+
+OPEN_PATHS = PAGE_PATHS | {"/health", "/version", "/metrics", "/openapi.json"}
+"""What needs no key: the page, and what orchestrators and monitors ask for."""
 
 
 class OnlyReplica:
@@ -103,7 +106,7 @@ def make_http_app(context: AppContext) -> FastAPI:
     # The last one added is the first that a request meets.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     if keys:
-        app.add_middleware(ApiKeys, keys=keys)
+        app.add_middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,21 +15,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import error_response
 
-OPEN_PATHS = frozenset({"/", "/page.css", "/page.js", "/health", "/version", "/metrics", "/openapi.json"})
-"""What needs no key: the page, and what orchestrators and monitors ask for."""
-
 
 class ApiKeys:
     """Refuses requests that bring no valid key."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str]) -> None:
+        """Guard an app.
+
+        Args:
+            app: What is behind the door.
+            keys: Of which a request must bring one.
+            open_paths: What needs none.
+        """
         self._app = app
+        self._open_paths = open_paths
         # Digests of equal length: comparing them takes the same time whatever was sent.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401."""
-        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _path(scope) in OPEN_PATHS:
+        if scope["type"] != "http" or scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

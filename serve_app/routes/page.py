@@ -15,8 +15,9 @@ from serve_app.errors import documented, event_stream
 _FILES = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
-    "/page.js": ("page.js", "text/javascript"),
+    **{f"/{name}": (name, "text/javascript") for name in ("events.js", "chat.js", "live.js", "page.js")},
 }
+PAGE_PATHS = frozenset(_FILES)
 _HEADERS = {
     "Cache-Control": "no-cache",
     # Everything comes from here, and nothing that a model writes can become part of the page's program.

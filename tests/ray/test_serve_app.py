@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+from ray import serve
 from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
 
@@ -31,7 +32,7 @@ HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "c
 @pytest.fixture(scope="module")
 def url(local_ray: None) -> Iterator[str]:
     with serving() as url:
-        deploy({"num_stages": 2, "max_num_seqs": 64})
+        deploy({"num_stages": 2, "max_num_seqs": 64, "kv_cache_bytes": 32 << 20})
         yield url
 
 
@@ -145,8 +146,6 @@ def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:
         assert "raypp" in httpx.get(f"{pair}/").text
         assert httpx.get(f"{pair}/page.js").status_code == 200
     finally:
-        from ray import serve
-
         serve.delete("pair")
 
 
@@ -166,7 +165,7 @@ def test_a_stage_killed_under_load(url: str) -> None:
     before = engine_processes(os.getpid())
     assert set(before) == {"replica", "driver", "stage", "stage 1"}
     killed = time.monotonic()
-    os.kill(before["stage 1"], signal.SIGKILL)
+    os.kill(serve.get_app_handle("raypp").processes.remote().result()["stages"][1], signal.SIGKILL)
 
     def status(path: str) -> int:
         try:

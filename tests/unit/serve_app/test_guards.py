@@ -8,7 +8,7 @@ import httpx
 import pytest
 from running_app import RunningApp, running_app
 
-from serve_app.middleware import OPEN_PATHS
+from serve_app.http_app import OPEN_PATHS
 
 BODY = {"prompt": "x", "max_tokens": 1}
 

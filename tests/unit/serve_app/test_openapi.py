@@ -63,6 +63,9 @@ OPERATIONS = [
     ("GET", "/openapi.json"),
     ("GET", "/"),
     ("GET", "/page.css"),
+    ("GET", "/events.js"),
+    ("GET", "/chat.js"),
+    ("GET", "/live.js"),
     ("GET", "/page.js"),
     ("GET", "/live"),
 ]

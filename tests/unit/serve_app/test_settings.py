@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,10 @@ def test_a_file_without_keys_does_not_open_the_door(tmp_path: Path) -> None:
     for path in (file, tmp_path / "missing"):
         with pytest.raises(ConfigError):
             ServeSettings(api_key_file=str(path)).keys()
+
+
+def test_every_setting_is_documented() -> None:
+    document = (Path(__file__).parents[3] / "docs/serving.md").read_text()
+    rows = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`\w+`.*?) \|", document, re.MULTILINE))))
+    assert set(ServeSettings.model_fields) <= rows
+    assert all(field.description for field in ServeSettings.model_fields.values())

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -107,3 +111,19 @@ def test_a_dead_engine_is_told_everywhere() -> None:
         seen = series(http.get("/metrics").text)
         assert seen["raypp_engine_up"] == 0
         assert seen["raypp_requests_finished_total|reason=error"] == 2
+
+
+def test_the_dashboard_shows_series_that_exist(app: RunningApp, http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 30, "ignore_eos": True})
+    while not all(stage["num_steps"] for stage in app.stats()["stages"]):
+        pass
+    there = {name.split("|")[0] for name in series(http.get("/metrics").text)}
+    dashboard = json.loads((Path(__file__).parents[3] / "configs/grafana.json").read_text())
+    shown = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"raypp_\w+", target["expr"])
+    }
+    assert len(shown) > 10
+    assert shown <= there

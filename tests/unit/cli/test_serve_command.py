@@ -1,0 +1,90 @@
+"""`raypp serve`: what the options become. The server itself is tested in tests/ray."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from raypp.cli.main import Doors, main
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError
+from serve_app.settings import door_settings, split_arguments
+
+ROOT = Path(__file__).parents[3]
+
+
+class FakeServer:
+    """Remembers what it was asked to serve."""
+
+    def __init__(self) -> None:
+        self.config: EngineConfig | None = None
+        self.settings: Any = None
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, config: EngineConfig, settings: dict[str, Any], **options: Any) -> None:
+        self.config, self.settings, self.options = config, door_settings(settings), options
+        options["on_ready"](f"http://{options['host']}:{options['port']}")
+
+
+def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    server = FakeServer()
+    options = [
+        *("--model", "tiny", "--num-stages", "3", "--set", "max_num_seqs=8"),
+        *("--host", "0.0.0.0", "--port", "9000", "--num-replicas", "2", "--max-queued-requests", "5"),
+        *("--served-model-name", "a", "--served-model-name", "b", "--api-key-file", "keys"),
+        *("--cors-origin", "https://x.example", "--max-body-bytes", "4096"),
+    ]
+    assert main(["serve", *options], doors=Doors(serve=server)) == 0
+    assert server.config is not None
+    assert (server.config.parallel.num_stages, server.config.scheduler.max_num_seqs) == (3, 8)
+    settings = server.settings
+    assert (settings.num_replicas, settings.max_queued_requests, settings.max_body_bytes) == (2, 5, 4096)
+    assert (settings.served_model_name, settings.cors_origins) == (["a", "b"], ["https://x.example"])
+    assert settings.api_key_file == "keys"
+    captured = capsys.readouterr()
+    assert "http://0.0.0.0:9000" in captured.err
+    assert not captured.out
+
+
+def test_defaults() -> None:
+    server = FakeServer()
+    assert main(["serve", "--model", "tiny"], doors=Doors(serve=server)) == 0
+    assert (server.options["host"], server.options["port"]) == ("127.0.0.1", 8000)
+    assert server.settings == door_settings({})
+
+
+@pytest.mark.parametrize("option", [["--num-replicas", "0"], ["--max-body-bytes", "1"]])
+def test_what_cannot_be_is_told_before_anything_starts(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "tiny", *option]) == 2
+    assert option[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_exist_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", "/no/such/model"]) == 2
+    assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_the_example_configuration_is_one() -> None:
+    deployed = ServeDeploySchema.model_validate(yaml.safe_load((ROOT / "configs/serve.yaml").read_text()))
+    [application] = deployed.applications
+    assert application.import_path == "serve_app.app:build"
+    config, settings = split_arguments(application.args)
+    assert config.parallel.num_stages == 2
+    assert settings.num_replicas == 1
+
+
+def test_the_readmes_command_is_one() -> None:
+    [line] = re.findall(r"^\.venv/bin/(raypp serve .*) &$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    server = FakeServer()
+    assert main(shlex.split(line)[1:], doors=Doors(serve=server)) == 0
+
+
+def test_unknown_arguments_of_serve_run_are_named() -> None:
+    with pytest.raises(ConfigError, match="num_stages"):
+        split_arguments({"model": "tiny", "num_stagess": "2"})
