@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -117,13 +118,23 @@ def _own_sigterm_handler() -> Iterator[None]:
     A process that had none exits in an orderly way instead, so that engines are closed.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        logger = logging.getLogger("ray._private.worker")
+        logger.addFilter(_is_not_about_sigterm)
+        try:
+            yield
+        finally:
+            logger.removeFilter(_is_not_about_sigterm)
         return
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
+
+
+def _is_not_about_sigterm(record: logging.LogRecord) -> bool:
+    """Return False for Ray's warning that it cannot take over SIGTERM: that it does not is what we want."""
+    return "SIGTERM handler is not set" not in record.getMessage()
 
 
 def _exit(signal_number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from raypp.errors import ConfigError
 
 _PREFIX = "RAYPP_"
 _LOG_LEVEL = "RAYPP_LOG_LEVEL"
-_RAY_JOB = "RAY_JOB_CONFIG_JSON"
+_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # so it is called
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 

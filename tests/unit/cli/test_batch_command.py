@@ -70,7 +70,7 @@ def test_mistakes_are_found_before_anything_is_read(
 def test_relative_paths_inside_a_ray_job_are_refused(
     paths: tuple[str, str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON", IN_A_JOB)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", IN_A_JOB)
     assert main(["batch", "--model", "tiny", "--input", paths[0], "--output", paths[1]]) == 2
     err = capsys.readouterr().err
     assert f"a relative {name} inside a Ray job" in err
@@ -78,7 +78,7 @@ def test_relative_paths_inside_a_ray_job_are_refused(
 
 
 def test_absolute_paths_inside_a_ray_job(settings: list[JobSettings], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON", IN_A_JOB)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", IN_A_JOB)
     assert main(["batch", "--model", "tiny", "--input", "/in", "--output", "/out"]) == 0
     assert settings[0].output_path == Path("/out")
 
@@ -87,9 +87,9 @@ def test_absolute_paths_inside_a_ray_job(settings: list[JobSettings], monkeypatc
     ("variables", "job_id"),
     [
         ({}, None),
-        ({"RAY_JOB_CONFIG_JSON": IN_A_JOB}, "raysubmit_1"),
-        ({"RAY_JOB_CONFIG_JSON": '{"metadata": {}}'}, None),
-        ({"RAY_JOB_CONFIG_JSON": "{"}, None),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": IN_A_JOB}, "raysubmit_1"),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"metadata": {}}'}, None),
+        ({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{"}, None),
     ],
 )
 def test_the_environment_of_a_ray_job(variables: dict[str, str], job_id: str | None) -> None:
