@@ -272,6 +272,13 @@ def _decode_attention(
     cell_mask = is_query[:, None] & in_head[None, :]
     table = block_tables + row.to(tl.int64) * table_width
     start(OVERLAPS)
+    dtype: tl.constexpr = kv_cache.dtype.element_ty
+    if IS_PROJECTION:
+        head = source + (first_token + query_token) * WIDTH + query_head * D
+        angle = (first_token + query_token) * (D // 2)
+        queries = _make_head(head, q_weight, eps, angle, cos, sin, is_query, D, BLOCK_D, HAS_NORM).to(dtype)
+    else:
+        queries = tl.load(source + cell, mask=cell_mask, other=0.0)
     length = tl.maximum(QUERY_LEN, tl.minimum(tl.load(seq_lens + row), table_width * BLOCK_SIZE))
     context = length  # what is read from the cache
     if IS_PROJECTION:
@@ -279,13 +286,6 @@ def _decode_attention(
     split_len = tl.maximum(1, tl.cdiv(tl.cdiv(context, SPLITS), TILE)) * TILE
     num_parts = tl.maximum(1, tl.cdiv(context, split_len))
     if split < num_parts:
-        dtype: tl.constexpr = kv_cache.dtype.element_ty
-        if IS_PROJECTION:
-            head = source + (first_token + query_token) * WIDTH + query_head * D
-            angle = (first_token + query_token) * (D // 2)
-            queries = _make_head(head, q_weight, eps, angle, cos, sin, is_query, D, BLOCK_D, HAS_NORM).to(dtype)
-        else:
-            queries = tl.load(source + cell, mask=cell_mask, other=0.0)
         visible = length - QUERY_LEN + 1 + query_token  # a query token sees the context and itself
         highest = tl.full((QUERIES,), -1e30, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)

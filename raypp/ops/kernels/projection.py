@@ -160,17 +160,11 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _finish(value, up, scale, bias, residual, output, num_outputs, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Return scaled products with bias and gate; float32, shaped like `value`, whose last dimension is `output`'s."""
-    value *= scale
-    if HAS_BIAS:
-        value += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-    if HAS_GATE:
-        up *= scale
-        if HAS_BIAS:
-            up += tl.load(bias + num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-        value = silu(value) * up
-    return value
+def _load_vector(vector, index, size, IS_THERE: tl.constexpr):
+    """Return elements of a vector, float32; zeros where there is none."""
+    if IS_THERE:
+        return tl.load(vector + index, mask=index < size, other=0.0).to(tl.float32)
+    return tl.zeros(index.shape, tl.float32)
 
 
 @triton.jit
@@ -205,10 +199,15 @@ def _project_row(
     inside = column < num_inputs
     first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
     first_up_piece = first_piece
+    addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
+    up_addend = addend
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
+        up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
     start(OVERLAPS)
     first_value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+    # Now, not at the end: nobody waits for it there.
+    before = _load_vector(residual, output, num_outputs, HAS_RESIDUAL)
     if not IS_WHOLE:
         for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
             inside = begin + column < num_inputs
@@ -227,12 +226,10 @@ def _project_row(
     total += first_piece.to(tl.float32) * first_value[None, :]
     if HAS_GATE:
         up_total += first_up_piece.to(tl.float32) * first_value[None, :]
-    result = _finish(
-        tl.sum(total, 1), tl.sum(up_total, 1), scale, bias, residual, output, num_outputs, HAS_GATE, HAS_BIAS
-    )
-    if HAS_RESIDUAL:
-        result += tl.load(residual + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-    tl.store(y + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
+    result = tl.sum(total, 1) * scale + addend
+    if HAS_GATE:
+        result = silu(result) * (tl.sum(up_total, 1) * scale + up_addend)
+    tl.store(y + output, (result + before).to(y.dtype.element_ty), mask=output < num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -276,10 +273,18 @@ def _project_rows(
     inside = (first + column < last)[None, :]
     first_piece = _load(weight + cell + first, inside, IS_EVEN)
     first_up_piece = first_piece
+    addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
+    up_addend = addend
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
+        up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
     start(OVERLAPS)
     first_value = _load(x + x_cell + first, inside, IS_EVEN)
+    y_cell = row[:, None] * num_outputs + output[None, :]
+    in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    before = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    if HAS_RESIDUAL:  # now, not at the end: nobody waits for it there
+        before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
@@ -312,9 +317,7 @@ def _project_rows(
         scale = 1.0
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)[:, None]
-        result = _finish(total, up_total, scale, bias, residual, output[None, :], num_outputs, HAS_GATE, HAS_BIAS)
-        y_cell = row[:, None] * num_outputs + output[None, :]
-        in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
-        if HAS_RESIDUAL:
-            result += tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        tl.store(y + y_cell, result.to(y.dtype.element_ty), mask=in_y)
+        result = total * scale + addend[None, :]
+        if HAS_GATE:
+            result = silu(result) * (up_total * scale + up_addend[None, :])
+        tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)
