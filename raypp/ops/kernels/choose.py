@@ -1,4 +1,4 @@
-"""Which way a product takes, by its rows and shape. Figures: docs/design/0040-gpu-kernels.md.
+"""Which way a product takes, by its rows and shape. Figures: docs/design/0045-gpu-kernels.md.
 
 The library (cuBLAS) reads weights at about 80 % of the memory's rate when rows are few, and takes 5 us however small
 the weight; from some number of rows on it is compute that counts, and cuBLAS is better at that.
