@@ -38,12 +38,16 @@ def _tune_row(weights: Weights) -> Tuning:
 
 
 def _tune_rows(weights: Weights, device: Device) -> Tuning:
-    """Strips of 32 rows of the weight; split along K where that leaves processors without work."""
-    outputs = 16 if weights.is_gated else 32
-    can_split = not weights.is_gated and weights.norm_eps is None
-    num_strips, num_splits = triton.cdiv(weights.num_outputs, outputs), 1
-    while can_split and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.75 * device.num_processors:
-        num_splits *= 2
+    """Strips of the weight, as many as processors or half of that; split along K only where they are fewer still.
+
+    The parts of a split go through memory, and one program waits for all of them.
+    """
+    processors = device.num_processors
     if weights.is_gated:  # two weights and two sums leave fewer registers
-        return Tuning(outputs=outputs, inputs=128, num_stages=5)
-    return Tuning(outputs=outputs, inputs=256, num_splits=num_splits, num_stages=4)
+        return Tuning(outputs=16, inputs=128, num_stages=5)
+    if triton.cdiv(weights.num_outputs, 32) >= 0.75 * processors:
+        return Tuning(outputs=32, inputs=256, num_stages=4)
+    num_strips, num_splits = triton.cdiv(weights.num_outputs, 16), 1
+    while weights.norm_eps is None and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.45 * processors:
+        num_splits *= 2
+    return Tuning(outputs=16, inputs=256, num_splits=num_splits, num_stages=6)

@@ -311,7 +311,7 @@ def _project_rows(
         is_last = arrives_last(counters + strip, SPLITS)
         if is_last:
             total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-            for index in range(SPLITS):
+            for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
                 total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
     if is_last:
         scale = 1.0

@@ -91,11 +91,13 @@ def call_all(workspace: Workspace) -> None:
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
         decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
+    narrow = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for weights in (
         projection.Weights(small, None, 1e-6),
         projection.Weights(small, None, 1e-6, is_gated=True),
         projection.Weights(small),
+        projection.Weights(narrow),
         projection.Weights(large, None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
     ):
