@@ -24,7 +24,6 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
-_COMBINED_ELEMENTS = 2048  # of splits' results that are added at once
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 
 
@@ -172,7 +171,7 @@ class TritonDecode:
             BLOCK_SIZE=kv_cache.shape[3],
             QUERIES=self._num_queries(query_len),
             FILLED=filled,
-            PARTS_AT_ONCE=min(tuning.num_splits, max(1, _COMBINED_ELEMENTS // (filled * block_d))),
+            PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
             FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
             TILE=tuning.tile_tokens,
             SPLITS=tuning.num_splits,
@@ -186,6 +185,11 @@ class TritonDecode:
 
     def _num_queries(self, query_len: int) -> int:
         return max(_MIN_QUERIES, int(triton.next_power_of_2(query_len * self._group)))
+
+
+def _parts_at_once(num_splits: int, num_elements: int) -> int:
+    """Return how many splits' results are added at once: registers for fewer programs where there are many."""
+    return min(num_splits, max(1, max(2048, 256 * num_splits) // num_elements))
 
 
 @triton.jit
