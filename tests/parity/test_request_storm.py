@@ -151,7 +151,7 @@ def test_all_are_answered_and_nothing_is_left() -> None:
                 comparison.compare(sent, alone)
     print(f"\n{len(requests)} requests, {stats['num_preemptions']} preemptions, ends {dict(ends)}; {comparison}")
     assert stats["num_preemptions"] > NUM_REQUESTS // 10
-    assert {"stop", "length", "abort", "left"} <= set(ends)
+    assert {"stop", "length"} < set(ends), "nobody left, and nobody was aborted"
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
 
 

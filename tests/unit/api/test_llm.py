@@ -329,3 +329,51 @@ def test_ctrl_c_aborts_and_exit_closes(call: str, num_requests: int) -> None:
     script = _SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0], call=call, num_requests=num_requests)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\nclosed 1\n", "", 0)
+
+
+def test_continuations_are_requests_of_their_own_to_the_engine(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    with open_llm(engine) as llm:
+        params = SamplingParams(max_tokens=3, n=3, seed=5, prompt_logprobs=1)
+        [output] = llm.generate(["a"], params, request_ids=["r"], priority=4)
+        assert [len(c.token_ids) for c in output.outputs] == [3, 3, 3]
+        assert len({r.request_id for r in engine.added}) == len({r.seed for r in engine.added}) == 3
+        assert [r.params.prompt_logprobs for r in engine.added] == [1, None, None]
+        assert {r.priority for r in engine.added} == {4}
+        assert output.metrics.num_preemptions == 3
+        assert output.metrics.num_cached_tokens == 16
+        llm.generate(["a"], SamplingParams(seed=5, max_tokens=3), request_ids=["r"])
+        assert engine.added[-1].seed == engine.added[0].seed == 5
+
+
+def test_a_continuation_that_is_refused_fails_its_request(make_engine: MakeEngine) -> None:
+    def rejects(request: object) -> RequestError | None:
+        is_second = request.request_id.endswith("1")
+        return RequestError("too much", request_id=request.request_id, got=1, expected=2) if is_second else None
+
+    engine = make_engine(rejects=rejects)
+    with open_llm(engine) as llm:
+        engine.set_gate(is_open=False)
+        with pytest.raises(RequestError, match="too much") as caught:
+            llm.generate(["a"], SamplingParams(n=3), request_ids=["r"])
+        assert caught.value.request_id == "r"
+        refused = engine.added[1].request_id
+        engine.wait_until(lambda: set(engine.aborted) == {r.request_id for r in engine.added} - {refused})
+        engine.set_gate(is_open=True)
+        assert len(llm.generate(["b"], request_ids=["r"])) == 1
+
+
+def test_a_failing_progress_bar_ends_its_call_alone(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: object, count: int) -> None:
+        raise OSError("the terminal is gone")
+
+    engine = make_engine()
+    with open_llm(engine) as llm, ThreadPoolExecutor(1) as pool:
+        engine.set_gate(is_open=False)
+        other = pool.submit(llm.generate, ["a", "b"])
+        engine.wait_until(lambda: len(engine.added) == 2)
+        monkeypatch.setattr("tqdm.auto.tqdm.update", broken)
+        engine.set_gate(is_open=True)
+        with pytest.raises(OSError, match="terminal"):
+            llm.generate(["c"], use_tqdm=True)
+        assert len(other.result(timeout=10)) == 2

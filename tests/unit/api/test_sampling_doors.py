@@ -254,7 +254,7 @@ def test_streaming_of_several_continuations(llm: LLM) -> None:
             assert len(last.prompt_logprobs) == len(last.prompt_token_ids)
 
             outputs = []
-            async for output in engine.generate(PROMPT, sampled(n=3, max_tokens=200), "r"):
+            async for output in engine.generate(PROMPT, sampled(n=3, max_tokens=2000), "r"):
                 outputs.append(output)
                 if len(outputs) == 2:
                     await engine.abort("r")
