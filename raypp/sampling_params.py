@@ -10,9 +10,9 @@ tokenizer) is found by `raypp.api.prepare`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypp.errors import RequestError
 
@@ -105,44 +105,11 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _check_values(self) -> None:
-        _check("n", self.n, "an integer of at least 1", _is_int(self.n, 1))
-        _check("max_tokens", self.max_tokens, "an integer of at least 1", _is_int(self.max_tokens, 1))
-        _check("min_tokens", self.min_tokens, "an integer of at least 0", _is_int(self.min_tokens, 0))
-        _check("temperature", self.temperature, "a number from 0 to 1e30", _is_number(self.temperature, 0.0, math.inf))
-        _check("top_p", self.top_p, "0 < top_p <= 1", _is_number(self.top_p, 0.0, 1.0) and self.top_p > 0)
-        _check("top_k", self.top_k, "an integer of at least 1, or 0 (or -1) for all", _is_int(self.top_k, 0))
-        _check("min_p", self.min_p, "0 <= min_p <= 1", _is_number(self.min_p, 0.0, 1.0))
-        _check(
-            "seed",
-            self.seed,
-            "an integer from -2**63 to 2**63 - 1, or None",
-            self.seed is None or (_is_int(self.seed, -(2**63)) and self.seed < 2**63),
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(name, value, "a number from -2 to 2", _is_number(value, -2.0, 2.0))
-        penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, "a number above 0, at most 1e4", _is_number(penalty, 1e-4, 1e4))
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            _check(name, value, "an integer of at least 0, or -1 for all, or None", value is None or _is_int(value, -1))
-        for name in ("stop", "bad_words"):
-            value = getattr(self, name)
-            _check(name, value, "non-empty strings", all(isinstance(s, str) and s for s in value))
-        _check(
-            "bad_words", self.bad_words, "words with something else than spaces", all(map(str.strip, self.bad_words))
-        )
-        _check("stop_token_ids", self.stop_token_ids, "token ids", all(_is_int(t, 0) for t in self.stop_token_ids))
-        allowed = self.allowed_token_ids
-        _check(
-            "allowed_token_ids",
-            allowed,
-            "token ids, at least one, or None",
-            allowed is None or (len(allowed) > 0 and all(_is_int(t, 0) for t in allowed)),
-        )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            value = getattr(self, name)
-            _check(name, value, "True or False", isinstance(value, bool))
+        for rule in _RULES:
+            for name in rule.names:
+                value = getattr(self, name)
+                if not rule.holds(value):
+                    raise _out_of_range(name, value, rule.expected, rule.hint)
 
     def _check_together(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -167,11 +134,25 @@ class SamplingParams:
             )
 
 
+class _Rule(NamedTuple):
+    """What some of the fields may hold."""
+
+    names: tuple[str, ...]
+    expected: str
+    holds: Callable[[Any], bool]
+    hint: str
+
+
 def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise RequestError(f"SamplingParams.{name} is not a list", got=repr(value), expected="a list or a tuple")
+        raise RequestError(
+            f"SamplingParams.{name} is not a list",
+            got=repr(value)[:80],
+            expected="a list or a tuple",
+            hint="a single one goes into a list, too",
+        )
     return tuple(value)
 
 
@@ -179,13 +160,14 @@ def _as_bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     expected = f"a dict from token ids to numbers from -{_MAX_BIAS:g} to {_MAX_BIAS:g}"
+    hint = "allowed_token_ids and bad_words take tokens out of the choice altogether"
     if not isinstance(value, Mapping):
-        raise RequestError("SamplingParams.logit_bias is not a dict", got=repr(value), expected=expected)
+        raise _out_of_range("logit_bias", value, expected, hint)
     bias: dict[int, float] = {}
     for key, number in value.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-        ok = _is_int(token_id, 0) and token_id not in bias and _is_number(number, -_MAX_BIAS, _MAX_BIAS)
-        _check("logit_bias", {key: number}, expected, ok)
+        if not _is_int(token_id, 0) or token_id in bias or not _is_number(number, -_MAX_BIAS, _MAX_BIAS):
+            raise _out_of_range("logit_bias", {key: number}, expected, hint)
         bias[token_id] = float(number)
     return bias
 
@@ -204,6 +186,75 @@ def _is_number(value: object, low: float, high: float) -> bool:
     )
 
 
-def _check(name: str, value: object, expected: str, ok: bool) -> None:
-    if not ok:
-        raise RequestError(f"SamplingParams.{name} is out of range", got=repr(value), expected=expected)
+def _are_strings(values: tuple[object, ...]) -> bool:
+    return all(isinstance(value, str) and value for value in values)
+
+
+def _are_token_ids(values: tuple[object, ...]) -> bool:
+    return all(_is_int(value, 0) for value in values)
+
+
+def _out_of_range(name: str, value: object, expected: str, hint: str) -> RequestError:
+    return RequestError(
+        f"SamplingParams.{name} is out of range", got=repr(value)[:80], expected=expected, hint=f"{name}: {hint}"
+    )
+
+
+_RULES = (
+    _Rule(("n",), "an integer of at least 1", lambda v: _is_int(v, 1), "continuations per prompt"),
+    _Rule(("max_tokens",), "an integer of at least 1", lambda v: _is_int(v, 1), "the most tokens to generate"),
+    _Rule(("min_tokens",), "an integer of at least 0", lambda v: _is_int(v, 0), "tokens before the text may end"),
+    _Rule(
+        ("temperature",),
+        "a number from 0 to 1e30",
+        lambda v: _is_number(v, 0.0, math.inf),
+        "0 is greedy, 1 leaves the model's distribution as it is",
+    ),
+    _Rule(("top_p",), "0 < top_p <= 1", lambda v: _is_number(v, 0.0, 1.0) and v > 0, "1 keeps all tokens"),
+    _Rule(("top_k",), "an integer of at least 1, or 0 (or -1) for all", lambda v: _is_int(v, 0), "0 keeps all tokens"),
+    _Rule(("min_p",), "0 <= min_p <= 1", lambda v: _is_number(v, 0.0, 1.0), "0 keeps all tokens"),
+    _Rule(
+        ("seed",),
+        "an integer from -2**63 to 2**63 - 1, or None",
+        lambda v: v is None or (_is_int(v, -(2**63)) and v < 2**63),
+        "None draws one",
+    ),
+    _Rule(
+        ("presence_penalty", "frequency_penalty"),
+        "a number from -2 to 2",
+        lambda v: _is_number(v, -2.0, 2.0),
+        "0 is none; below it, tokens that were generated become likelier",
+    ),
+    _Rule(
+        ("repetition_penalty",),
+        "a number above 0, at most 1e4",
+        lambda v: _is_number(v, 1e-4, 1e4),
+        "1 is none, above it repetition becomes less likely",
+    ),
+    _Rule(
+        ("logprobs", "prompt_logprobs"),
+        "an integer of at least 0, or -1 for all, or None",
+        lambda v: v is None or _is_int(v, -1),
+        "None is none, 0 only the token itself",
+    ),
+    _Rule(("stop",), "non-empty strings", _are_strings, "leave it out for none"),
+    _Rule(
+        ("bad_words",),
+        "words with something else than spaces",
+        lambda v: _are_strings(v) and all(map(str.strip, v)),
+        "leave it out for none",
+    ),
+    _Rule(("stop_token_ids",), "token ids", _are_token_ids, "leave it out for none"),
+    _Rule(
+        ("allowed_token_ids",),
+        "token ids, at least one, or None",
+        lambda v: v is None or (len(v) > 0 and _are_token_ids(v)),
+        "None allows all",
+    ),
+    _Rule(
+        ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
+        "True or False",
+        lambda v: isinstance(v, bool),
+        "a truth value",
+    ),
+)
