@@ -117,6 +117,7 @@ class SamplingParams:
                 "SamplingParams contradict each other",
                 got=f"min_tokens={self.min_tokens} and max_tokens={self.max_tokens}",
                 expected="min_tokens <= max_tokens",
+                hint="raise max_tokens or lower min_tokens",
             )
         if self.n > 1 and self.is_greedy:
             raise RequestError(

@@ -71,6 +71,7 @@ class ParamsChecker:
                     request_id=request_id,
                     got=token_id,
                     expected=f"0 to {self._vocab_size - 1}",
+                    hint="token ids are those of this model's tokenizer",
                 )
 
     def _num_logprobs(self, request_id: str, name: str, number: int | None) -> int | None:
@@ -100,6 +101,7 @@ class ParamsChecker:
                     request_id=request_id,
                     got=f"{len(token_ids)} tokens: {word[:40]!r}...",
                     expected=f"at most {MAX_BAD_WORD_TOKENS} tokens",
+                    hint="a part of it does, if that must not appear either",
                 )
             self._check_token_ids(request_id, "bad_words", token_ids)
         return tuple(dict.fromkeys(tuple(token_ids) for token_ids in spellings if token_ids))
@@ -118,4 +120,5 @@ class ParamsChecker:
                 request_id=request_id,
                 got=f"allowed_token_ids={list(params.allowed_token_ids)[:20]}, all banned by {reason}",
                 expected="at least one allowed token that is not banned",
+                hint="allow more tokens, or ban fewer",
             )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
-from raypp.api.prepare import Params, Priority
+from raypp.api.per_request import Params, Priority
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import random
-import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from raypp.api.check_params import BadWords, ParamsChecker
-from raypp.api.running_request import COMPLETION_SEPARATOR, PreparedRequest
+from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
+from raypp.api.per_request import request_ids as ids_per_request
+from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.types import Prompt, SamplingParams
 
-Params = SamplingParams | Sequence[SamplingParams] | None
-Priority = int | Sequence[int] | None
-
 _CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
+_ONE_MESSAGE = "a conversation has at least one message; generate() takes prompts"
 _PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
 
 
@@ -66,16 +65,16 @@ class RequestPreparer:
         Raises:
             RequestError: the first that cannot be run.
         """
-        _check_listed(prompts, f"a list of prompts, each {_PROMPT_FORMS}")
-        ids = _request_ids(request_ids, len(prompts))
-        all_params = _params_per_request(params, len(prompts))
+        check_listed(prompts, f"a list of prompts, each {_PROMPT_FORMS}")
+        ids = ids_per_request(request_ids, len(prompts))
+        all_params = params_per_request(params, len(prompts))
         texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
         encoded = iter(self._encode([text for text in texts if text is not None], add_special_tokens=True))
         token_ids = [
             next(encoded) if text is not None else self._checked_token_ids(prompt, request_id)
             for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
         ]
-        return self._finish(ids, texts, token_ids, all_params, _priorities(priority, len(ids)))
+        return self._finish(ids, texts, token_ids, all_params, priorities(priority, len(ids)))
 
     def chats(
         self,
@@ -90,15 +89,15 @@ class RequestPreparer:
         Raises:
             RequestError: the first that cannot be run.
         """
-        _check_listed(conversations, _CONVERSATION_FORM)
-        ids = _request_ids(request_ids, len(conversations))
-        all_params = _params_per_request(params, len(conversations))
+        check_listed(conversations, _CONVERSATION_FORM)
+        ids = ids_per_request(request_ids, len(conversations))
+        all_params = params_per_request(params, len(conversations))
         for conversation in conversations:
             _check_conversation(conversation)
         tokenizer = self._needed_tokenizer("a conversation")
         texts = [tokenizer.render_chat(conversation, template_kwargs or {}) for conversation in conversations]
         token_ids = self._encode(texts, add_special_tokens=False)
-        return self._finish(ids, texts, token_ids, all_params, _priorities(priority, len(ids)))
+        return self._finish(ids, texts, token_ids, all_params, priorities(priority, len(ids)))
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -109,7 +108,9 @@ class RequestPreparer:
         if self._tokenizer is None:
             raise RequestError(
                 f"{what} needs a tokenizer, and the engine was made with skip_tokenizer_init",
+                got=what,
                 expected='{"prompt_token_ids": [...]}',
+                hint="make the engine without skip_tokenizer_init",
             )
         return self._tokenizer
 
@@ -125,7 +126,11 @@ class RequestPreparer:
             return []
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
             raise RequestError(
-                "prompt_token_ids are not token ids", request_id=request_id, got=repr(given)[:80], expected=expected
+                "prompt_token_ids are not token ids",
+                request_id=request_id,
+                got=repr(given)[:80],
+                expected=expected,
+                hint="each prompt is a dict of its own",
             )
         bad = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
         if bad.size:
@@ -134,6 +139,7 @@ class RequestPreparer:
                 request_id=request_id,
                 got=f"{token_ids[bad[0]]} at position {bad[0]}",
                 expected=expected,
+                hint="token ids are those of this model's tokenizer",
             )
         checked: list[int] = token_ids.tolist()
         return checked
@@ -176,7 +182,13 @@ class RequestPreparer:
 
     def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
         if not token_ids:
-            raise RequestError("a prompt has no tokens", request_id=request_id, got=0, expected="at least one token")
+            raise RequestError(
+                "a prompt has no tokens",
+                request_id=request_id,
+                got="0 tokens",
+                expected="at least one token",
+                hint="to begin from nothing, give the token that texts of this model begin with",
+            )
         if len(token_ids) >= self._max_model_len:
             raise RequestError(
                 "a prompt leaves no room for a single output token",
@@ -195,74 +207,25 @@ class RequestPreparer:
             )
 
 
-def _check_listed(given: object, expected: str) -> None:
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RequestError("not a list", got=f"{repr(given)[:80]} ({type(given).__name__})", expected=expected)
-
-
-def _request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
-    if given is None:
-        return [f"req-{uuid.uuid4().hex}" for _ in range(num_requests)]
-    _check_listed(given, "a list of names")
-    ids = list(given)
-    for request_id in ids:
-        if not isinstance(request_id, str) or not request_id or COMPLETION_SEPARATOR in request_id:
-            raise RequestError(
-                "a request_id is not a name", got=repr(request_id), expected="a non-empty str without NUL characters"
-            )
-    if len(ids) != num_requests or len(set(ids)) != num_requests:
-        raise RequestError("request_ids do not fit the prompts", got=ids, expected=f"{num_requests} different ones")
-    return ids
-
-
-def _params_per_request(params: Params, num_requests: int) -> list[SamplingParams]:
-    listed: Iterable[SamplingParams]
-    if params is None or isinstance(params, SamplingParams):
-        listed = [params or SamplingParams()] * num_requests
-    elif isinstance(params, Sequence):
-        listed = params
-    else:
-        listed = [params]
-    result = list(listed)
-    for param in result:
-        if not isinstance(param, SamplingParams):
-            raise RequestError("sampling parameters of the wrong type", got=repr(param), expected="SamplingParams")
-    if len(result) != num_requests:
-        raise RequestError(
-            "sampling parameters do not fit the prompts",
-            got=f"{len(result)} for {num_requests} prompts",
-            expected="one SamplingParams for all, or one per prompt",
-        )
-    return result
-
-
-def _priorities(given: Priority, num_requests: int) -> list[int]:
-    expected = "an integer from -2**31 to 2**31 - 1 for all, or one per prompt; smaller is served first"
-    listed = [given or 0] * num_requests if given is None or isinstance(given, int) else given
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) != num_requests:
-        raise RequestError("priorities do not fit the prompts", got=repr(given)[:80], expected=expected)
-    for priority in listed:
-        if not isinstance(priority, int) or isinstance(priority, bool) or not -(2**31) <= priority < 2**31:
-            raise RequestError("a priority is not a number", got=repr(priority), expected=expected)
-    return list(listed)
-
-
 def _text_of(prompt: object, request_id: str) -> str | None:
     """Return the prompt if it is text, None if it has token ids."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Mapping):
-        hint = '{"prompt_token_ids": [...]} is how token ids are given' if isinstance(prompt, int | list) else None
         raise RequestError(
             "a prompt of the wrong type",
             request_id=request_id,
             got=f"{repr(prompt)[:80]} ({type(prompt).__name__})",
             expected=_PROMPT_FORMS,
-            hint=hint,
+            hint='{"prompt_token_ids": [...]} is how token ids are given, chat() takes conversations',
         )
     if set(prompt) != {"prompt_token_ids"}:
         raise RequestError(
-            "a prompt with the wrong keys", request_id=request_id, got=sorted(map(str, prompt)), expected=_PROMPT_FORMS
+            "a prompt with the wrong keys",
+            request_id=request_id,
+            got=sorted(map(str, prompt)),
+            expected=_PROMPT_FORMS,
+            hint="text goes in as it is, without a dict",
         )
     return None
 
@@ -270,7 +233,9 @@ def _text_of(prompt: object, request_id: str) -> str | None:
 def _check_conversation(conversation: object) -> None:
     expected = _CONVERSATION_FORM
     if not isinstance(conversation, Sequence) or isinstance(conversation, str) or not conversation:
-        raise RequestError("not a conversation", got=repr(conversation)[:80], expected=expected)
+        raise RequestError("not a conversation", got=repr(conversation)[:80], expected=expected, hint=_ONE_MESSAGE)
     for message in conversation:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise RequestError("a conversation with something else in it", got=repr(message)[:80], expected=expected)
+            raise RequestError(
+                "a conversation with something else in it", got=repr(message)[:80], expected=expected, hint=_ONE_MESSAGE
+            )

@@ -79,6 +79,7 @@ class Tokenizer:
                 "the model's chat template refuses the messages",
                 got=f"{type(error).__name__}: {error}",
                 expected='messages like {"role": "user", "content": "..."}',
+                hint="the template lies beside the model and says which messages it takes, and in which order",
             ) from error
         return text
 
@@ -114,5 +115,8 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
-            "a prompt is not valid Unicode", got=ascii(text)[:80], expected="text without lone surrogates"
+            "a prompt is not valid Unicode",
+            got=ascii(text)[:80],
+            expected="text without lone surrogates",
+            hint='text.encode(errors="replace").decode() leaves them out',
         ) from error

@@ -211,6 +211,7 @@ def test_bad_input_says_what_was_got_and_what_was_expected(llm: LLM, what: str, 
         call(llm)
     assert caught.value.got is not None
     assert caught.value.expected is not None
+    assert caught.value.hint is not None
 
 
 def test_bad_input_does_not_touch_those_that_run(llm: LLM) -> None:
