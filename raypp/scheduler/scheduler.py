@@ -147,7 +147,11 @@ class Scheduler:
             state.num_in_flight_yields -= 1
             state.max_in_flight_tokens -= width
             if count and not state.request.finish_reason:
-                updates.append(self._take(state, tokens[:count], index, logprobs))
+                taken = self._take(state, tokens[:count])
+                if logprobs is None:
+                    updates.append(RequestUpdate(state.request, taken))
+                else:
+                    updates.append(logprobs.update(state, index, taken))
         for index, chunk in enumerate(step.chunks, len(step.decoding)):
             state = chunk.state
             if chunk.is_last:
@@ -156,10 +160,10 @@ class Scheduler:
             if state.request.finish_reason:
                 continue
             count = num_valid[index] if chunk.is_last else 0
-            if count or (logprobs is not None and state.scores_prompt):
-                update = self._take(state, token_ids[index][:count], index, logprobs)
-                if count or update.prompt_logprobs is not None:  # else they were reported before a preemption
-                    updates.append(update)
+            taken = self._take(state, token_ids[index][:count]) if count else []
+            update = RequestUpdate(state.request, taken) if logprobs is None else logprobs.update(state, index, taken)
+            if count or update.prompt_logprobs is not None:
+                updates.append(update)
         return updates
 
     def stats(self) -> SchedulerStats:
@@ -227,21 +231,7 @@ class Scheduler:
         self._counters.num_steps += 1
         self._counters.num_prefill_chunks += len(step.chunks)
 
-    def _take(
-        self, state: RequestState, token_ids: list[int], index: int, of_step: LogprobsOfStep | None
-    ) -> RequestUpdate:
-        """Take in what a step brought to one request; `index` is its row's in the step."""
-        taken = self._take_tokens(state, token_ids) if token_ids else []
-        if of_step is None:
-            return RequestUpdate(state.request, taken)
-        params = state.request.params
-        prompt_logprobs = of_step.of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
-        if prompt_logprobs is not None:
-            state.num_scored_tokens += len(prompt_logprobs.ranks)
-        logprobs = of_step.of_output(index, len(taken), params.logprobs) if taken else None
-        return RequestUpdate(state.request, taken, logprobs, prompt_logprobs)
-
-    def _take_tokens(self, state: RequestState, token_ids: list[int]) -> list[int]:
+    def _take(self, state: RequestState, token_ids: list[int]) -> list[int]:
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
         if state.row == NO_ROW:

@@ -7,6 +7,8 @@ from itertools import accumulate
 import numpy as np
 
 from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
+from raypp.scheduler.request import RequestUpdate
+from raypp.scheduler.request_state import RequestState
 
 
 class LogprobsOfStep:
@@ -28,33 +30,37 @@ class LogprobsOfStep:
         starts = zip(accumulate([0, *counts]), counts, self._message.prompt_starts.tolist(), strict=False)
         self._prompt = dict(zip(self._message.prompt_indices.tolist(), starts, strict=True))
 
-    def of_output(self, index: int, num_tokens: int, num_top: int | None) -> TokenLogprobs | None:
-        """Return those of a row's first new tokens; None when it asked for none.
+    def update(self, state: RequestState, index: int, taken: list[int]) -> RequestUpdate:
+        """Return what the step brought to a request, and count its prompt tokens that were reported.
 
         Args:
-            index: Of the row in its step.
-            num_tokens: New tokens that were kept.
-            num_top: `SamplingParams.logprobs` of the row's request.
+            state: The request.
+            index: Of its row in the step.
+            taken: Its new tokens, as far as they were kept.
         """
-        message = self._message
-        if num_top is None or index not in self._first:
-            return None
-        first = self._first[index]
-        return _of(message.token_ids, message.logprobs, message.ranks, first, first + num_tokens, num_top)
+        params, prompt = state.request.params, None
+        if params.prompt_logprobs is not None and index in self._prompt:
+            prompt = self._of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
+        if prompt is not None:
+            state.num_scored_tokens += len(prompt.ranks)
+        output = None
+        if taken and params.logprobs is not None:
+            first, message = self._first[index], self._message
+            columns = (message.token_ids, message.logprobs, message.ranks)
+            output = _of(*columns, first, first + len(taken), params.logprobs)
+        return RequestUpdate(state.request, taken, output, prompt)
 
-    def of_prompt(self, index: int, num_scored_tokens: int, num_top: int | None) -> TokenLogprobs | None:
+    def _of_prompt(self, index: int, num_scored_tokens: int, num_top: int) -> TokenLogprobs | None:
         """Return those of a row's prompt tokens that come after the first `num_scored_tokens` ones; None without any.
 
         A prefill that is done again after a preemption reports again what was reported already.
         """
-        message = self._message
-        if num_top is None or index not in self._prompt:
-            return None
         first, count, start = self._prompt[index]
         num_old = num_scored_tokens + 1 - start  # token 0 is not reported
         assert num_old >= 0, "prompt tokens were skipped"
         if num_old >= count:
             return None
+        message = self._message
         columns = (message.prompt_token_ids, message.prompt_logprobs, message.prompt_ranks)
         return _of(*columns, first + num_old, first + count, num_top)
 
