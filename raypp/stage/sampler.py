@@ -30,11 +30,6 @@ class Sampler:
         self.history = TokenHistory(spec, device)
         self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts))
 
-    @property
-    def version(self) -> int:
-        """Changes when a table that `choose` reads appears or moves: graphs that recorded its address are void."""
-        return self.rows.version + self.history.version
-
     def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
         """Take over the parameters and known tokens of rows that start."""
         if not len(plan.start_rows):

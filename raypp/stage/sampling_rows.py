@@ -63,12 +63,6 @@ class SamplingRows:
         # The host's own copy of what decides what a step does, so that no step asks the device.
         self._needs_np = np.zeros(rows, np.uint8)
 
-    @property
-    def version(self) -> int:
-        """Changes when a table moves."""
-        wide = (self.end_token_ids, self.bias_token_ids, self.bias, self.bad_words, self.allowed)
-        return sum(table.version for table in wide)
-
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what any of these rows needs."""
         return Needs(int(np.bitwise_or.reduce(self._needs_np[rows_np], initial=0)))

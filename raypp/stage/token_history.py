@@ -31,7 +31,6 @@ class TokenHistory:
         self._lengths = torch.zeros(self._num_rows, dtype=torch.int64, device=device)  # tokens that were counted
         self._counts: torch.Tensor | None = None  # [rows, V] int32, how often each token was generated
         self._in_prompt: torch.Tensor | None = None  # [rows, V] bool
-        self.version = 0  # changes when a table appears
 
     @property
     def has_counts(self) -> bool:
@@ -129,5 +128,4 @@ class TokenHistory:
             shape = (self._num_rows, self._vocab_size)
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self.version += 1
         return self._counts, self._in_prompt

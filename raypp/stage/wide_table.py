@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 class WideTable:
     """Entries by row: [max_num_seqs, width, ...]. Unused entries repeat the row's last one, or are neutral.
 
-    A growing table moves: whoever recorded its address (a CUDA graph) has to record again, see `version`.
+    It appears late, and moves when it grows: no CUDA graph may read it.
     """
 
     def __init__(
@@ -38,7 +38,6 @@ class WideTable:
         self._device = device
         self._trailing = () if entry_len is None else (entry_len,)
         self._table: torch.Tensor | None = None
-        self.version = 0
 
     @property
     def is_there(self) -> bool:
@@ -73,5 +72,4 @@ class WideTable:
             table[:, : old.shape[1]] = old
             table[:, old.shape[1] :] = old[:, -1:]
         self._table = table
-        self.version += 1
         return table
