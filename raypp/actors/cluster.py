@@ -16,7 +16,9 @@ import ray
 
 from raypp.errors import ResourceError
 
-_REACH_TIMEOUT_S = 5.0
+_REACH_TIMEOUT_S = 10.0
+_SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 
 
@@ -79,7 +81,7 @@ def _init(address: str) -> None:
             expected="host:port of the cluster's head, from a machine of the cluster",
             hint="run there, or submit a job: ray job submit -- python ...",
         )
-    _check_reachable(address)
+    check_reachable(address)
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
     try:
         with _own_sigterm_handler():
@@ -95,13 +97,29 @@ def _init(address: str) -> None:
         ) from error
 
 
-def _check_reachable(address: str) -> None:
-    """Look whether anyone listens at a cluster's address: Ray itself would try for minutes."""
+def check_reachable(address: str, timeout_s: float = _REACH_TIMEOUT_S) -> None:
+    """Look whether a Ray listens at a cluster's address: Ray itself would try for minutes.
+
+    Ray's head speaks gRPC, which is HTTP/2: whoever does answers a greeting with a SETTINGS frame (RFC 9113, 3.4).
+
+    Args:
+        address: Of `host:port`; others are left to Ray.
+        timeout_s: For the connection, and for the answer.
+
+    Raises:
+        ResourceError: nobody is there, or somebody else.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
     try:
-        socket.create_connection((host, int(port)), timeout=_REACH_TIMEOUT_S).close()
+        with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return  # it would want to see a certificate first
+            connection.sendall(_HTTP2_GREETING)
+            answer = connection.recv(_FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+        if len(answer) < _FRAME_HEADER_BYTES or answer[3] != _SETTINGS_FRAME:
+            raise OSError("what listens there is no Ray")
     except OSError as error:
         raise ResourceError(
             "the Ray cluster of RAY_ADDRESS cannot be reached",

@@ -13,7 +13,7 @@ from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
 from raypp.driver.hardware import Hardware
-from raypp.driver.kv_memory import num_blocks_on_cpu, num_blocks_on_gpus
+from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.driver.speculation_plan import check_host_memory, draft_policy, ngram_window, table_bytes
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
@@ -24,6 +24,7 @@ from raypp.scheduler.limits import SchedulerLimits
 from raypp.stage.spec import NUM_PADDING_ROWS, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
+_SHORTEST_REQUEST = 2
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -210,6 +211,7 @@ def plan_engine(
     stage_block_bytes = [count * block_bytes for count in layers]
     if device == "cpu":
         num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
+        check_main_memory(hardware, weight_bytes, stage_block_bytes, num_blocks)
         check_host_memory(config, hardware, window, weight_bytes[-1] + num_blocks * stage_block_bytes[-1])
     else:
         num_blocks = num_blocks_on_gpus(
@@ -294,6 +296,13 @@ def _weight_bytes(model: ModelConfig, stage_index: int, num_stages: int, num_lay
 def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
     held = (num_blocks - 1) * config.cache.block_size
     asked = config.model.max_model_len
+    if held < _SHORTEST_REQUEST:
+        raise ResourceError(
+            "the KV cache is too small for any request",
+            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            expected=f"{_SHORTEST_REQUEST} tokens: one of a prompt, one of output",
+            hint="raise kv_cache_bytes, num_kv_blocks or block_size",
+        )
     if asked is None:
         return min(model.max_position_embeddings, held)
     if asked > model.max_position_embeddings:

@@ -58,6 +58,31 @@ def stage_budget_bytes(
     return usable_bytes - step_bytes - library_bytes
 
 
+def check_main_memory(hardware: Hardware, weight_bytes: list[int], block_bytes: list[int], num_blocks: int) -> None:
+    """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
+
+    Args:
+        hardware: The memory; one of unknown size passes.
+        weight_bytes: Of each stage.
+        block_bytes: What a KV block takes on each stage.
+        num_blocks: KV blocks of every stage.
+
+    Raises:
+        ResourceError: says which stage, with the numbers.
+    """
+    needed = [weights + num_blocks * block for weights, block in zip(weight_bytes, block_bytes, strict=True)]
+    if not hardware.memory_bytes or max(needed) <= hardware.memory_bytes:
+        return
+    stage_index = needed.index(max(needed))
+    raise ResourceError(
+        f"stage {stage_index} does not fit this machine's memory",
+        got=f"{hardware.memory_bytes / 2**30:.2f} GiB",
+        expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {weight_bytes[stage_index] / 2**30:.2f}, "
+        f"{num_blocks} KV blocks {num_blocks * block_bytes[stage_index] / 2**30:.2f}",
+        hint="more stages on more machines, or a smaller num_kv_blocks or kv_cache_bytes",
+    )
+
+
 def num_blocks_on_gpus(
     config: EngineConfig,
     hardware: Hardware,

@@ -12,7 +12,8 @@ import queue
 import threading
 import time
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +25,7 @@ from raypp.tracing import ForwardCounter
 from raypp.transport.step_channel import StageChannel, Stop
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
+_LAST_RESULTS_S = 5.0
 _REPORT_S = 0.1  # how old the driver's picture of a busy stage may get
 
 
@@ -65,22 +67,8 @@ def run_stage_loop(
         EngineDeadError: the driver fell silent.
         Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
-    try:
-        _run_plans(stage, channel, heartbeat_s, silence_timeout_s, forwards or ForwardCounter())
-    except Exception as error:
-        with suppress(DeadlineError):  # a driver that does not listen finds out by itself, or is gone
-            channel.send_error(describe_failure(stage_index, error))
-        raise
-
-
-def _run_plans(
-    stage: SteppedStage,
-    channel: StageChannel,
-    heartbeat_s: float,
-    silence_timeout_s: float,
-    forwards: ForwardCounter,
-) -> None:
-    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s, forwards)
+    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s, forwards or ForwardCounter())
+    failure: dict[str, Any] | None = None
     num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
@@ -93,12 +81,16 @@ def _run_plans(
                 if plan is not None:
                     writer.put(plan.step_id, stage.step(plan))
                     continue
+                writer.check()
                 num_silent_turns = num_silent_turns + 1 if channel.silence_s > 2 * heartbeat_s else 0
                 if num_silent_turns * heartbeat_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
+    except Exception as error:
+        failure = describe_failure(stage_index, error)
+        raise
     finally:
         reader.close()
-        writer.close()
+        writer.close(failure)
 
 
 class _PlanReader:
@@ -147,6 +139,11 @@ class _PlanReader:
             self._plans.put(error)
 
 
+@dataclass(frozen=True)
+class _End:
+    failure: dict[str, Any] | None
+
+
 class _ResultWriter:
     """Waits for results, packs and sends them on a thread of its own; heartbeats too: often while steps end.
 
@@ -158,7 +155,7 @@ class _ResultWriter:
         self._heartbeat_s = heartbeat_s
         self._forwards = forwards
         self._last_heartbeat_s = time.monotonic()
-        self._results: queue.SimpleQueue[PendingResult | Stop] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[PendingResult | _End] = queue.SimpleQueue()
         self._last_step_id = NO_STEP
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._write, name="result-writer", daemon=True)
@@ -170,31 +167,51 @@ class _ResultWriter:
         Raises:
             Exception: whatever kept an earlier one from being sent.
         """
-        if self._error is not None:
-            raise self._error
+        self.check()
         self._last_step_id = step_id
         if result is not None:
             self._results.put(result)
 
-    def close(self) -> None:
-        """Send what is left, and end the thread."""
-        self._results.put(Stop())
-        self._thread.join()
+    def check(self) -> None:
+        """Raise whatever kept a result from being sent."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self, failure: dict[str, Any] | None) -> None:
+        """Send what is left, then why the stage gives up if it does, and end the thread.
+
+        A result that never comes, from a device that hangs, does not hold up the end.
+        """
+        self._results.put(_End(failure))
+        self._thread.join(_LAST_RESULTS_S)
 
     def _write(self) -> None:
         try:
-            while True:
-                try:
-                    result = self._results.get(timeout=min(_REPORT_S, self._heartbeat_s))
-                except queue.Empty:
-                    self._report_if_due()
-                    continue
-                if isinstance(result, Stop):
-                    return
-                self._channel.send_result(pack(result.wait()))
-                self._report_if_due()
+            failure = self._send_results()
         except Exception as error:
-            self._error = error
+            self._error = error  # the main thread finds it, and comes to an end
+            failure = self._next_failure()
+        if failure is not None:
+            with suppress(DeadlineError):  # a driver that does not listen finds out by itself, or is gone
+                self._channel.send_error(failure)
+
+    def _send_results(self) -> dict[str, Any] | None:
+        """Send results and heartbeats until the end; return what the stage gives up for."""
+        while True:
+            try:
+                result = self._results.get(timeout=min(_REPORT_S, self._heartbeat_s))
+            except queue.Empty:
+                self._report_if_due()
+                continue
+            if isinstance(result, _End):
+                return result.failure
+            self._channel.send_result(pack(result.wait()))
+            self._report_if_due()
+
+    def _next_failure(self) -> dict[str, Any] | None:
+        while not isinstance(result := self._results.get(), _End):
+            pass
+        return result.failure
 
     def _report_if_due(self) -> None:
         silent_s = time.monotonic() - self._last_heartbeat_s

@@ -110,7 +110,8 @@ def test_what_others_hold_is_waited_for_and_a_connection_of_the_user_is_left_alo
 
 def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(cluster, at_address):
     endless = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
-    with _fake(num_stages=2, placement="strict_spread") as llm, ThreadPoolExecutor(1) as pool:
+    settings = {"num_stages": 2, "placement": "strict_spread", "close_timeout_s": 3.0}
+    with _fake(**settings) as llm, ThreadPoolExecutor(1) as pool:
         pending = pool.submit(llm.generate, [{"prompt_token_ids": [1]}], endless)
         ends = time.monotonic() + WAIT_S
         while llm.stats()["num_generated_tokens"] < 5:
@@ -126,7 +127,7 @@ def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(clus
     with _fake(num_stages=2) as llm:
         assert len(_tokens(llm, [{"prompt_token_ids": [1]}])[0]) == 24
     with pytest.raises(ResourceError, match="no room"):
-        _fake(num_stages=2, placement="strict_spread")
+        _fake(**settings)
 
 
 def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch):

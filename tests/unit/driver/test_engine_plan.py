@@ -14,7 +14,7 @@ from raypp.stage.speculation import Speculation
 
 
 def _plan(num_cores: int = 2, **settings) -> EnginePlan:
-    return plan_engine(EngineConfig.from_flat("tiny", **settings), Hardware(num_cores))
+    return plan_engine(EngineConfig.from_flat("tiny", **settings), Hardware(num_cores, memory_bytes=8 << 30))
 
 
 def test_the_default_partition_counts_the_lm_head():
@@ -57,6 +57,8 @@ def test_nothing_is_open_in_the_resolved_config():
         ({"num_stages": 2, "layer_partition": [2, 3]}, ConfigError, "does not add up"),
         ({"max_model_len": 100_000}, ConfigError, "more than the model was made for"),
         ({"max_model_len": 1000, "num_kv_blocks": 4}, ResourceError, "too small for one request"),
+        ({"block_size": 1, "num_kv_blocks": 2}, ResourceError, "too small for any request"),
+        ({"num_kv_blocks": 1_000_000}, ResourceError, "stage 0 does not fit this machine's memory"),
         ({"kv_cache_bytes": 100}, ResourceError, "not even one block"),
     ],
 )

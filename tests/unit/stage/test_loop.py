@@ -43,6 +43,7 @@ class ToyStage:
         self.stepped: list[int] = []
         self.fails_at = -1
         self.error: Exception = ValueError("no such luck")
+        self.make_result = lambda step_id: StepResult(step_id, np.full((1, 1), step_id, np.int32), np.ones(1, np.int32))
         self.may_step = threading.Event()
         self.may_step.set()
 
@@ -57,8 +58,7 @@ class ToyStage:
         if plan.step_id == self.fails_at:
             raise self.error
         self.stepped.append(plan.step_id)
-        result = StepResult(plan.step_id, np.full((1, 1), plan.step_id, np.int32), np.ones(1, np.int32))
-        return PendingResult(torch.device("cpu"), lambda: result)
+        return PendingResult(torch.device("cpu"), lambda: self.make_result(plan.step_id))
 
 
 class Rig:
@@ -166,3 +166,19 @@ def test_a_silent_driver_is_given_up(make_rig):
     with pytest.raises(EngineDeadError, match="has not been heard of"):
         rig.loop.result(DEADLINE_S)
     assert time.monotonic() - started > 0.3
+
+
+def test_a_result_that_cannot_be_sent_ends_the_loop_though_no_step_follows(make_rig):
+    rig = make_rig()
+
+    def broken(step_id: int) -> StepResult:
+        raise ValueError("the device failed")
+
+    rig.stage.make_result = broken
+    rig.driver.send_plan(pack(_plan(0)))
+    [message] = rig.messages(StageError, 1)
+    error, is_cause = read_failure(message.description)
+    assert is_cause
+    assert "the device failed" in str(error)
+    with pytest.raises(ValueError, match="the device failed"):
+        rig.loop.result(DEADLINE_S)

@@ -1,0 +1,77 @@
+"""`raypp tune`: what it prints, what it writes, what it refuses; the measuring itself is elsewhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.cli.main import Doors, main
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.driver.measure import MeasuredCosts
+from raypp.driver.tuning import Tuning, tune_partition
+
+MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
+
+
+class Measuring:
+    """Stands in for the device, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+
+    def __call__(self, config: EngineConfig, **options: Any) -> Tuning:
+        self.options = options
+        measured = MeasuredCosts(
+            num_rows=4,
+            context_len=32,
+            num_steps=8,
+            layer_ms=1.0,
+            embedding_ms=0.1,
+            lm_head_ms=2.0,
+            sampler_ms=0.5,
+            every_stage_ms=0.2,
+            first_stage_ms=0.1,
+            last_stage_ms=2.5,
+        )
+        return tune_partition(plan_engine(config, MACHINE), MACHINE, measured)
+
+
+def _tune(measuring: Measuring, *argv: str) -> int:
+    return main(["tune", "--model", "tiny", "--num-stages", "2", *argv], doors=Doors(tune=measuring))
+
+
+def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, measuring = tmp_path / "tuned.toml", Measuring()
+    assert _tune(measuring, "--batch-size", "4", "--output", str(path)) == 0
+    assert measuring.options == {"num_rows": 4, "context_len": None, "temperature": 1.0}
+    printed = capsys.readouterr().out
+    assert "expected gain over the even split: +21.3% steps per second" in printed
+    assert str(path) in printed
+    assert EngineConfig.from_toml(path).parallel.layer_partition == [4, 2]
+
+
+def test_json_and_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _tune(Measuring(), "--json", "--output", "-") == 0
+    out, err = capsys.readouterr()
+    assert json.loads(err)["gain_over_even"] == pytest.approx(0.2128, abs=1e-4)
+    assert out.startswith("# Layers per stage")
+    assert "layer_partition = [4, 2]" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--batch-size", "0"], "--batch-size is not a size"),
+        (["--context-len", "-3"], "--context-len is not a size"),
+        (["--output", "no/such/folder/x.toml"], "cannot be written where it is wanted"),
+        (["--num-stages", "7", "--output", "-"], "more stages than layers"),
+    ],
+)
+def test_what_cannot_be_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _tune(Measuring(), *argv) == 2
+    assert words in capsys.readouterr().err
