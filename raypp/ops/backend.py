@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -23,6 +23,8 @@ from raypp.ops.rotary import Rotation
 from raypp.ops.sampling import Truncation
 
 _LOG = logging.getLogger(__name__)
+
+DecodeKernel = Literal["triton", "xqa"]
 
 
 class Projection(Protocol):
@@ -130,6 +132,7 @@ def choose_kernels(
     max_rows: int = 256,
     max_query_len: int = 1,
     num_ring_entries: int = 1,
+    decode: DecodeKernel = "triton",
 ) -> KernelSet:
     """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
 
@@ -140,6 +143,7 @@ def choose_kernels(
         max_rows: The most decode rows of a step.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
+        decode: Which kernel attends decode rows on a GPU; "xqa" only where FlashInfer has it for the heads.
     """
     from raypp.ops.torch_kernels import TorchKernels
 
@@ -162,6 +166,7 @@ def choose_kernels(
         max_rows=max_rows,
         max_query_len=max_query_len,
         num_ring_entries=num_ring_entries,
+        decode=decode,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.backend import DecodeKernel
 from raypp.ops.flashinfer_attention import (
     FlashInferPrefill,
     XqaDecode,
@@ -80,7 +81,7 @@ class CudaAttention:
         num_ring_entries: Steps that may be planned at a time.
         device: Where it runs.
         workspace: Shared with other kernels.
-        decode: Which decode kernel: "triton" or "xqa".
+        decode: Which kernel attends decode rows.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class CudaAttention:
         num_ring_entries: int,
         device: Device,
         workspace: Workspace,
-        decode: str = "triton",
+        decode: DecodeKernel = "triton",
     ) -> None:
         self._device = device
         self._block_size = block_size

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, Projection
+from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
 from raypp.ops.cuda_attention import CudaAttention
 from raypp.ops.kernels.choose import MAX_ROWS, choose_projection
 from raypp.ops.kernels.gate import silu_and_mul
@@ -28,6 +28,7 @@ class CudaKernels:
         max_rows: The most decode rows of a step.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
+        decode: Which kernel attends decode rows.
     """
 
     name = "cuda"
@@ -42,6 +43,7 @@ class CudaKernels:
         max_rows: int,
         max_query_len: int,
         num_ring_entries: int,
+        decode: DecodeKernel = "triton",
     ) -> None:
         self._device = Device.of(device)
         self._dtype = dtype
@@ -50,6 +52,7 @@ class CudaKernels:
         self._max_rows = max_rows
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
+        self._decode: DecodeKernel = decode
         self._attention: CudaAttention | None = None
 
     def norm_linear(
@@ -90,6 +93,7 @@ class CudaKernels:
                 num_ring_entries=self._num_ring_entries,
                 device=self._device,
                 workspace=self._workspace,
+                decode=self._decode,
             )
         return LayerAttention(self._attention, heads)
 

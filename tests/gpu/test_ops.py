@@ -215,8 +215,9 @@ def test_prefill(library, prefill):
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("decode", ["triton", pytest.param("xqa", marks=needs_flashinfer)])
 @pytest.mark.parametrize("prefill", [[], *PREFILLS], ids=str)
-def test_attention_of_a_mixed_step(prefill, has_norm):
+def test_attention_of_a_mixed_step(prefill, decode, has_norm):
     """The kernel set's attention as a whole, against plain torch's on the same device."""
     kernels = checks.Kernels(BF16)
     norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
@@ -231,7 +232,7 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mapping] for side in expected_cache)
     expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads.scale).flatten(1)
 
-    chosen = choose_kernels(CUDA, BF16)
+    chosen = choose_kernels(CUDA, BF16, decode=decode)
     assert isinstance(chosen, CudaKernels)
     attention = chosen.attention(heads)
     chosen.plan_attention(batch, 0)
