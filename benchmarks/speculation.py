@@ -7,7 +7,7 @@
     copy    four requests that copy a document, greedy
     plain   four requests at temperature 1.3, which repeat nothing
 
-Medians of alternating rounds. The tokens of both sides are compared: they must be equal. Speculation is adaptive, unless
+Medians of alternating rounds. The tokens of both sides must be equal. Speculation is adaptive, unless
 `--num-speculative-tokens` says otherwise. The last line is JSON.
 """
 

@@ -5,12 +5,15 @@ tokens, the one with the longest n from `min_n` to `max_n` wins, and among equal
 no such place; a place may overlap it. What followed is proposed. Where fewer tokens followed than drafts are wanted,
 the row has been repeating that many tokens, and the drafts go on repeating them.
 
-This is the plain torch version, for any device. R rows, K drafts, W columns of the table.
+`propose_ngrams` is plain torch, for any device and number of rows. `propose_ngrams_by_row` is for few rows on a CPU,
+where one torch call costs as much as looking through a row. R rows, K drafts, W columns of the table.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def propose_ngrams(
@@ -58,6 +61,41 @@ def propose_ngrams(
     followed = torch.arange(num_drafts, device=text.device).remainder(period.unsqueeze(1)).add_(start.unsqueeze(1))
     drafts = text.gather(1, torch.where(is_match.unsqueeze(1), followed, (known - 1).unsqueeze(1)))
     return drafts, is_match.to(torch.int32).mul_(num_drafts)
+
+
+def propose_ngrams_by_row(
+    tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `propose_ngrams` returns. Everything lies in main memory."""
+    window = tokens.shape[1]
+    table: NDArray[np.int32] = tokens.numpy()
+    draft_ids = np.empty((len(rows), num_drafts), np.int32)
+    num_proposed = np.zeros(len(rows), np.int32)
+    for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
+        text = table[row, :length]
+        if length > window:
+            text = np.roll(table[row], -(length % window))
+        end = _end_of_match(text, min_n, max_n)
+        if end is None:
+            draft_ids[index] = text[-1]
+        else:
+            draft_ids[index] = np.resize(text[end:], num_drafts)  # repeats what is too short
+            num_proposed[index] = num_drafts
+    return torch.from_numpy(draft_ids), torch.from_numpy(num_proposed)
+
+
+def _end_of_match(text: NDArray[np.int32], min_n: int, max_n: int) -> int | None:
+    """Return where the longest match of a row's newest tokens ends, the newest of the longest; None without any."""
+    known = len(text)
+    ends = np.flatnonzero(text[:-1] == text[-1])  # positions of the last token of a match
+    length = 1
+    while len(ends) and length < min(max_n, known):
+        before = ends if ends[0] >= length else ends[ends >= length]
+        longer = before[text[before - length] == text[known - 1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    return int(ends[-1]) + 1 if len(ends) and length >= min_n else None
 
 
 def _texts(

@@ -38,14 +38,13 @@ def verify_drafts(
     max_valid [Y] int32, tokens that the row has room for.
     """
     num_verified = token_ids.shape[1] - 1
-    num_compared = max(num_verified, 1)
-    num_drafted = num_proposed.clamp(max=num_compared)
-    matches = token_ids[:, :num_compared] == draft_ids[:, :num_compared]
-    if num_compared > 1:
-        matches &= torch.arange(num_compared, device=token_ids.device) < num_drafted.unsqueeze(1)
-        num_matched = matches.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
-    else:
-        num_matched = matches.squeeze(1).to(torch.int32).mul_(num_drafted)
-    num_accepted = num_matched if num_verified else torch.zeros_like(num_matched)
-    num_valid = torch.minimum(num_accepted + 1, max_valid.clamp(min=1))
+    if not num_verified:  # the row grows by one token, and the first draft is only looked at
+        num_drafted = num_proposed.clamp(max=1)
+        num_matched = (token_ids == draft_ids[:, :1]).squeeze(1) * num_drafted
+        return Verification(torch.ones_like(num_drafted), num_drafted, num_matched, first + 1)
+    num_drafted = num_proposed.clamp(max=num_verified)
+    matches = token_ids[:, :num_verified] == draft_ids[:, :num_verified]
+    matches &= torch.arange(num_verified, device=token_ids.device) < num_drafted.unsqueeze(1)
+    num_matched = matches.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32)
+    num_valid = torch.minimum(num_matched + 1, max_valid.clamp(min=1))
     return Verification(num_valid, num_drafted, num_matched, first + num_valid)

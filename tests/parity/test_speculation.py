@@ -155,7 +155,7 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     print(f"\n{family.num_tokens} tokens equal to those without drafts, {family.num_excused} near-ties excused; {met}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
     for what in ("preempted", "chunked", "missed"):
-        assert met[what] >= 3, f"{what} was met only {met[what]} times"
+        assert met[what] >= 2, f"{what} was met only {met[what]} times"
 
 
 def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ngram_oracle import ngram_oracle, ring_table
 
-from raypp.ops.ngram import propose_ngrams
+from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
 
 
 def propose(texts: list[list[int]], window: int, min_n: int, max_n: int, num_drafts: int, slack: int = 0):
@@ -25,6 +25,10 @@ def propose(texts: list[list[int]], window: int, min_n: int, max_n: int, num_dra
         num_drafts=num_drafts,
         max_length=int(lengths.max()) + slack,
     )
+    by_row = propose_ngrams_by_row(tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts)
+    assert by_row[0].tolist() == drafts.tolist()
+    assert by_row[1].tolist() == num_proposed.tolist()
+    assert by_row[0].dtype == by_row[1].dtype == drafts.dtype == num_proposed.dtype == torch.int32
     return drafts.tolist(), num_proposed.tolist()
 
 
