@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +25,15 @@ StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
 """Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`."""
 
 
+_NUM_KEPT_PRODUCTS = 32
+"""Shapes of matrix products that oneDNN, and torch's layer above it, keep prepared; see docs/design/0062."""
+
+
 def configure_torch(spec: StageSpec) -> None:
     """Set this process's compute threads, and its GPU before anything else touches one."""
     torch.set_num_threads(spec.num_threads)
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read at the first product
+        os.environ.setdefault(name, str(_NUM_KEPT_PRODUCTS))
     if spec.device != "cpu":
         torch.cuda.set_device(spec.device)
 
