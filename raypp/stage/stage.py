@@ -30,6 +30,7 @@ from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_tokens import pending_result, write_feedback
+from raypp.stage.warm_up import warm_up
 from raypp.tracing import Tracer, now_ns
 from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
@@ -67,6 +68,9 @@ class Stage:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
         self._speculation = Speculation(spec, self._device) if spec.is_last and spec.max_drafts else None
+        if self._device.type == "cuda":
+            with torch.inference_mode():
+                warm_up(spec, model, kv_caches)
         self._recorded: RecordedDecode | None = None
         if spec.records_decode and model.can_be_recorded:
             self._recorded = RecordedDecode(
