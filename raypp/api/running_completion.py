@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
@@ -66,6 +67,7 @@ class RunningCompletion:
             )
         self._final_text = ""
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
+        self._logprob_sums = [0.0]  # of the first tokens' log-probabilities
 
     @property
     def is_ended(self) -> bool:
@@ -83,6 +85,7 @@ class RunningCompletion:
         """
         if self._logprobs is not None and logprobs is not None:
             self._logprobs += decoded_logprobs(logprobs, self._vocabulary)
+            self._logprob_sums += list(accumulate(logprobs.logprobs[:, 0].tolist(), initial=self._logprob_sums[-1]))[1:]
         if self._text is not None:
             stop = self._add_with_text(self._text, token_ids, reason)
             if stop is not None:
@@ -101,12 +104,13 @@ class RunningCompletion:
 
     def output(self) -> CompletionOutput:
         """Return what there is so far."""
-        logprobs = None if self._logprobs is None else self._logprobs[: len(self.token_ids)]
+        num_tokens = len(self.token_ids)  # a stop string may have ended it before the last that were reported
+        logprobs = None if self._logprobs is None else self._logprobs[:num_tokens]
         return CompletionOutput(
             index=self.index,
             text=self._text.visible if self._text is not None else self._final_text,
             token_ids=self.token_ids.copy(),
-            cumulative_logprob=None if logprobs is None else _sum_of_chosen(self.token_ids, logprobs),
+            cumulative_logprob=None if logprobs is None else self._logprob_sums[num_tokens],
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
@@ -139,7 +143,3 @@ class RunningCompletion:
                 self.token_ids[: self._num_with_text(self.token_ids, reason)],
                 skip_special_tokens=self._params.skip_special_tokens,
             )
-
-
-def _sum_of_chosen(token_ids: Sequence[int], logprobs: Sequence[Logprobs]) -> float:
-    return sum(of_token[token_id].logprob for token_id, of_token in zip(token_ids, logprobs, strict=True))
