@@ -85,7 +85,7 @@ def test_nothing_is_left(user, ending, signal_number, exit_codes):
     assert process.returncode in exit_codes, errors
     if ending == "exception":
         assert "KeyError" in errors
-    assert not wait_until_gone(pids, 3.0)
+    assert not wait_until_gone(pids, 20.0)
     shm, ports, places, actors = before
     assert raypp_processes() <= actors
     assert meeting_places() <= places
