@@ -10,6 +10,7 @@ document with commit, versions, hardware and settings.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -44,6 +45,9 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--mode", default="auto", help="graphs: auto, full or none")
     parser.add_argument("--layer-partition", type=int, nargs="+")
+    parser.add_argument(
+        "--speculative", type=json.loads, help='settings, e.g. {"method": "ngram"}'
+    )
     parser.add_argument("--trace", help="write a Chrome trace, and print what the host takes per decode step")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -60,6 +64,7 @@ def main() -> None:
         max_num_batched_tokens=args.max_num_batched_tokens,
         layer_partition=args.layer_partition,
         mode=args.mode,
+        speculative=args.speculative,
         trace=args.trace,
     ) as llm:
         figures: dict[str, object] = {"start_s": time.perf_counter() - started, "plan": llm.plan()}

@@ -149,6 +149,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
-    logits_bytes = max_step_rows * model.vocab_size * (dtype_bytes + _SAMPLING_BYTES)
+    num_logits = min(max_step_rows * (1 + config.speculative.max_drafts), max(tokens, max_step_rows))
+    logits_bytes = num_logits * model.vocab_size * (dtype_bytes + _SAMPLING_BYTES)
     penalty_bytes = config.scheduler.max_num_seqs * model.vocab_size * _COUNT_BYTES
     return max(layer_bytes, logits_bytes) + penalty_bytes

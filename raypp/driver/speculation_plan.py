@@ -13,7 +13,7 @@ from raypp.stage.spec import NUM_PADDING_ROWS
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
-_FREE_STEP_TOKENS = {"cuda": 184, "cpu": 8}  # measured: docs/design/0051-how-many-drafts.md
+_FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
 
 def ngram_window(config: EngineConfig, model: ModelConfig) -> int:

@@ -72,6 +72,7 @@ class RecordedDecode:
         """What it writes: the message to the next stage; on the last stage the feedback."""
         # What the recordings leave, at addresses that never change: by B and K, and of the tails by needs.
         self._last: dict[tuple[int, int], LastHidden] = {}
+        self._kept_logits: torch.Tensor | None = None
         self._choices: dict[tuple[int, int, Needs], Choice] = {}
         self._shapes = {
             (bucket, num_drafts): self._shape(bucket, num_drafts, column=0)
@@ -192,12 +193,19 @@ class RecordedDecode:
         self._model.plan_attention(attention, 0)
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if spec.is_last:
-            logits, stepped = self._model.compute_logits(hidden), SteppedHidden(hidden, positions, attention)
+            logits = self._keep_logits(self._model.compute_logits(hidden))
+            stepped = SteppedHidden(hidden, positions, attention)
             self._last[bucket, num_drafts] = LastHidden(logits, positions + 1, stepped)
         else:
             leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
             leaving["num_computed_tokens"].copy_(num_computed_tokens)
             leaving["hidden_states"].copy_(hidden)
+
+    def _keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return a copy in memory that all recordings share: kept by each, logits would take gigabytes."""
+        if self._kept_logits is None:
+            self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
+        return self._kept_logits[: len(logits)].copy_(logits)
 
     def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> None:
         shape, last, sampler = self._shapes[bucket, num_drafts], self._last[bucket, num_drafts], self._sampler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from raypp.messages import StepPlan
@@ -13,6 +15,8 @@ from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
+
+_LOG = logging.getLogger(__name__)
 
 
 class Speculation:
@@ -31,6 +35,7 @@ class Speculation:
         )
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
+            _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
             self._forced = ForcedAcceptance(given.forced_acceptance_rate)
             self._proposer = AlwaysProposing(self._proposer)
 

@@ -138,14 +138,12 @@ def test_a_token_table_without_memory_for_it_is_refused_with_the_numbers():
 
 def test_a_gpus_kv_cache_leaves_room_for_the_token_table():
     gpu = Hardware(2, num_gpus=1, gpu_name="GPU", gpu_memory_bytes=4 << 30)
-    blocks = {
-        method: plan_engine(
-            EngineConfig.from_flat("tiny", method=method, max_num_seqs=4096, max_num_batched_tokens=8192), gpu
-        )
-        for method in (None, "ngram")
-    }
-    lost = blocks[None].num_blocks - blocks["ngram"].num_blocks
-    block_bytes = blocks[None].stages[0].kv_cache_bytes // blocks[None].num_blocks
-    table_bytes = blocks["ngram"].stages[0].token_table_bytes
-    assert table_bytes > 60 << 20
+    narrow, wide = (
+        plan_engine(EngineConfig.from_flat("tiny", method="ngram", max_num_seqs=2048, ngram_window=window), gpu)
+        for window in (64, 4096)
+    )
+    lost = narrow.num_blocks - wide.num_blocks
+    block_bytes = wide.stages[0].kv_cache_bytes // wide.num_blocks
+    table_bytes = wide.stages[0].token_table_bytes - narrow.stages[0].token_table_bytes
+    assert table_bytes > 30 << 20
     assert lost * block_bytes == pytest.approx(table_bytes, abs=block_bytes)

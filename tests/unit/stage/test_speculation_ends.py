@@ -110,3 +110,26 @@ def test_drafts_do_not_preempt():
     ]
     finish(engine, *requests)
     assert engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+def test_forced_acceptance_has_its_rate_on_text_that_repeats_nothing(rate, caplog):
+    engine = make_engine(4, forced_acceptance_rate=rate, max_model_len=1024)
+    assert "nonsense" in caplog.text
+    params = SamplingParams(max_tokens=900, temperature=0.0, ignore_eos=True)
+    requests = [engine.submit([first], params) for first in (100, 2000, 3000)]
+    finish(engine, *requests)
+    assert [len(request.output_token_ids) for request in requests] == [900] * 3
+    stats = engine.stats()
+    assert stats.num_missed_rows == 0
+    for place in range(4):
+        accepted = stats.accepted_by_position[place] / stats.drafted_by_position[place]
+        assert accepted == pytest.approx(rate ** (place + 1), abs=0.06)
+
+
+def test_speculation_is_exact_unless_it_is_forced(caplog):
+    engine = make_engine(4)
+    assert not caplog.text
+    request = engine.submit([100], SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+    finish(engine, request)
+    assert request.output_token_ids == list(range(101, 151))
