@@ -14,6 +14,7 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "quickstart.ipynb"
@@ -27,7 +28,11 @@ def run_notebook(source: Path = NOTEBOOK) -> Any:
         CellExecutionError: a cell failed.
     """
     notebook = nbformat.read(source, as_version=4)
-    NotebookClient(notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3", record_timing=False).execute()
+    # Sockets that only this user can reach, in place of open ports.
+    config = Config({"KernelManager": {"transport": "ipc"}})
+    NotebookClient(
+        notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3", record_timing=False, config=config
+    ).execute()
     return notebook
 
 
@@ -50,8 +55,8 @@ def main() -> int:
     notebook = run_notebook()
     notebook.metadata.pop("language_info", None)  # tells the machine's Python, which changes nothing
     target, folder = (output, output.parent) if output is not None else (NOTEBOOK, ROOT / "docs" / "images")
+    folder.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, target)
-    folder.mkdir(exist_ok=True)
     for name, png in pictures(notebook).items():
         (folder / f"{name}.png").write_bytes(png)
     return 0

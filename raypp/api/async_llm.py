@@ -14,6 +14,8 @@ from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
+from raypp.api.timeline import Timeline
+from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, StageDiedError
@@ -201,6 +203,11 @@ class AsyncLLM:
     def model_info(self) -> Mapping[str, Any]:
         """What clients must know of the model: model_path, vocab_size, max_model_len, eos_token_ids."""
         return self._engine.handle.model_info
+
+    async def timeline(self, last_s: float | None = None) -> Timeline:
+        """Return what the stages did during the last burst of work; see `LLM.timeline`."""
+        timeout_s = self.config.faults.step_timeout_s
+        return await read_timeline(self._frontend_here(), self.plan(), last_s=last_s, timeout_s=timeout_s)
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

@@ -14,6 +14,8 @@ from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.prepare import Params, Priority
 from raypp.api.running_request import PreparedRequest
+from raypp.api.timeline import Timeline
+from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
 from raypp.errors import EngineDeadError
@@ -167,6 +169,19 @@ class LLM:
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters."""
         return self._thread.submit(self._frontend.stats(self.config.faults.step_timeout_s)).result()
+
+    def timeline(self, last_s: float | None = None) -> Timeline:
+        """Return what the stages did during the last burst of work: in a notebook, a picture.
+
+        Args:
+            last_s: Keep at most this many seconds of it, the last ones.
+
+        Raises:
+            ConfigError: the engine has not worked yet.
+            EngineDeadError: the engine died.
+        """
+        timeout_s = self.config.faults.step_timeout_s
+        return self._wait(read_timeline(self._frontend, self.plan(), last_s=last_s, timeout_s=timeout_s))
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

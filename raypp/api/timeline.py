@@ -147,7 +147,7 @@ class Timeline:
         if self.memory_speed is None:
             return text
         return (
-            f"{text}, {self.share_of_limit:.0%} of the physical limit "
+            f"{text}, {self.share_of_limit:.1%} of the physical limit "
             f"(reading the weights at {self.memory_speed.bytes_per_s / 1e9:.0f} GB/s, {self.memory_speed.source})"
         )
 

@@ -42,7 +42,7 @@ def plot_timeline(timeline: Timeline, axes: Axes | None = None) -> Axes:
     axes.set_yticks(range(timeline.num_stages), [f"stage {index}" for index in range(timeline.num_stages)])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.set_title(str(timeline), fontsize=9, loc="left")
+    axes.set_title(str(timeline).replace(" (", "\n(", 1), fontsize=9, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
     return axes

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from raypp.api.llm import LLM
 from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
 from raypp.api.timeline import Forward, MemorySpeed, Timeline
 from raypp.errors import ConfigError
+from raypp.testing import launch_in_threads
+from raypp.types import SamplingParams
 
 MS = 1000
 
@@ -43,7 +46,7 @@ def test_figures() -> None:
     assert whole.share_of_limit == pytest.approx(0.1, abs=0.01)
     assert str(whole) == (
         "100 steps on 2 stages, 1980.0 ms: bubble fraction 0.50, "
-        "10% of the physical limit (reading the weights at 0 GB/s, made up)"
+        "10.0% of the physical limit (reading the weights at 0 GB/s, made up)"
     )
 
 
@@ -90,3 +93,18 @@ def test_picture(tmp_path) -> None:
     axes = whole.plot()
     assert [label.get_text() for label in axes.get_yticklabels()] == ["stage 0", "stage 1"]
     assert sum(len(container) for container in axes.containers) == 40
+
+
+def test_timeline_of_a_real_engine() -> None:
+    with LLM("tiny", num_stages=2, launch=launch_in_threads) as llm:
+        with pytest.raises(ConfigError, match="nothing to draw"):
+            llm.timeline()
+        llm.generate(["a", "b", "c"], SamplingParams(max_tokens=20, ignore_eos=True))
+        whole = llm.timeline()
+        assert whole.num_steps == llm.stats()["num_steps"]
+        assert {forward.stage_index for forward in whole.forwards} == {0, 1}
+        assert 0 <= whole.bubble_fraction < 1
+        share = whole.share_of_limit
+        assert share is not None
+        assert share > 0
+        assert llm.timeline(last_s=1e-3).num_steps < whole.num_steps

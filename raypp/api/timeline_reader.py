@@ -1,0 +1,60 @@
+"""A timeline from what the driver remembers of its stages' work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from raypp.api.frontend import Frontend
+from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
+from raypp.api.timeline import Forward, MemorySpeed, Timeline
+from raypp.driver.hardware import Hardware
+
+_REPORTS_TIMEOUT_S = 2.0
+_REPORTS_POLL_S = 0.02
+
+
+async def read_timeline(
+    frontend: Frontend, plan: Mapping[str, Any], *, last_s: float | None, timeout_s: float
+) -> Timeline:
+    """Return the last burst of work; see `Timeline.of_last_burst`.
+
+    Args:
+        frontend: Of the engine.
+        plan: The engine's, as `LLM.plan` returns it.
+        last_s: Keep at most this many seconds of it.
+        timeout_s: For the driver to answer.
+
+    Raises:
+        ConfigError: the engine has not worked yet.
+        DeadlineError: no answer in time.
+        EngineDeadError: the engine died.
+    """
+    await _wait_for_reports(frontend, timeout_s)
+    stats = await frontend.stats(timeout_s, spans_after_us=0)
+    step_weight_bytes = [int(stage["step_weight_bytes"]) for stage in plan["stages"]]
+    return Timeline.of_last_burst(
+        [Forward(*span) for span in stats["spans"]],
+        step_weight_bytes=step_weight_bytes,
+        memory_speed=await asyncio.to_thread(_memory_speed, str(plan["device"]), max(step_weight_bytes)),
+        last_s=last_s,
+    )
+
+
+async def _wait_for_reports(frontend: Frontend, timeout_s: float) -> None:
+    """Wait until the stages have reported all steps there are: they do so now and then, not after each."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + _REPORTS_TIMEOUT_S
+    wanted = (await frontend.stats(timeout_s))["num_steps"]
+    while loop.time() < ends:
+        stages = (await frontend.stats(timeout_s))["stages"]
+        if all(stage["num_steps"] >= wanted for stage in stages):
+            return
+        await asyncio.sleep(_REPORTS_POLL_S)
+
+
+def _memory_speed(device: str, num_bytes: int) -> MemorySpeed | None:
+    if device == "cpu":
+        return measure_cpu_memory_speed(num_bytes)
+    return gpu_memory_speed(Hardware.of_this_machine().gpu_name)
