@@ -31,9 +31,28 @@ def run_notebook(source: Path = NOTEBOOK) -> Any:
     # Sockets that only this user can reach, in place of open ports.
     config = Config({"KernelManager": {"transport": "ipc"}})
     NotebookClient(
-        notebook, timeout=_CELL_TIMEOUT_S, kernel_name="python3", record_timing=False, config=config
+        notebook,
+        timeout=_CELL_TIMEOUT_S,
+        kernel_name="python3",
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+        config=config,
     ).execute()
     return notebook
+
+
+def without_noise(notebook: Any) -> Any:
+    """Return the notebook without what belongs to one machine: warnings, progress bars, Python's version."""
+    for cell in notebook.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if _is_worth_keeping(output)]
+    notebook.metadata.pop("language_info", None)
+    return notebook
+
+
+def _is_worth_keeping(output: Any) -> bool:
+    return output.get("name") != "stderr" and "application/vnd.jupyter.widget-view+json" not in output.get("data", {})
 
 
 def pictures(notebook: Any) -> dict[str, bytes]:
@@ -53,10 +72,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the result goes; default: the notebook itself")
     output = parser.parse_args().output
     notebook = run_notebook()
-    notebook.metadata.pop("language_info", None)  # tells the machine's Python, which changes nothing
     target, folder = (output, output.parent) if output is not None else (NOTEBOOK, ROOT / "docs" / "images")
     folder.mkdir(parents=True, exist_ok=True)
-    nbformat.write(notebook, target)
+    nbformat.write(without_noise(notebook), target)
     for name, png in pictures(notebook).items():
         (folder / f"{name}.png").write_bytes(png)
     return 0
