@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,7 @@ class OutputFile:
             sync_folder(path.parent)
         self._num_bytes = 0
         self._is_dirty = False
+        self._sync_lock = threading.Lock()
 
     async def lock(self, timeout_s: float = 10.0) -> None:
         """Keep other processes out until this one closes it or ends.
@@ -120,19 +122,23 @@ class OutputFile:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             self._truncate(self._num_bytes)
-            raise ResourceError(
-                "the output cannot be written any more",
-                got=f"{self._path}: {error.strerror}",
-                hint="make room and run the same command again: what is there is kept",
-            ) from error
+            raise self._disk_error(error) from error
         self._num_bytes += len(line) + 1
         self._is_dirty = True
 
     def sync(self) -> None:
-        """Wait until the disk has everything. May be called from another thread."""
-        if self._is_dirty:
-            self._is_dirty = False
-            os.fsync(self._fd)
+        """Wait until the disk has everything. May be called from several threads.
+
+        Raises:
+            ResourceError: the disk does not take it.
+        """
+        with self._sync_lock:  # who comes second waits for the first one's disk, too
+            if self._is_dirty:
+                self._is_dirty = False
+                try:
+                    os.fsync(self._fd)
+                except OSError as error:
+                    raise self._disk_error(error) from error
 
     def close(self) -> None:
         """Let others in."""
@@ -167,6 +173,13 @@ class OutputFile:
             "the output holds something that this job did not write",
             got=f"{self._path}: {got}",
             hint="name another output, or start anew with --overwrite",
+        )
+
+    def _disk_error(self, error: OSError) -> ResourceError:
+        return ResourceError(
+            "the output cannot be written any more",
+            got=f"{self._path}: {error.strerror}",
+            hint="make room and run the same command again: what is there is kept",
         )
 
     def _truncate(self, num_bytes: int) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from typing import NoReturn
 
 from raypp.batch_job.job import BatchJob
 
@@ -15,10 +16,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def run_until_stopped(job: BatchJob) -> int:
-    """Run a job in this thread, which must be the process's main one; return the exit code.
+    """Run a job in this thread, which must be the process's main one; return 0 when it is done.
 
-    SIGTERM and Ctrl-C end it in an orderly way: 143, 130. What was answered so far is on disk. What takes longer than
-    2.5 s then is cut off, as is everything at a second signal.
+    SIGTERM and Ctrl-C end the process in an orderly way, with exit code 143 or 130. What was answered so far is on
+    disk. What takes longer than 2.5 s then is cut off, as is everything at a second signal.
 
     Raises:
         RayppError: the job failed.
@@ -49,14 +50,14 @@ async def _run(job: BatchJob) -> int:
     try:
         await work
     except asyncio.CancelledError:
-        return 128 + received[0]
+        _exit_now(received[0])  # the engine is closed; Ray's own way out of a process can take seconds
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     return 0
 
 
-def _exit_now(number: signal.Signals) -> None:
+def _exit_now(number: signal.Signals) -> NoReturn:
     """End without ado. Ray ends what belonged to this process; the output needs nothing more."""
     os._exit(128 + number)
 

@@ -1,6 +1,7 @@
 """Batch jobs on real actors: killed again and again, in every way; long inputs; Ray Data.
 
-TEST_BATCH_KILLS sets how many kills, 20 is the full campaign; TEST_BATCH_LINES how long the long input is, in full 100000.
+TEST_BATCH_KILLS sets how many kills (20 is the full campaign), TEST_BATCH_LINES how long the long input is (100000).
+These take longer than a test may: pytest -o faulthandler_timeout=0.
 """
 
 from __future__ import annotations

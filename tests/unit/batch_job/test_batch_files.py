@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from raypp.batch_job.id_index import IdIndexBuilder
 from raypp.batch_job.input_file import scan_input, stream_lines
 from raypp.batch_job.manifest import Manifest
 from raypp.batch_job.output_file import OutputFile
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, ResourceError
 
 
 @given(st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30))
@@ -145,6 +147,24 @@ def test_an_output_has_one_writer(tmp_path: Path) -> None:
     second.close()
     with pytest.raises(ConfigError, match="cannot be written"):
         OutputFile(tmp_path / "no" / "out.jsonl")
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.jsonl"
+    output = locked(path)
+    output.append(b'{"custom_id": "a"}')
+    write = os.write
+
+    def write_a_little(fd: int, data: memoryview) -> int:
+        if len(data) < 10:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data[:5])
+
+    monkeypatch.setattr(os, "write", write_a_little)
+    with pytest.raises(ResourceError, match="No space left"):
+        output.append(b'{"custom_id": "b"}')
+    output.close()
+    assert path.read_bytes() == b'{"custom_id": "a"}\n'
 
 
 def test_many_lines_of_output_are_found_again(tmp_path: Path) -> None:
