@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--mode", default="auto", help="graphs: auto, full or none")
     parser.add_argument("--layer-partition", type=int, nargs="+")
-    parser.add_argument(
-        "--speculative", type=json.loads, help='settings, e.g. {"method": "ngram"}'
-    )
+    parser.add_argument("--speculative", type=json.loads, help='settings, e.g. {"method": "ngram"}')
     parser.add_argument("--trace", help="write a Chrome trace, and print what the host takes per decode step")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
