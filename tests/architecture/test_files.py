@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def test_ordinary_text_is_no_machine_path(text: str) -> None:
 def test_large_files_are_there_on_purpose() -> None:
     large = [name_of(path) for path in project_files() if path.stat().st_size > MAX_FILE_BYTES]
     assert set(large) <= set(LARGE_FILES)
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """Pytest imports them by their bare names: of two alike it refuses the second, and with it the whole run."""
+    names = Counter(path.name for path in project_files(".py") if name_of(path).startswith("tests/"))
+    assert not [name for name, count in names.items() if count > 1 and name != "conftest.py"]
 
 
 def test_source_is_ascii() -> None:
