@@ -80,7 +80,8 @@ class RecordedDecode:
             for bucket in self._buckets.sizes
             if bucket * (1 + num_drafts) <= spec.max_step_tokens
         }
-        self._fed_back = {bucket: self._shape(bucket, 0, column=4) for bucket in self._buckets.sizes}
+        # What is fed back may be a step of any K.
+        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in self._buckets.sizes}
 
     def record(self) -> None:
         """Record everything, the largest first. All rows are padding meanwhile."""
