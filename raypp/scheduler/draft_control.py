@@ -33,7 +33,8 @@ class DraftControl:
         """Take in the result of a step with decode rows."""
         num_rows = len(step.decoding)
         num_drafted, num_matched = result.num_drafted[:num_rows], result.num_matched[:num_rows]
-        self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted, num_matched)
+        if num_drafted[0] >= 0:  # else nobody looked
+            self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted, num_matched)
         if not step.num_drafts:
             return
         accepted = (result.num_valid[:num_rows] - 1).tolist()

@@ -9,7 +9,7 @@ import torch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
-from raypp.stage.speculation import Speculation
+from raypp.stage.speculation import Search, Speculation
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
@@ -38,6 +38,7 @@ def choose_tokens(
     speculation: Speculation | None,
     needs: Needs,
     max_length: int,
+    search: Search,
 ) -> Choice:
     """Sample every position, verify drafts and propose the next ones. Never waits for the device.
 
@@ -48,6 +49,7 @@ def choose_tokens(
         speculation: None when nobody drafts.
         needs: At least what the step's rows need.
         max_length: An upper bound of the rows' lengths after the step.
+        search: What a step without drafts does for later ones.
     """
     width, rows = shape.decode_query_len, shape.rows_of_logits()
     if speculation is not None and needs.history and width > 1:
@@ -58,6 +60,6 @@ def choose_tokens(
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
     else:
-        tokens = speculation.finish(shape, token_ids, last.positions, last.hidden, max_length)
+        tokens = speculation.finish(shape, token_ids, last.positions, last.hidden, max_length, search)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
     return Choice(chosen, tokens)

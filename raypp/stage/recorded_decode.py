@@ -28,7 +28,7 @@ from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.speculation import Speculation
+from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_tokens import write_feedback
@@ -80,7 +80,8 @@ class RecordedDecode:
             for bucket in self._buckets.sizes
             if bucket * (1 + num_drafts) <= spec.max_step_tokens
         }
-        self._fed_back = {bucket: self._shape(bucket, 0, column=4) for bucket in self._buckets.sizes}
+        # What is fed back may be a step of any K.
+        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in self._buckets.sizes}
 
     def record(self) -> None:
         """Record everything, the largest first. All rows are padding meanwhile."""
@@ -211,6 +212,6 @@ class RecordedDecode:
         shape, last, sampler = self._shapes[bucket, num_drafts], self._last[bucket, num_drafts], self._sampler
         assert sampler is not None
         max_length = self._spec.max_seq_len + 1
-        choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length)
+        choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())
         write_feedback(self._schemas.feedback.views(self.output, bucket, bucket), shape, choice.tokens)
         self._choices[bucket, num_drafts, needs] = choice

@@ -126,7 +126,7 @@ class NextInputs:
         """Take over what an earlier step of that shape yielded; see `transport.schema.feedback_schema`."""
         lengths, token_ids = feedback["length"], feedback["token_ids"]
         last_token_ids = token_ids[:, 0]
-        if token_ids.shape[1] > 1:  # several may have been accepted: the last one counts
+        if shape.decode_query_len > 1:  # drafts may have been accepted: the last token counts
             before = self._lengths.index_select(0, shape.rows)
             last = (lengths - before - 1).clamp_(0, token_ids.shape[1] - 1).to(torch.int64)
             last_token_ids = token_ids.gather(1, last.unsqueeze(1)).squeeze(1)

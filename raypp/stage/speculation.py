@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,18 @@ from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
 _LOG = logging.getLogger(__name__)
+
+_SHADOW_EVERY = 4
+"""On a CPU, where a search costs a few percent of a small model's step: of the steps without drafts, one in so many is
+followed by a search, and its outcome compared in the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What a step without drafts does all the same, so that the driver hears of text that turns repetitive."""
+
+    compares: bool = True  # the first draft with the token that is sampled
+    proposes: bool = True  # the next drafts
 
 
 class Speculation:
@@ -33,6 +46,8 @@ class Speculation:
             num_drafts=spec.max_drafts,
             max_rows=spec.max_step_rows,
         )
+        self._is_sparing = device.type == "cpu"
+        self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
             _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
@@ -50,6 +65,15 @@ class Speculation:
         self._drafts.apply(plan)
         self._proposer.apply(plan)
 
+    def search_of(self, plan: StepPlan) -> Search:
+        """Return what to do in this step; called once for each. A step with drafts does everything."""
+        if not self._is_sparing or plan.num_drafts or not plan.num_decode_rows:
+            self._num_plain_steps[plan.cohort] = 0
+            return Search()
+        count = self._num_plain_steps.get(plan.cohort, _SHADOW_EVERY - 1) + 1
+        self._num_plain_steps[plan.cohort] = count % _SHADOW_EVERY
+        return Search(compares=count == 1, proposes=count == _SHADOW_EVERY)
+
     def drafts(self, shape: StepShape) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
         decode_rows = shape.rows[: shape.num_decode_rows]
@@ -62,6 +86,7 @@ class Speculation:
         positions: torch.Tensor,
         hidden: SteppedHidden,
         max_length: int,
+        search: Search,
     ) -> StepTokens:
         """Verify, remember, propose.
 
@@ -71,14 +96,15 @@ class Speculation:
             positions: [N] int64, theirs.
             hidden: For proposers that draft from hidden states.
             max_length: An upper bound of the rows' lengths after the step.
+            search: What the step does.
         """
         rows = shape.sampled_rows
         token_ids, first = _by_row(shape, chosen, positions)
         if self._forced is not None:
             token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
-        verified = self._drafts.verify(rows, first, token_ids)
-        drafts = self._proposer.propose(
-            SteppedTokens(
+        verified = (self._drafts.verify if search.compares else self._drafts.follow)(rows, first, token_ids)
+        if search.proposes:
+            stepped = SteppedTokens(
                 rows=rows,
                 lengths=verified.lengths,
                 token_ids=token_ids,
@@ -86,8 +112,10 @@ class Speculation:
                 max_length=max_length,
                 hidden=hidden,
             )
-        )
-        self._drafts.remember(rows, drafts)
+            drafts = self._proposer.propose(stepped)
+            self._drafts.remember(rows, drafts)
+        else:
+            drafts = self._drafts.miss(rows, token_ids)
         return StepTokens(
             token_ids=token_ids,
             positions=first,

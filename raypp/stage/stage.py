@@ -26,7 +26,7 @@ from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.speculation import Speculation
+from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_tokens import pending_result, write_feedback
@@ -247,7 +247,8 @@ class Stage:
         last = LastHidden(logits, chosen_positions, SteppedHidden(hidden, positions, attention))
         max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
-        choice = choose_tokens(shape, last, self._sampler, self._speculation, needs, max_length)
+        search = Search() if self._speculation is None else self._speculation.search_of(plan)
+        choice = choose_tokens(shape, last, self._sampler, self._speculation, needs, max_length, search)
         logprobs = self._logprobs.report(plan, shape, logits, choice.chosen, hidden, self._model.compute_logits)
         link, schema = self._links.feedback_out, self._schemas.feedback
         assert link is not None
