@@ -11,7 +11,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-import ray
+import pyarrow
+import pyarrow.parquet
 import ray.data
 
 from raypp.batch_job.ray_data import Completer
@@ -40,14 +41,15 @@ def main() -> None:
         num_cpus=0.1,  # of the actor that the engine is started from; the engine asks for its own
     )
     completed.write_parquet(str(args.output))
-    for row in ray.data.read_parquet(str(args.output)).take(3):
+    for row in pyarrow.parquet.read_table(args.output).slice(0, 3).to_pylist():
         print(repr(row["prompt"]), "->", repr(row["completion"]))
 
 
 def make_prompts(folder: Path) -> Path:
     """Write a Parquet file with a few prompts and return its path."""
     path = folder / "prompts.parquet"
-    ray.data.from_items([{"id": i, "prompt": f"def function_{i}("} for i in range(100)]).write_parquet(str(path))
+    rows = [{"id": i, "prompt": f"def function_{i}("} for i in range(100)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
