@@ -109,7 +109,7 @@ class StepResult:
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
     num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
     # With speculation, else empty: [R] drafts, not counting misses, that were compared with the model's own tokens (at
-    # K = 0 the first still is, as a shadow, or -1 when nobody looked); and how many leading ones of them are equal.
+    # K = 0 the first may still be, as a shadow; else empty); and how many leading ones of them are equal.
     num_drafted: Int32s = field(default_factory=lambda: NO_INT32S)
     num_matched: Int32s = field(default_factory=lambda: NO_INT32S)
     logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them

@@ -31,10 +31,11 @@ class DraftControl:
 
     def note(self, step: InFlightStep, result: StepResult) -> None:
         """Take in the result of a step with decode rows."""
+        if not len(result.num_drafted):
+            return  # nobody looked
         num_rows = len(step.decoding)
         num_drafted, num_matched = result.num_drafted[:num_rows], result.num_matched[:num_rows]
-        if num_drafted[0] >= 0:  # else nobody looked
-            self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted, num_matched)
+        self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted, num_matched)
         if not step.num_drafts:
             return
         accepted = (result.num_valid[:num_rows] - 1).tolist()

@@ -53,17 +53,13 @@ class DraftTables:
         self._tokens.append(rows, first, token_ids, verified.num_valid)
         return verified
 
-    def follow(self, rows: torch.Tensor, first: torch.Tensor, token_ids: torch.Tensor) -> Verification:
-        """Do as `verify` in a step without drafts, and do not look at the first one: `num_drafted` is -1."""
-        num_valid = torch.ones_like(rows, dtype=torch.int32)
-        self._tokens.append(rows, first, token_ids, num_valid)
-        return Verification(num_valid, num_valid.neg(), torch.zeros_like(num_valid), first + 1)
+    def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Take over that nothing was proposed for these rows; return ids that are valid all the same, [Y, K_max] int32.
 
-    def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> Drafts:
-        """Take over that nothing was proposed for these rows; return ids that are valid all the same."""
+        Shapes: rows [Y] int64; token_ids [Y, 1 + K] int32.
+        """
         self._num_proposed.index_fill_(0, rows, 0)
-        num_proposed = torch.zeros_like(rows, dtype=torch.int32)
-        return Drafts(token_ids[:, :1].expand(-1, self._draft_ids.shape[1]), num_proposed)
+        return token_ids[:, :1].expand(-1, self._draft_ids.shape[1])
 
     def remember(self, rows: torch.Tensor, drafts: Drafts) -> None:
         """Take the rows' next drafts over. Shapes: rows [Y] int64."""

@@ -27,7 +27,7 @@ class SteppedTokens:
     rows: torch.Tensor  # [Y] int64
     lengths: torch.Tensor  # [Y] int64, of the rows, the new tokens included
     token_ids: torch.Tensor  # [Y, 1 + K] int32, valid up to num_valid
-    num_valid: torch.Tensor  # [Y] int32, at least 1
+    num_valid: torch.Tensor | None  # [Y] int32, at least 1; None: 1 each
     max_length: int  # an upper bound of `lengths` that the host knows
     hidden: SteppedHidden
 

@@ -48,18 +48,19 @@ class TokenTable:
         self._flat.index_copy_(0, columns.to(self._device), torch.from_numpy(token_ids.copy()).to(self._device))
 
     def append(
-        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor
+        self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor | None
     ) -> None:
         """Write the leading `num_valid` of each row's new tokens.
 
         Shapes: rows [R] int64, all different; positions [R] int64, of each row's first new token; token_ids [R, N]
-        int32, N at most the window; num_valid [R] int32, at least 1.
+        int32, N at most the window; num_valid [R] int32, at least 1, None where N is 1.
         """
         width = token_ids.shape[1]
         first = rows * self._window
         if width == 1:
             self._flat.index_copy_(0, (positions % self._window).add_(first), token_ids.squeeze(1))
             return
+        assert num_valid is not None
         offsets = torch.arange(width, device=rows.device)
         columns = (positions.unsqueeze(1) + offsets).remainder_(self._window).add_(first.unsqueeze(1))
         # What was not accepted is written as what was there before: no data-dependent shape.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -102,29 +102,26 @@ class Speculation:
         token_ids, first = _by_row(shape, chosen, positions)
         if self._forced is not None:
             token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
-        verified = (self._drafts.verify if search.compares else self._drafts.follow)(rows, first, token_ids)
-        if search.proposes:
-            stepped = SteppedTokens(
-                rows=rows,
-                lengths=verified.lengths,
-                token_ids=token_ids,
-                num_valid=verified.num_valid,
-                max_length=max_length,
-                hidden=hidden,
-            )
-            drafts = self._proposer.propose(stepped)
-            self._drafts.remember(rows, drafts)
+        if not search.compares:
+            self._tokens.append(rows, first, token_ids, None)
+            tokens = StepTokens.one_each(token_ids.squeeze(1), first)
         else:
-            drafts = self._drafts.miss(rows, token_ids)
-        return StepTokens(
-            token_ids=token_ids,
-            positions=first,
-            lengths=verified.lengths,
-            num_valid=verified.num_valid,
-            num_drafted=verified.num_drafted,
-            num_matched=verified.num_matched,
-            draft_ids=drafts.draft_ids,
+            verified = self._drafts.verify(rows, first, token_ids)
+            tokens = StepTokens(
+                token_ids=token_ids,
+                positions=first,
+                lengths=verified.lengths,
+                num_valid=verified.num_valid,
+                num_drafted=verified.num_drafted,
+                num_matched=verified.num_matched,
+            )
+        if not search.proposes:
+            return replace(tokens, draft_ids=self._drafts.miss(rows, token_ids))
+        drafts = self._proposer.propose(
+            SteppedTokens(rows, tokens.lengths, token_ids, tokens.num_valid, max_length, hidden)
         )
+        self._drafts.remember(rows, drafts)
+        return replace(tokens, draft_ids=drafts.draft_ids)
 
 
 def _by_row(shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
