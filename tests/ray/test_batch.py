@@ -23,12 +23,13 @@ import ray
 from batch_jobs import DEADLINE_S, actors_below, num_lines, start_job, texts_by_id, wait_for, write_prompts
 
 from raypp import LLM, SamplingParams
+from raypp.testing import launch_in_threads
 
 pytestmark = pytest.mark.ray
 
 NUM_LINES = 300
-MAX_TOKENS = 16
-NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "2000"))
+MAX_TOKENS = 8
+NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "1000"))
 MAX_MEMORY_MB = 500
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_parquet.py"
 NUM_KILLS = int(os.environ.get("TEST_BATCH_KILLS", "4"))
@@ -55,7 +56,7 @@ class Campaign:
         """Return the job's process, a new one if the last has ended."""
         if self._process is None or self._process.poll() is not None:
             self.num_starts += 1
-            self._process = start_job(self.input, self.output, "--max-in-flight", "16", env=self._env)
+            self._process = start_job(self.input, self.output, "--max-in-flight", "24", env=self._env)
         return self._process
 
     def kill(self, kind: str) -> str:
@@ -96,7 +97,7 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
     rng = random.Random(SEED)
     prompts = [f"def f{i}({rng.choice('abcxyz')}, {rng.randrange(100)}):" for i in range(NUM_LINES)]
     write_prompts(campaign.input, prompts, max_tokens=MAX_TOKENS)
-    with LLM("tiny", num_stages=2) as llm:
+    with LLM("tiny", num_stages=2, launch=launch_in_threads) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
     expected = {f"line-{i}": output.outputs[0].text for i, output in enumerate(outputs)}
 

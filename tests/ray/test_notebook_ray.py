@@ -116,7 +116,4 @@ def test_interrupting_aborts_and_starting_again_replaces(kernel: Kernel) -> None
     assert len(second["stages"]) == 1
     assert not wait_until_gone([first["driver"], *first["stages"]], 1.0)
     assert kernel.run('print(len(llm.generate("def ")))') == "1\n"
-
-    assert "NameError" not in kernel.run("other = LLM('tiny'); print(llm.stats()['num_running'])")
-    assert wait_until_gone(second["stages"], 0.0) == second["stages"]  # another name replaces nothing
-    kernel.run("other.close(); llm.close()")
+    kernel.run("llm.close()")
