@@ -182,10 +182,15 @@ def _reserve_anywhere(
     wanted = f"{num_stages} times {dict(bundle)}"
     group: PlacementGroup = placement_group([dict(bundle)] * num_stages, strategy=strategy.upper())
     with _removed_on_error(group):
-        if _is_ready(group, min(_NOTICE_S, deadline.remaining_s)):
-            return group
-        logger.warning("waiting for others to free resources of the Ray cluster: %s; free: %s", wanted, _free())
-        if _is_ready(group, deadline.remaining_s):
+        is_noticed = False
+        while not _is_ready(group, min(_NOTICE_S, deadline.remaining_s)):
+            check_capacity(alive_nodes(), bundle, num_stages, strategy)  # a node may be lost meanwhile
+            if not deadline.remaining_s:
+                break
+            if not is_noticed:
+                is_noticed = True
+                logger.warning("waiting for others to free resources of the Ray cluster: %s; free: %s", wanted, _free())
+        else:
             return group
         raise ResourceError(
             f"the Ray cluster did not free the engine's resources within {deadline.seconds:g} s",
