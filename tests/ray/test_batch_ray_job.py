@@ -36,12 +36,14 @@ def dashboard() -> Iterator[str]:
         log_to_driver=False,
         object_store_memory=80 << 20,
     )
-    (Path(folder) / "ray_current_cluster").write_text(context["gcs_address"])
-    address = f"http://{context.dashboard_url}"
-    wait_for(lambda: _takes_jobs(address), "Ray's job agent")
-    yield address
-    ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        (Path(folder) / "ray_current_cluster").write_text(context["gcs_address"])
+        address = f"http://{context.dashboard_url}"
+        wait_for(lambda: _takes_jobs(address), "Ray's job agent")  # in vain while another Ray has its port, 52365
+        yield address
+    finally:  # else the tests of other modules would find this Ray
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _takes_jobs(address: str) -> bool:
