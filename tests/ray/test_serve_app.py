@@ -126,7 +126,8 @@ def test_load(url: str) -> None:
     assert set(report.rss_growth) == {"replica", "driver", "stage", "stage 1"}
     assert not any(report.engine_after.values())
     assert report.num_files_after.keys() == report.num_files_before.keys()
-    assert all(report.num_files_after[name] <= count for name, count in report.num_files_before.items())
+    # Two of Ray's processes may connect at any time, once; a descriptor per stream would be hundreds.
+    assert report.num_files_kept <= 2 < NUM_CLIENTS
     if SECONDS >= 60:  # in a shorter run the first seconds, in which buffers find their size, weigh too much
         assert all(growth < 0.05 for growth in report.rss_growth.values())
 
