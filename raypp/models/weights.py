@@ -21,7 +21,7 @@ class WeightSource(Protocol):
     """Gives a model's tensors by the names of its checkpoint."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor, converted to `dtype`, in host memory.
+        """Return the tensor, converted to `dtype`, in host memory or already where it is going.
 
         Raises:
             ModelLoadError: there is none of that name and shape.
@@ -121,23 +121,28 @@ class DummyWeights:
 
     Norms are one, everything else is normal with a standard deviation of 0.02. The noise repeats after a prime number
     of elements, so that large models are made at the speed of copying, yet no two rows of a matrix are alike.
+
+    Args:
+        seed: Of all tensors.
+        device: Where they are made. The noise is the same on any.
     """
 
     _PERIOD = 1_048_573
     _STANDARD_DEVIATION = 0.02
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self._seed = seed
+        self._device = device
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the random tensor `name` of `shape`."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=dtype)
+            return torch.ones(shape, dtype=dtype, device=self._device)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
         count = min(tensor.numel(), self._PERIOD)
-        noise = torch.randn(count, generator=generator).mul_(self._STANDARD_DEVIATION).to(dtype)
+        noise = torch.randn(count, generator=generator).mul_(self._STANDARD_DEVIATION).to(dtype).to(self._device)
         for chunk in torch.split(tensor.view(-1), self._PERIOD):
             chunk.copy_(noise[: len(chunk)])
         return tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -154,6 +156,7 @@ class CudaProjection:
 
     def __init__(self, weights: Weights, device: Device, workspace: Workspace) -> None:
         self._weights = weights
+        self._bare_weights = replace(weights, norm_eps=None)
         self._device = device
         self._workspace = workspace
         self._tunings: dict[int, Tuning] = {}
@@ -166,6 +169,8 @@ class CudaProjection:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         weights, tuning = self._weights, self._tunings.get(len(x))
+        if weights.norm_eps is not None and len(x) > 1:
+            x, weights = rms_norm(x, None, weights.norm_eps, self._device), self._bare_weights
         if tuning is not None:
             return project(x, weights, None, tuning, self._device, self._workspace)
         if weights.norm_eps is not None:

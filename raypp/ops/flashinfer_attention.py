@@ -138,7 +138,7 @@ class FlashInferPrefill:
             _prefix_sums(batch.prefill_query_lens),
             _prefix_sums(num_blocks),
             torch.cat([table[:count] for table, count in zip(tables.unbind(0), num_blocks, strict=False)]),
-            torch.tensor([(n - 1) % block_size + 1 for n in batch.prefill_seq_lens], dtype=torch.int32),
+            _on_host([(n - 1) % block_size + 1 for n in batch.prefill_seq_lens]),
             heads.num_heads,
             heads.num_kv_heads,
             heads.head_dim,
@@ -147,6 +147,8 @@ class FlashInferPrefill:
             sm_scale=heads.scale,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
+            seq_lens=_on_host(batch.prefill_seq_lens),
+            max_token_per_sequence=max(batch.prefill_query_lens),
         )
         return wrapper
 
@@ -163,4 +165,9 @@ def _prefix_sums(counts: list[int]) -> torch.Tensor:
     sums = [0]
     for count in counts:
         sums.append(sums[-1] + count)
-    return torch.tensor(sums, dtype=torch.int32)
+    return _on_host(sums)
+
+
+def _on_host(values: list[int]) -> torch.Tensor:
+    """Return values that can be copied to the device without waiting, int32."""
+    return torch.tensor(values, dtype=torch.int32, pin_memory=True)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StepPlan
+from raypp.ops.host_to_device import to_device_together
 
 _TOKEN_BYTES = 4
 
@@ -44,8 +45,8 @@ class TokenTable:
         in_window = positions >= np.repeat(plan.start_num_tokens, plan.start_num_tokens) - self._window
         if not in_window.all():
             rows, positions, token_ids = rows[in_window], positions[in_window], token_ids[in_window]
-        columns = torch.from_numpy(rows * self._window + positions % self._window)
-        self._flat.index_copy_(0, columns.to(self._device), torch.from_numpy(token_ids.copy()).to(self._device))
+        columns, values = to_device_together((rows * self._window + positions % self._window, token_ids), self._device)
+        self._flat.index_copy_(0, columns, values)
 
     def append(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, num_valid: torch.Tensor | None

@@ -58,7 +58,9 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     model = build_model(
         config, start_layer=spec.start_layer, end_layer=spec.end_layer, dtype=dtype, device=device, kernels=kernels
     )
-    source = DummyWeights(spec.seed) if spec.load_format == "dummy" else CheckpointWeights(Path(spec.model_path))
+    source = (
+        DummyWeights(spec.seed, device) if spec.load_format == "dummy" else CheckpointWeights(Path(spec.model_path))
+    )
     model.load_weights(source)
     return model
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
+from raypp.ops.host_to_device import to_device
 from raypp.ops.logprobs import TopLogprobs, top_logprobs
 from raypp.stage.pending_result import to_host
 from raypp.stage.spec import StageSpec
@@ -124,7 +125,7 @@ class LogprobReporter:
         asking = np.flatnonzero(num_top != _NONE)
         if not len(asking):
             return None
-        positions = torch.from_numpy(asking).to(self._device)
+        positions = to_device(asking, self._device)
         chosen = token_ids.index_select(0, positions).to(torch.int64)
         top = top_logprobs(logits.index_select(0, positions), chosen, min(int(num_top.max()), logits.shape[1]))
         return _to_host([top])
@@ -153,7 +154,7 @@ class LogprobReporter:
         for chunk in chunks:
             for first_token, token_ids in chunk.slices():
                 logits = compute_logits(hidden[first_token : first_token + len(token_ids)])
-                wanted = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+                wanted = to_device(token_ids.astype(np.int64), self._device)
                 tops.append(top_logprobs(logits, wanted, min(num_top, logits.shape[1])))
         return _to_host(tops)
 

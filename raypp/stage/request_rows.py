@@ -13,6 +13,7 @@ import torch
 
 from raypp.messages import NULL_BLOCK, StepPlan
 from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
+from raypp.ops.host_to_device import to_device
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 
@@ -68,7 +69,7 @@ class BlockTables:
             self._tables[_indices(plan.start_rows, self._device)] = NULL_BLOCK
         if len(plan.block_rows):
             entries = (_indices(plan.block_rows, self._device), _indices(plan.block_positions, self._device))
-            self._tables[entries] = torch.from_numpy(plan.block_ids.copy()).to(self._device)
+            self._tables[entries] = to_device(plan.block_ids, self._device)
 
     def gather(self, shape: StepShape, max_seq_len: int) -> StepBlocks:
         """Return the step's rows of the tables, wide enough for `max_seq_len` tokens."""
@@ -120,7 +121,7 @@ class NextInputs:
         for row, start, end in zip(plan.start_rows.tolist(), starts, ends, strict=True):
             self._known_token_ids[row] = plan.start_token_ids[start:end]
         rows = _indices(plan.start_rows, self._device)
-        self._lengths[rows] = torch.from_numpy(plan.start_num_tokens.copy()).to(self._device)
+        self._lengths[rows] = to_device(plan.start_num_tokens, self._device)
 
     def apply_feedback(self, shape: StepShape, feedback: dict[str, torch.Tensor]) -> None:
         """Take over what an earlier step of that shape yielded; see `transport.schema.feedback_schema`."""
@@ -159,8 +160,8 @@ class NextInputs:
         decode = self.decode_lengths(shape)
         if shape.num_decode_rows == shape.num_rows:
             return decode
-        planned = plan.num_computed_tokens[shape.num_decode_rows :].copy()
-        return torch.cat((decode, torch.from_numpy(planned).to(self._device)))
+        planned = plan.num_computed_tokens[shape.num_decode_rows :]
+        return torch.cat((decode, to_device(planned, self._device)))
 
     def input_ids(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
         """Return the step's tokens, int32 [T]."""
@@ -174,8 +175,8 @@ class NextInputs:
             strict=True,
         )
         chunks = [self._known_token_ids[row][start : start + count] for row, start, count in prefill_rows]
-        return torch.cat((decode, torch.from_numpy(np.concatenate(chunks)).to(self._device)))
+        return torch.cat((decode, to_device(np.concatenate(chunks), self._device)))
 
 
 def _indices(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array.astype(np.int64)).to(device)
+    return to_device(array.astype(np.int64), device)

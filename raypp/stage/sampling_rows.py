@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
+from raypp.ops.host_to_device import to_device
 from raypp.ops.logits import ANY_TOKEN
 from raypp.stage.spec import StageSpec
 from raypp.stage.wide_table import WideTable
@@ -77,7 +78,7 @@ class SamplingRows:
             (self.min_p, plan.start_min_p),
             (self.seeds, plan.start_seed),
         ):
-            table.index_copy_(0, rows, self._upload(values.copy()))
+            table.index_copy_(0, rows, self._upload(values))
         truncates = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
         draws = plan.start_temperature > 0
         self._needs_np[plan.start_rows] = draws * np.uint8(Needs.DRAW) | (draws & truncates) * np.uint8(Needs.TRUNCATE)
@@ -101,7 +102,7 @@ class SamplingRows:
             (self.presence, extras.presence_penalty),
             (self.min_lengths, extras.min_lengths.astype(np.int64)),
         ):
-            table.index_copy_(0, rows, self._upload(values.copy()))
+            table.index_copy_(0, rows, self._upload(values))
         is_penalized = (
             (extras.repetition_penalty != 1) | (extras.frequency_penalty != 0) | (extras.presence_penalty != 0)
         )
@@ -125,7 +126,7 @@ class SamplingRows:
             self._needs_np[row] |= Needs.BAD_WORDS
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
 
 def bitmask_of(token_ids: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:

@@ -8,12 +8,14 @@ added on the device, see `request_rows.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StepPlan
+from raypp.ops.host_to_device import to_device_together
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +113,7 @@ def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
         logits_rows_np=np.full(num_tokens, -1),
         samples_np=np.ones(num_rows, np.bool_),
         sampled_np=indices_np,
-        sampled=torch.from_numpy(indices_np).to(device),
+        sampled=torch.arange(num_rows, device=device),
         sampled_rows=rows,
         prefill_query_lens=[],
     )
@@ -143,26 +145,27 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
     rows_np, sampled_np = plan.rows.astype(np.int64), np.flatnonzero(plan.samples)
     logits_row_indices = np.concatenate((np.repeat(np.arange(num_decode_rows), query_len), final_chunks))
 
-    def upload(array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+    on_host: dict[str, NDArray[Any]] = {
+        "rows": rows_np,
+        "num_scheduled_tokens": scheduled,
+        "query_start_loc": query_start_loc,
+        "token_rows": token_rows,
+        "token_offsets": np.arange(num_tokens) - query_start_loc[token_rows],
+        "logits_indices": logits_indices,
+        "logits_row_indices": logits_row_indices,
+        "sampled": sampled_np,
+        "sampled_rows": rows_np[sampled_np],
+    }
+    on_device = dict(zip(on_host, to_device_together(list(on_host.values()), device), strict=True))
     return StepShape(
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_decode_rows=num_decode_rows,
         decode_query_len=query_len,
-        rows=upload(rows_np),
         rows_np=rows_np,
-        num_scheduled_tokens=upload(scheduled.copy()),
-        query_start_loc=upload(query_start_loc),
-        token_rows=upload(token_rows),
-        token_offsets=upload(np.arange(num_tokens) - query_start_loc[token_rows]),
-        logits_indices=upload(logits_indices),
-        logits_row_indices=upload(logits_row_indices),
         logits_rows_np=rows_np[logits_row_indices],
         samples_np=plan.samples,
         sampled_np=sampled_np,
-        sampled=upload(sampled_np),
-        sampled_rows=upload(rows_np[sampled_np]),
         prefill_query_lens=scheduled[num_decode_rows:].tolist(),
+        **on_device,
     )

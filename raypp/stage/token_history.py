@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import MAX_BAD_WORD_TOKENS
+from raypp.ops.host_to_device import to_device
 from raypp.ops.logits import NO_TOKEN
 from raypp.stage.spec import StageSpec
 
@@ -47,12 +48,12 @@ class TokenHistory:
             counts: Whether it needs counts; the last tokens are always kept.
         """
         first = max(0, len(token_ids) - self._width)
-        places = torch.from_numpy(np.arange(first, len(token_ids)) % self._width).to(self._device)
-        self._last[row, places] = torch.from_numpy(token_ids[first:].copy()).to(self._device)
+        places = to_device(np.arange(first, len(token_ids)) % self._width, self._device)
+        self._last[row, places] = to_device(token_ids[first:], self._device)
         self._lengths[row] = len(token_ids)
         if counts:
             table, in_prompt = self._count_tables()
-            known = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+            known = to_device(token_ids.astype(np.int64), self._device)
             generated = known[prompt_len:]
             table[row] = 0
             table[row].index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
+from raypp.ops.host_to_device import to_device
+
 
 class WideTable:
     """Entries by row: [max_num_seqs, width, ...]. Unused entries repeat the row's last one, or are neutral.
@@ -57,7 +59,7 @@ class WideTable:
     def set(self, row: int, entries: NDArray[Any]) -> None:
         """Write a row's entries. Shapes: entries [n, ...], n >= 1."""
         table = self._at_least(len(entries))
-        values = torch.from_numpy(entries.copy()).to(self._device, self._dtype)
+        values = to_device(entries, self._device).to(self._dtype)
         table[row, : len(entries)] = values
         table[row, len(entries) :] = values[-1]
 

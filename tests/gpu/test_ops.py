@@ -90,8 +90,8 @@ def test_decode_inputs(num_rows, query_len):
 def test_projections(num_rows, num_outputs, num_inputs):
     tuning = Tuning(4, 1024) if num_rows == 1 else Tuning(32, 128)
     for has_norm, is_gated, has_bias in itertools.product((False, True), repeat=3):
-        if has_norm and num_rows > 32:
-            continue
+        if has_norm and num_rows > 1:
+            continue  # it is a launch of its own
         checks.check_projection(
             BF16,
             num_rows,

@@ -14,10 +14,9 @@ from raypp.ops.kernels.projection import Tuning, Weights
 MAX_ROWS = 32
 """Beyond, the library computes."""
 
-SMALL_WEIGHT_BYTES = 16 << 20
-"""With several rows the library is better from here on; below, its fixed time per product counts."""
-
+_MAX_GATED_ROWS = 16  # two weights and two sums
 _PIECE = 8192  # elements of the weight that a program asks for at once: 16 KiB
+_STRIP = 32  # outputs of a program with several rows
 _MAX_SPLITS = 8
 
 
@@ -25,9 +24,9 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     if num_rows == 1:
         return _tune_row(weights)
-    if 1 < num_rows <= MAX_ROWS and weights.weight.nbytes <= SMALL_WEIGHT_BYTES:
-        return _tune_rows(weights, device)
-    return None
+    if num_rows > (_MAX_GATED_ROWS if weights.is_gated else MAX_ROWS):
+        return None
+    return _tune_rows(num_rows, weights, device)
 
 
 def _tune_row(weights: Weights) -> Tuning:
@@ -37,17 +36,12 @@ def _tune_row(weights: Weights) -> Tuning:
     return Tuning(outputs=min(outputs, 16), inputs=inputs, num_stages=3)
 
 
-def _tune_rows(weights: Weights, device: Device) -> Tuning:
-    """Strips of the weight, as many as processors or half of that; split along K only where they are fewer still.
+def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
+    """Strips of 32 outputs, split along K where they are fewer than processors.
 
     The parts of a split go through memory, and one program waits for all of them.
     """
-    processors = device.num_processors
-    if weights.is_gated:  # two weights and two sums leave fewer registers
-        return Tuning(outputs=16, inputs=128, num_stages=5)
-    if triton.cdiv(weights.num_outputs, 32) >= 0.75 * processors:
-        return Tuning(outputs=32, inputs=256, num_stages=4)
-    num_strips, num_splits = triton.cdiv(weights.num_outputs, 16), 1
-    while weights.norm_eps is None and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.45 * processors:
+    num_strips, num_splits = triton.cdiv(weights.num_outputs, _STRIP), 1
+    while not weights.is_gated and num_splits < _MAX_SPLITS and num_strips * num_splits < device.num_processors:
         num_splits *= 2
-    return Tuning(outputs=16, inputs=256, num_splits=num_splits, num_stages=6)
+    return Tuning(outputs=_STRIP, inputs=128, num_splits=num_splits, num_stages=5 if num_rows <= 16 else 4)

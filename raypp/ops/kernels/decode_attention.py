@@ -189,7 +189,8 @@ class TritonDecode:
 
 def _parts_at_once(num_splits: int, num_elements: int) -> int:
     """Return how many splits' results are added at once: registers for fewer programs where there are many."""
-    return min(num_splits, max(1, max(2048, 256 * num_splits) // num_elements))
+    at_once = min(num_splits, max(1, max(2048, 256 * num_splits) // num_elements))
+    return 1 << (at_once.bit_length() - 1)  # an arrangement's size is a power of two
 
 
 @triton.jit

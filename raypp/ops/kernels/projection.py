@@ -4,10 +4,10 @@
     a few rows    each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
                   along K, then the last part to finish adds the parts, in their order: the same bits every time
 
-With a norm, the norm's weight g is part of the product's weight already (`fold_norm`), the squares of x are summed
-beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) / rms(x). With a gate, a program computes an
-output's gate and up together. The first piece of the weight is asked for before the previous kernel has finished (see
-`raypp.ops.kernels.launch`).
+With a norm, which one row alone may have, the norm's weight g is part of the product's weight already (`fold_norm`),
+the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) / rms(x). With a
+gate, a program computes an output's gate and up together. The first piece of the weight is asked for before the
+previous kernel has finished (see `raypp.ops.kernels.launch`).
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -31,7 +31,7 @@ class Weights:
 
     weight: torch.Tensor  # [N, K] contiguous
     bias: torch.Tensor | None = None  # [N]
-    norm_eps: float | None = None  # x is normalized first, by a norm whose weight is folded into this one
+    norm_eps: float | None = None  # x, one row, is normalized first, by a norm whose weight is folded into this one
     is_gated: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Tuning:
     Args:
         outputs: Of a program.
         inputs: Of a piece of the weight that is asked for at once.
-        num_splits: Parts of K; only with several rows, and neither norm nor gate.
+        num_splits: Parts of K; only with several rows and no gate.
         num_warps: Of a program.
         num_stages: Pieces under way from memory; only with several rows.
     """
@@ -92,13 +92,11 @@ def project(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
 
-    Shapes: x [T, K] contiguous, T from 1 to 128, to 32 with a norm; residual [T, N], left as it is.
+    Shapes: x [T, K] contiguous, T from 1 to 128, 1 with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     arguments = (
-        x,
-        weights.norm_eps or 0.0,
         weights.weight,
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,
@@ -107,7 +105,6 @@ def project(
         num_inputs,
     )
     flags = {
-        "HAS_NORM": weights.norm_eps is not None,
         "HAS_GATE": weights.is_gated,
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
@@ -119,7 +116,10 @@ def project(
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     if num_rows == 1:
         _project_row[(num_programs,)](
+            x,
+            weights.norm_eps or 0.0,
             *arguments,
+            HAS_NORM=weights.norm_eps is not None,
             IS_WHOLE=num_inputs <= tuning.inputs,
             OUTPUTS=tuning.outputs,
             INPUTS=tuning.inputs,
@@ -127,11 +127,10 @@ def project(
             **flags,
         )
         return y
-    assert tuning.num_splits == 1 or not (weights.is_gated or weights.norm_eps is not None)
-    # From 64 rows on products are asynchronous, and Triton 3.6 gives an operand that is read for something else too one
-    # buffer too few: the next piece of x overwrites the one that is still being multiplied.
-    assert weights.norm_eps is None or _padded(num_rows) < 64
+    assert weights.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
+    assert tuning.num_splits == 1 or not weights.is_gated
     _project_rows[(num_programs, tuning.num_splits)](
+        x,
         *arguments,
         workspace.floats,
         workspace.counters,
@@ -235,7 +234,6 @@ def _project_row(
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
-    eps,
     weight,
     bias,
     residual,
@@ -245,7 +243,6 @@ def _project_rows(
     partial,
     counters,
     num_rows,
-    HAS_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -269,7 +266,6 @@ def _project_rows(
     last = tl.minimum(first + split_inputs, num_inputs)
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     up_total = total
-    squares = tl.zeros((ROWS, INPUTS), tl.float32)
     inside = (first + column < last)[None, :]
     first_piece = _load(weight + cell + first, inside, IS_EVEN)
     first_up_piece = first_piece
@@ -289,16 +285,10 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        if HAS_NORM:
-            wide = value.to(tl.float32)
-            squares += wide * wide
         total = tl.dot(value, tl.trans(piece), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
             up_total = tl.dot(value, tl.trans(up_piece), up_total)
-    if HAS_NORM:
-        wide = first_value.to(tl.float32)
-        squares += wide * wide
     total = tl.dot(first_value, tl.trans(first_piece), total)
     if HAS_GATE:
         up_total = tl.dot(first_value, tl.trans(first_up_piece), up_total)
@@ -314,10 +304,7 @@ def _project_rows(
             for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
                 total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
     if is_last:
-        scale = 1.0
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)[:, None]
-        result = total * scale + addend[None, :]
+        result = total + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total * scale + up_addend[None, :])
+            result = silu(result) * (up_total + up_addend[None, :])
         tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)

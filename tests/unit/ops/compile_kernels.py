@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def call_all(workspace: Workspace) -> None:
             if tuning is not None:
                 x = torch.empty(rows, weights.num_inputs, dtype=BF16)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
+                if rows > 1:
+                    weights = replace(weights, norm_eps=None)
                 projection.project(x, weights, residual, tuning, DEVICE, workspace)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     decode_inputs.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)

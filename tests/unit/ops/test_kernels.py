@@ -63,7 +63,7 @@ def test_decode_inputs(num_rows, query_len, num_entries, width):
 @pytest.mark.parametrize("num_rows", [1, 3, 17])
 def test_projections(num_rows):
     for has_norm, is_gated, has_bias, has_residual in itertools.product((False, True), repeat=4):
-        if not (is_gated and has_residual):
+        if not ((is_gated and has_residual) or (has_norm and num_rows > 1)):
             checks.check_projection(
                 EXACT,
                 num_rows,

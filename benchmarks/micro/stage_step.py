@@ -1,0 +1,138 @@
+"""Where the decode step of one stage spends its time on a GPU: one graph, and each kernel in it.
+
+    python benchmarks/micro/stage_step.py --model DIR --layers 0 18 --rows 1 16 32 --context 640
+    python benchmarks/micro/stage_step.py --model DIR --layers 18 36                 the last stage, with its head
+
+Layers with random weights, every row `--context` tokens long, no host and no links: the floor under a stage of an
+engine. Kernels overlap, so that their times add up to more than the step. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from raypp.models.config import load_model_config
+from raypp.models.decoder import DecoderModel
+from raypp.models.registry import build_model
+from raypp.models.weights import DummyWeights
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.backend import choose_kernels, choose_token_choice
+from raypp.ops.kv_cache import allocate_kv_cache
+
+BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
+BLOCK_SIZE = 16
+NUM_REPLAYS = 30
+NUM_PROFILED = 5
+
+
+class DecodeStep:
+    """A decode step of some layers in one graph."""
+
+    def __init__(self, model: DecoderModel, caches: list[torch.Tensor], rows: int, context: int, is_last: bool) -> None:
+        device = torch.device("cuda")
+        width = -(-context // BLOCK_SIZE)
+        tables = (torch.randperm(rows * width, device=device).int() + 1).view(rows, width)
+        batch = AttentionBatch(
+            num_decode_rows=rows,
+            decode_query_len=1,
+            query_start_loc=torch.arange(rows + 1, device=device).int(),
+            seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+            block_tables=tables,
+            slot_mapping=tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
+            max_decode_seq_len=context,
+            prefill_query_lens=[],
+            prefill_seq_lens=[],
+        )
+        positions = torch.full((rows,), context - 1, device=device)
+        entering = torch.randn(rows, model.hidden_size, device=device, dtype=torch.bfloat16)
+        choice = choose_token_choice(device, rows)
+
+        def step() -> None:
+            hidden = model.forward(entering.clone(), positions, batch, caches)
+            if is_last:
+                choice.greedy(model.compute_logits(hidden))
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=stream):
+                step()
+
+    def time_ms(self) -> float:
+        """Return the median of some replays."""
+        times = []
+        for _ in range(NUM_REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            self.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times)
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        """Return name, number per step and microseconds per step of each kernel, the longest first."""
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(NUM_PROFILED):
+                self.graph.replay()
+            torch.cuda.synchronize()
+        counts: dict[str, int] = defaultdict(int)
+        times: dict[str, float] = defaultdict(float)
+        for event in profiler.events():
+            if event.device_time_total:
+                counts[event.name] += 1
+                times[event.name] += event.device_time_total
+        found = [(name, counts[name] / NUM_PROFILED, us / NUM_PROFILED) for name, us in times.items()]
+        return sorted(found, key=lambda kernel: -kernel[2])
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--layers", type=int, nargs=2, required=True, metavar=("START", "END"))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=640)
+    args = parser.parse_args()
+    config = load_model_config(Path(args.model))
+    device, (start, end) = torch.device("cuda"), args.layers
+    is_last, max_rows = end == config.num_layers, max(args.rows)
+    kernels = choose_kernels(device, torch.bfloat16, block_size=BLOCK_SIZE, max_rows=max_rows, num_ring_entries=2)
+    model = build_model(config, start_layer=start, end_layer=end, dtype=torch.bfloat16, device=device, kernels=kernels)
+    model.load_weights(DummyWeights(0, device))
+    loaded_bytes = torch.cuda.memory_allocated()
+    num_blocks = 1 + max_rows * -(-args.context // BLOCK_SIZE)
+    caches = [
+        allocate_kv_cache(num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+        for _ in range(start, end)
+    ]
+    for cache in caches:
+        cache.normal_()
+    embedding_bytes = 2 * config.vocab_size * config.hidden_size if start == 0 else 0
+    figures: dict[str, Any] = {}
+    with torch.inference_mode():
+        for rows in args.rows:
+            step = DecodeStep(model, caches, rows, args.context, is_last)
+            kv_bytes = rows * args.context * 4 * config.num_kv_heads * config.head_dim * (end - start)
+            floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
+            step_ms, found = step.time_ms(), step.kernels()
+            print(f"{rows} rows: {step_ms:.3f} ms, floor {floor_ms:.3f} ms, {sum(n for _, n, _ in found):.0f} kernels")
+            for name, number, us in found[:10]:
+                print(f"    {us:9.1f} us  {number:5.0f} x {us / number:8.2f} us  {name[:90]}")
+            figures[f"{rows} rows"] = {"step_ms": step_ms, "floor_ms": floor_ms, "kernels": found[:12]}
+    report = {"benchmark": "stage_step", "gpu": torch.cuda.get_device_name(), "settings": vars(args)}
+    print(json.dumps(report | {"figures": figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Copies from the host to the device that nobody waits for.
+
+A copy from ordinary memory makes the host wait until the stream has done all that it was given before: on a step's
+path that is the end of the step, and the neighbour's. From page-locked memory it is queued like a kernel. torch keeps
+such memory, and gives it out again only when the copies from it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+_ALIGNMENT = 16  # bytes; a view of any type begins there
+_TORCH_TYPES = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.bool_): torch.bool,
+    np.dtype(np.float32): torch.float32,
+}
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Return a copy of a host array on a device, of its type and shape; on a GPU the copy is queued.
+
+    The array may be read-only, and may change as soon as this returns.
+    """
+    return to_device_together((array,), device)[0]
+
+
+def to_device_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Return copies of several arrays: on a GPU parts of one, so that there is only one transfer."""
+    if device.type != "cuda":
+        return [torch.from_numpy(np.array(array)) for array in arrays]
+    starts, num_bytes = [], 0
+    for array in arrays:
+        starts.append(num_bytes)
+        num_bytes += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    staged_np = staged.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        staged_np[start : start + array.nbytes].view(array.dtype)[:] = array.reshape(-1)
+    copied = staged.to(device, non_blocking=True)
+    return [
+        copied[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
+        for array, start in zip(arrays, starts, strict=True)
+    ]
