@@ -11,6 +11,7 @@ from typing import Any
 from peer import COMPARED, Compared, on_line
 from workload import model_settings
 
+from raypp.driver.cost_model import even_partition
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 
@@ -85,7 +86,5 @@ def predicted_s(run: EngineRun, args: argparse.Namespace, num_points: int | None
 
 
 def _even(model: str, num_stages: int) -> list[int]:
-    """Return as equal numbers of layers as there can be, the last stages with fewer."""
     path = Path(resolve_model_path(model_settings(model)["model"]))
-    share, more = divmod(load_model_config(path).num_layers, num_stages)
-    return [share + (index < more) for index in range(num_stages)]
+    return even_partition(load_model_config(path).num_layers, num_stages)

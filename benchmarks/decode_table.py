@@ -31,7 +31,7 @@ from decode_engines import PARTS, EngineRun, engine_runs, predicted_point_s, pre
 from decode_point import DecodePoint, measure_point, stage_times
 from decode_verdicts import print_point, print_speculation, print_verdicts
 from kernel_cache import count_cached_files, use_empty_caches
-from report import make_report, resolved_config
+from report import GrowingReport, resolved_config
 from workload import model_settings, random_prompts, seconds_for
 
 from raypp import LLM
@@ -42,37 +42,10 @@ _WARM_UP_REQUESTS, _WARM_UP_TOKENS = 64, 8
 _DRAFT_STATS = ("num_draft_tokens", "num_accepted_tokens", "acceptance_rate", "acceptance_length")
 
 
-class TableReport:
-    """Everything that was found, written to a file whenever there is more.
-
-    Attributes:
-        figures: By engine.
-    """
-
-    def __init__(self, settings: dict[str, Any], path: Path | None) -> None:
-        self.figures: dict[str, Any] = {}
-        self._report = make_report("decode_table", settings, self.figures)
-        self._path = path
-
-    def note_config(self, config: dict[str, Any]) -> None:
-        """Keep the first engine's configuration; those of the others differ by their settings."""
-        self._report.setdefault("config", config)
-
-    def put(self, engine: str, figures: dict[str, Any]) -> None:
-        """Keep the figures of an engine, in place of those from before."""
-        self.figures[engine] = figures
-        if self._path is not None:
-            self._path.write_text(self.as_json())
-
-    def as_json(self) -> str:
-        """Return it as one line."""
-        return json.dumps(self._report)
-
-
 class Table:
     """Runs engines one after the other, until the time is over."""
 
-    def __init__(self, args: argparse.Namespace, report: TableReport) -> None:
+    def __init__(self, args: argparse.Namespace, report: GrowingReport) -> None:
         self._args = args
         self._report = report
         self._begun_s = time.monotonic()
@@ -192,8 +165,7 @@ def main() -> None:
     for run in runs:
         print(f"predicted {predicted_s(run, args):5.0f} s  {run.name}, requests {list(run.requests)}")
     print(f"predicted {sum(predicted_s(run, args) for run in runs):5.0f} s  in all", flush=True)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    report = TableReport(settings, args.out)
+    report = GrowingReport("decode_table", vars(args), args.out)
     with tempfile.TemporaryDirectory() as folder:
         if args.kernel_cache == "empty":
             use_empty_caches(Path(folder) / "kernels")
@@ -205,8 +177,7 @@ def main() -> None:
         finally:
             cluster.disconnect()
     print_tables(args.models, report.figures)
-    if args.out is None:
-        print(report.as_json())
+    report.print()
 
 
 def print_tables(models: Sequence[str], figures: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ def print_report(
     benchmark: str, settings: dict[str, Any], figures: dict[str, Any], config: dict[str, Any] | None = None
 ) -> None:
     """Print the last line of a benchmark: figures with commit, versions, hardware and settings."""
-    print(json.dumps(make_report(benchmark, settings, figures, config)))
+    print(json.dumps(make_report(benchmark, settings, figures, config), default=str))
 
 
 def make_report(
@@ -43,6 +43,44 @@ def make_report(
         **({} if config is None else {"config": config}),
         "figures": figures,
     }
+
+
+class GrowingReport:
+    """A report that is written to a file whenever there is more: what a run that is killed has found, is kept.
+
+    Attributes:
+        figures: By what `put` calls them.
+    """
+
+    def __init__(self, benchmark: str, settings: dict[str, Any], path: Path | None) -> None:
+        """Begin one.
+
+        Args:
+            benchmark: Its name.
+            settings: What it was told.
+            path: The file; None to print it at the end.
+        """
+        self.figures: dict[str, Any] = {}
+        self._report = make_report(benchmark, settings, self.figures)
+        self._path = path
+
+    def note_config(self, config: dict[str, Any]) -> None:
+        """Keep the first engine's configuration; the figures of others name the settings in which they differ."""
+        self._report.setdefault("config", config)
+
+    def put(self, name: str, figures: Any) -> None:
+        """Keep figures, in place of those from before under that name."""
+        self.figures[name] = figures
+        if self._path is not None:
+            self._path.write_text(self._as_json())
+
+    def print(self) -> None:
+        """Print it as the last line, unless it is in its file."""
+        if self._path is None:
+            print(self._as_json())
+
+    def _as_json(self) -> str:
+        return json.dumps(self._report, default=str)
 
 
 def resolved_config(llm: LLM | AsyncLLM) -> dict[str, Any]:
