@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -20,7 +21,7 @@ def print_report(
     benchmark: str, settings: dict[str, Any], figures: dict[str, Any], config: dict[str, Any] | None = None
 ) -> None:
     """Print the last line of a benchmark: figures with commit, versions, hardware and settings."""
-    print(json.dumps(make_report(benchmark, settings, figures, config), default=str))
+    print(json.dumps(make_report(benchmark, settings, figures, config)))
 
 
 def make_report(
@@ -39,7 +40,7 @@ def make_report(
         "commit": _commit(),
         "versions": _versions(),
         "hardware": {"cpu": _cpu_name(), "num_cpu_cores": len(os.sched_getaffinity(0)), "gpus": _gpu_names()},
-        "settings": settings,
+        "settings": {name: _plain(value) for name, value in settings.items()},
         **({} if config is None else {"config": config}),
         "figures": figures,
     }
@@ -80,7 +81,7 @@ class GrowingReport:
             print(self._as_json())
 
     def _as_json(self) -> str:
-        return json.dumps(self._report, default=str)
+        return json.dumps(self._report)
 
 
 def resolved_config(llm: LLM | AsyncLLM) -> dict[str, Any]:
@@ -96,6 +97,15 @@ def resolved_config(llm: LLM | AsyncLLM) -> dict[str, Any]:
         stage_num_threads=plan["num_threads_per_stage"],
     )
     return config.model_dump(mode="json", exclude_none=True)
+
+
+def _plain(value: object) -> object:
+    """Return a setting as JSON has it, which knows neither paths nor infinity."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value
 
 
 def _versions() -> dict[str, str]:
