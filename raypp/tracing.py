@@ -1,8 +1,9 @@
 """What each process did when: recorded in memory, written as a Chrome trace, read back as a bubble fraction.
 
-A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `wait` (for its input, and
-making it ready), a `forward` (the model's own work, nothing else) and on the last stage a `sample`. Times are
-CLOCK_MONOTONIC, which all processes of a machine share.
+A lane is one process: `driver`, `stage 0`, `stage 1`, .... A stage's lane holds, per step, a `forward` (the model's own
+work, nothing else; on a GPU when the GPU did it) and a `host` (all that the stage's thread did for the step; on a GPU
+that is queueing, mostly ahead of the forward). A step that is no recording has a `wait` too (for its input, and making
+it ready), and on the last stage a `sample`. Times are CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from raypp.messages import StageReport
 
 DRIVER_LANE = "driver"
 FORWARD = "forward"
+HOST = "host"
 
 now_ns = time.monotonic_ns
 

@@ -31,11 +31,9 @@ from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_tokens import pending_result, write_feedback
 from raypp.stage.warm_up import warm_up
-from raypp.tracing import Tracer, now_ns
+from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
-
-_HOST = "host"  # what the host does for a recorded step; on a GPU the forward runs at other times
 
 
 class Stage:
@@ -138,7 +136,7 @@ class Stage:
         if links.next is not None:
             self._clock.end()
             self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, num_tokens))
-            self._tracer.record(_HOST, plan.step_id, started, now_ns())
+            self._tracer.record(HOST, plan.step_id, started, now_ns())
             return None
         choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows))
         self._clock.end()
@@ -149,7 +147,7 @@ class Stage:
             logits = recorded.logits(bucket, plan.num_drafts)[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
         result = pending_result(self._device, plan, shape, choice.tokens.first(shape.num_rows), logprobs)
-        self._tracer.record(_HOST, plan.step_id, started, now_ns())
+        self._tracer.record(HOST, plan.step_id, started, now_ns())
         return result
 
     def _send_recorded(self, link: LinkSender, plan: StepPlan, num_bytes: int) -> None:
@@ -159,6 +157,7 @@ class Stage:
 
     def _step(self, plan: StepPlan) -> PendingResult | None:
         """Execute any step, operation by operation."""
+        began = now_ns()
         # What the plan alone says is made ready while the input is still on its way.
         shape = self._shapes.of(plan)
         decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
@@ -213,6 +212,7 @@ class Stage:
             self._links.previous.release(plan.step_id)
         self._tracer.record("wait", plan.step_id, waiting, started)
         self._tracer.record("sample" if self._spec.is_last else "send", plan.step_id, ended, now_ns())
+        self._tracer.record(HOST, plan.step_id, began, now_ns())
         return result
 
     def _receive(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,92 @@
+"""One point of a decode table: so many requests at once, as offline benchmarks measure it.
+
+ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs. What device and
+host took per step and stage comes from the engine's trace, which is there when the engine has closed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from workload import random_prompts, seconds_for
+
+from raypp import LLM
+from raypp.tracing import DRIVER_LANE, FORWARD, HOST, Lane, now_ns
+
+
+@dataclass
+class DecodePoint:
+    """What was measured with one number of requests."""
+
+    num_requests: int
+    output_len: int
+    first_runs_s: list[float] = field(default_factory=list)
+    """For one token each."""
+    runs_s: list[float] = field(default_factory=list)
+    """For all tokens."""
+    windows_ns: list[tuple[int, int]] = field(default_factory=list)
+    """When those of `runs_s` ran, by the clock of traces."""
+    stages: list[dict[str, float]] = field(default_factory=list)
+    """Medians over steps, see `stage_times`."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Until all requests have their first token."""
+        return statistics.median(self.first_runs_s)
+
+    @property
+    def itl_ms(self) -> float:
+        """Time per output token."""
+        return (statistics.median(self.runs_s) - self.first_token_s) / (self.output_len - 1) * 1e3
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second over the whole run, prompts included."""
+        return self.num_requests * self.output_len / statistics.median(self.runs_s)
+
+    def figures(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return {
+            "itl_ms": round(self.itl_ms, 4),
+            "first_token_ms": round(self.first_token_s * 1e3, 2),
+            "tokens_per_s": round(self.tokens_per_s, 1),
+            "first_runs_s": [round(seconds, 4) for seconds in self.first_runs_s],
+            "runs_s": [round(seconds, 4) for seconds in self.runs_s],
+            "stages": self.stages,
+        }
+
+
+def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int) -> DecodePoint:
+    """Measure one number of requests; every run has prompts of its own."""
+    point, vocab_size = DecodePoint(num_requests, output_len), llm.plan()["vocab_size"]
+    rng = random.Random(num_requests)
+    for _ in range(num_runs):
+        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
+        point.first_runs_s.append(seconds_for(llm, prompts, 1))
+        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
+        begun_ns = now_ns()
+        point.runs_s.append(seconds_for(llm, prompts, output_len))
+        point.windows_ns.append((begun_ns, now_ns()))
+    return point
+
+
+def stage_times(lanes: Sequence[Lane], windows_ns: Sequence[tuple[int, int]]) -> list[dict[str, float]]:
+    """Return for every stage the medians over the steps in some windows: `forward_us` of the device, `host_us`.
+
+    Nearly all steps of a point decode, so the medians are those of decode steps. Run operation by operation, a forward
+    lasts from its first kernel to its last, with the gaps between them in which the device waits for the host.
+    """
+    found = []
+    for lane in lanes:
+        if lane.name == DRIVER_LANE:
+            continue
+        times: dict[str, list[int]] = {FORWARD: [], HOST: []}
+        for event in lane.events:
+            if event.name in times and any(begun <= event.start_ns < ended for begun, ended in windows_ns):
+                times[event.name].append(event.end_ns - event.start_ns)
+        found.append({f"{name}_us": round(statistics.median(spans) / 1e3, 1) for name, spans in times.items() if spans})
+    return found

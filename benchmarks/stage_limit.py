@@ -1,0 +1,68 @@
+"""The least time that a stage's forward could take: for reading weights and KV, or for the arithmetic, if that is more.
+
+Activations, the sampler and messages are not counted. 1 / share is how much there is to be won at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from device_speed import DeviceSpeed
+
+from raypp.api.timeline import Forward
+from raypp.models.config import ModelConfig
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a forward has to do."""
+
+    num_tokens: int
+    """Computed."""
+    num_kv_tokens: int
+    """Whose KV is read, over all rows."""
+    num_attended: int
+    """Pairs of a token and one before it, or itself."""
+    num_logits: int
+    """Tokens whose successor is chosen."""
+
+
+@dataclass(frozen=True)
+class StageLimit:
+    """One stage of a model on a device."""
+
+    model: ModelConfig
+    num_layers: int
+    is_last: bool
+    dtype_bytes: int
+    speed: DeviceSpeed
+
+    def seconds(self, work: Work) -> float:
+        """Return the least time for a forward."""
+        layer_bytes = self.num_layers * layer_weight_bytes(self.model, self.dtype_bytes)
+        head_bytes = lm_head_bytes(self.model, self.dtype_bytes) * self.is_last
+        kv_bytes = self.num_layers * kv_bytes_per_token_per_layer(self.model, self.dtype_bytes) * work.num_kv_tokens
+        flops = 2 * layer_bytes / self.dtype_bytes * work.num_tokens
+        flops += 2 * head_bytes / self.dtype_bytes * work.num_logits
+        flops += 4 * self.num_layers * self.model.num_heads * self.model.head_dim * work.num_attended
+        read_s = (layer_bytes + head_bytes + kv_bytes) / self.speed.read_bytes_per_s
+        return max(read_s, flops / self.speed.flops_per_s)
+
+
+def decode_work(forward: Forward, context_len: float) -> Work:
+    """Return the work of a decode step whose rows are `context_len` long on average."""
+    num_kv_tokens = round(forward.num_rows * context_len)
+    return Work(forward.num_tokens, num_kv_tokens, num_kv_tokens, forward.num_rows)
+
+
+def prompt_work(forwards: Sequence[Forward]) -> list[Work]:
+    """Return the work of a lone prompt's chunks on one stage, given in their order."""
+    works, start = [], 0
+    for forward in forwards:
+        count = forward.num_tokens
+        attended = count * start + count * (count + 1) // 2
+        start += count
+        works.append(Work(count, start, attended, 0))
+    return works

@@ -1,0 +1,44 @@
+"""Requests of exact lengths: random token ids in, end-of-sequence ignored, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from raypp import LLM, SamplingParams
+from raypp.types import TokensPrompt
+
+_SHAPES = Path(__file__).parent / "models"
+
+
+def model_settings(name: str) -> dict[str, Any]:
+    """Return a model's name or path and how to load it: of `benchmarks/models` there are only shapes.
+
+    Args:
+        name: Of a folder there, or whatever `LLM` takes.
+    """
+    shapes = _SHAPES / name
+    if (shapes / "config.json").exists():
+        return {"model": str(shapes), "load_format": "dummy"}
+    return {"model": name}
+
+
+def random_prompts(count: int, length: int, vocab_size: int, rng: random.Random) -> list[TokensPrompt]:
+    """Return `count` prompts of `length` random token ids, which no prefix cache has seen."""
+    return [{"prompt_token_ids": [rng.randrange(vocab_size) for _ in range(length)]} for _ in range(count)]
+
+
+def exactly(num_tokens: int) -> SamplingParams:
+    """Return what makes a greedy request yield that many tokens, whatever they are."""
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def seconds_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> float:
+    """Return how long requests take together, all sent at once, for that many tokens each."""
+    begun = time.perf_counter()
+    outputs = llm.generate(prompts, exactly(num_tokens))
+    elapsed_s = time.perf_counter() - begun
+    assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
+    return elapsed_s
