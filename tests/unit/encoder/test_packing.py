@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,7 +42,7 @@ def test_every_item_is_in_one_batch_that_holds_it(num_tokens, budgets, max_items
 @given(sizes, budget_sets, st.integers(1, 6))
 def test_no_two_batches_in_a_row_would_have_been_one(num_tokens, budgets, max_items):
     packed = [batch for batch in pack_items(num_tokens, budgets, max_items) if batch.budget is not None]
-    for batch, following in zip(packed, packed[1:], strict=False):
+    for batch, following in pairwise(packed):
         next_size = num_tokens[following.indices[0]]
         assert len(batch.indices) == max_items or batch.num_tokens + next_size > budgets.sizes[-1]
 
