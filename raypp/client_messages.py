@@ -7,7 +7,8 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
     client -> driver                             driver -> client
     OpenClient     the client has connected
     AddRequests    header: one per request;      OutputBatch   payload: what one step brought (raypp.messages)
-                   payload: all prompt tokens    Rejected      a request that cannot be run, and why
+                   payload: all prompt tokens;   Rejected      a request that cannot be run, and why
+                   then the arrays of pictures
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
     StatsCall      header: the call's id         Alive         the driver lives
     CloseClient    the client leaves; its        EngineDead    why nothing more will come
@@ -19,7 +20,7 @@ Errors travel as dicts and come out as the same class of RayppError that went in
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,6 +29,7 @@ import numpy as np
 from raypp import errors
 from raypp.errors import RayppError
 from raypp.messages import OutputBatch, pack, unpack
+from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.types import SamplingParams
 
 _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
@@ -57,6 +59,7 @@ class AddRequest:
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
     is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
+    items: PromptItems | None = None  # what of the prompt is not text
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,8 @@ def encode_client_message(message: ClientMessage) -> list[bytes]:
             return [_OPEN, b""]
         case AddRequests(requests):
             token_ids = np.fromiter((t for r in requests for t in r.prompt_token_ids), dtype="<i4")
-            return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes()]
+            arrays = [frame for r in requests if r.items is not None for frame in _item_frames(r.items)]
+            return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes(), *arrays]
         case AbortRequests(request_ids):
             return [_ABORT, _dump(request_ids)]
         case StatsCall(call_id, spans_after_us):
@@ -156,7 +160,7 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
     if kind == _OPEN:
         return OpenClient()
     if kind == _ADD:
-        token_ids = np.frombuffer(frames[2], "<i4").tolist()
+        token_ids, arrays = np.frombuffer(frames[2], "<i4").tolist(), iter(frames[3:])
         requests, offset = [], 0
         for values in json.loads(header):
             end = offset + values["num_prompt_tokens"]
@@ -171,6 +175,7 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
                     bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
                     priority=values["priority"],
                     is_streamed=values["is_streamed"],
+                    items=None if values["items"] is None else _items_from(values["items"], arrays),
                 )
             )
             offset = end
@@ -225,7 +230,37 @@ def _add_header(request: AddRequest) -> dict[str, Any]:
         "bad_word_token_ids": request.bad_word_token_ids,
         "priority": request.priority,
         "is_streamed": request.is_streamed,
+        "items": None if request.items is None else _items_header(request.items),
     }
+
+
+def _items_header(items: PromptItems) -> dict[str, Any]:
+    return {
+        "items": [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items],
+        "starts": items.starts,
+        "position_offset": items.position_offset,
+    }
+
+
+def _item_frames(items: PromptItems) -> list[bytes]:
+    """Return the arrays of one prompt: its positions, then each item's patches; a repeated item's only once."""
+    patches = {item.key: item.patches for item in items.items}
+    return [items.rope_positions.astype("<i4").tobytes(), *(array.tobytes() for array in patches.values())]
+
+
+def _items_from(values: dict[str, Any], frames: Iterator[bytes]) -> PromptItems:
+    rope_positions = np.frombuffer(next(frames), "<i4").reshape(-1, 3)
+    known: dict[str, EncoderItem] = {}
+    for key, time, height, width, num_tokens, patch_dim in values["items"]:
+        if key not in known:
+            patches = np.frombuffer(next(frames), np.uint8).reshape(-1, patch_dim)
+            known[key] = EncoderItem(bytes.fromhex(key), patches, (time, height, width), num_tokens)
+    return PromptItems(
+        items=tuple(known[key] for key, *_ in values["items"]),
+        starts=tuple(values["starts"]),
+        rope_positions=rope_positions,
+        position_offset=values["position_offset"],
+    )
 
 
 def _dump(value: object) -> bytes:

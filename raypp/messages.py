@@ -69,6 +69,7 @@ class StepPlan:
     start_min_p: Float32s  # [S]
     start_seed: Int64s  # [S]
     start_extras: Bytes  # a packed `StartExtras` when any of these rows has parameters beyond those above
+    start_items: Bytes  # a packed `StartItems` when any of these rows has more than text in its prompt
 
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
@@ -99,6 +100,24 @@ class StartExtras:
     bad_word_token_ids: Int32s
     num_logprobs: Int32s  # [E] most likely tokens to report beside the sampled one; -1: nothing at all
     num_prompt_logprobs: Int32s  # [E] the same for prompt tokens
+
+
+@dataclass(frozen=True, eq=False)
+class StartItems:
+    """Pictures in the prompts of E of the rows that start with a plan, see `raypp.prompt_items`.
+
+    The first stage holds the embeddings of every item whose tokens a plan has it compute: the driver waited for that
+    before it dispatched the plan, and lets go of them once the last such plan is collected.
+    """
+
+    rows: Int32s  # [E]
+    position_offsets: Int32s  # [E] rotary position of a token after the prompt, minus its index
+    num_positions: Int32s  # [E] prompt tokens
+    rope_positions: Int32s  # [sum of num_positions, 3] time, height, width
+    num_items: Int32s  # [E]
+    item_starts: Int32s  # [sum of num_items] index of an item's first token in its row
+    item_lens: Int32s  # [sum of num_items] its tokens
+    item_keys: Bytes  # [sum of num_items, ITEM_KEY_BYTES]
 
 
 @dataclass(frozen=True, eq=False)

@@ -200,6 +200,7 @@ class DriverServer:
             eos_token_ids=frozenset(added.eos_token_ids),
             bad_word_token_ids=added.bad_word_token_ids,
             priority=added.priority,
+            items=added.items,
             client=client,
             handle=added.handle,
             is_streamed=added.is_streamed,

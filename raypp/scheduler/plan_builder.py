@@ -12,6 +12,7 @@ from raypp.messages import NO_BYTES, NO_STEP, StepPlan
 from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.start_extras import pack_extras
+from raypp.scheduler.start_items import pack_items
 
 _MAX_INT32 = 2**31 - 1
 
@@ -71,6 +72,7 @@ def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
         "start_min_p": np.array([p.min_p for p in params], np.float32),
         "start_seed": np.array([request.seed for request in requests], np.int64),
         "start_extras": pack_extras(starting),
+        "start_items": pack_items(starting),
     }
 
 
@@ -109,5 +111,6 @@ _NO_STARTS = {
     "start_min_p": _empty(np.float32),
     "start_seed": _empty(np.int64),
     "start_extras": NO_BYTES,
+    "start_items": NO_BYTES,
 }
 _NO_BLOCKS = {name: _empty(np.int32) for name in ("block_rows", "block_positions", "block_ids")}

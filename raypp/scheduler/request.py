@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raypp.messages import TokenLogprobs
+from raypp.prompt_items import PromptItems
 from raypp.scheduler.draft_counts import DraftCounts
 from raypp.types import FinishReason, SamplingParams
 
@@ -23,6 +24,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
+    items: PromptItems | None = None  # what of the prompt is not text
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler
     is_streamed: bool = False  # whether the client wants every token at once; opaque to the scheduler

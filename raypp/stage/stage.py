@@ -19,6 +19,7 @@ from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.choose import LastHidden, choose_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
+from raypp.stage.item_store import ItemStore
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.pending_result import PendingResult
 from raypp.stage.recorded_decode import RecordedDecode
@@ -58,6 +59,8 @@ class Stage:
         self._schemas = schemas
         self._shapes = StepShapes(self._device, num_kept=4 * spec.num_stages)
         self._block_tables = BlockTables(spec, self._device)
+        self.items = ItemStore()
+        """Embeddings of pictures; filled from outside, on the first stage alone."""
         if spec.is_first:
             assert links.feedback_in is not None
             self._next_inputs = NextInputs(spec, self._device)

@@ -14,6 +14,7 @@ from raypp.messages import (
     OutputBatch,
     OutputLogprobs,
     StartExtras,
+    StartItems,
     StepLogprobs,
     StepPlan,
     StepResult,
@@ -41,7 +42,9 @@ def messages(cls):
     return st.builds(cls, **values)
 
 
-@pytest.mark.parametrize("cls", [StepPlan, StepResult, OutputBatch, StartExtras, StepLogprobs, OutputLogprobs])
+@pytest.mark.parametrize(
+    "cls", [StepPlan, StepResult, OutputBatch, StartExtras, StartItems, StepLogprobs, OutputLogprobs]
+)
 @given(data=st.data())
 def test_unpacking_gives_what_was_packed(cls, data):
     message = data.draw(messages(cls))

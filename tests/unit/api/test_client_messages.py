@@ -22,6 +22,7 @@ from raypp.client_messages import (
     encode_driver_message,
 )
 from raypp.messages import OutputBatch
+from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=7, temperature=0.3, stop=["a", "\ud800"], stop_token_ids=[1, 2], seed=-(2**63))
@@ -48,6 +49,37 @@ REQUESTS = [
 )
 def test_client_messages_round_trip(message: object) -> None:
     assert decode_client_message(encode_client_message(message)) == message  # type: ignore[arg-type]
+
+
+def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
+    rng = np.random.default_rng(0)
+    first, second = (
+        EncoderItem.of(rng.integers(0, 256, (4 * n, 12), np.uint8), (1, 2, 2 * n), num_tokens=n) for n in (1, 3)
+    )
+    positions = np.arange(24, dtype=np.int32).reshape(8, 3)
+    items = PromptItems((first, second, first), (1, 3, 6), positions, position_offset=-2)
+    sent = AddRequests([*REQUESTS, AddRequest("v", 9, [1] * 8, PARAMS, 0, (), items=items), REQUESTS[0]])
+    frames = encode_client_message(sent)
+    assert sum(map(len, frames[3:])) == positions.nbytes + first.patches.nbytes + second.patches.nbytes
+    received = decode_client_message(frames)
+    assert isinstance(received, AddRequests)
+    assert [r.request_id for r in received.requests] == [r.request_id for r in sent.requests]
+    again = received.requests[-2].items
+    assert again is not None
+    assert (again.starts, again.position_offset) == (items.starts, items.position_offset)
+    np.testing.assert_array_equal(again.rope_positions, positions)
+    for got, given in zip(again.items, items.items, strict=True):
+        assert (got.key, got.grid_thw, got.num_tokens) == (given.key, given.grid_thw, given.num_tokens)
+        np.testing.assert_array_equal(got.patches, given.patches)
+    assert received.requests[-1].items is None
+
+
+def test_an_item_is_named_by_its_content() -> None:
+    patches = np.arange(48, dtype=np.uint8).reshape(4, 12)
+    item = EncoderItem.of(patches, (1, 2, 2), 1)
+    assert item.key == EncoderItem.of(patches.copy(), (1, 2, 2), 1).key
+    assert item.key != EncoderItem.of(patches, (1, 4, 1), 1).key
+    assert item.key != EncoderItem.of(patches + np.uint8(1), (1, 2, 2), 1).key
 
 
 def test_outputs_round_trip() -> None:

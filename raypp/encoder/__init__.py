@@ -1,0 +1,1 @@
+"""Encoders: what turns pictures into embeddings."""

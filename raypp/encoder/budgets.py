@@ -1,0 +1,64 @@
+"""The sizes that encoder batches are captured for: token budgets, close enough together that padding stays small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from raypp.encoder.protocol import BudgetRange
+from raypp.errors import ConfigError, ResourceError
+from raypp.graphs.buckets import Buckets
+
+MAX_PADDING_SHARE = 0.15
+"""Of a batch; powers of two, which waste up to half of it, would need only a third of the graphs."""
+
+
+def token_ladder(budgets: BudgetRange, max_padding_share: float = MAX_PADDING_SHARE) -> Buckets:
+    """Return budgets from the smallest item up, such that no batch has more padding than that share.
+
+    An exception is a batch of less than `budgets.min_tokens`, which no item makes.
+    """
+    sizes = [min(budgets.min_tokens, budgets.max_tokens)]
+    while sizes[-1] < budgets.max_tokens:
+        smallest_too_large = sizes[-1] + 1
+        sizes.append(min(int(smallest_too_large / (1 - max_padding_share)), budgets.max_tokens))
+    return Buckets(set(sizes))
+
+
+def largest_fitting(budgets: BudgetRange, measure: Callable[[int], int], limit_bytes: int) -> BudgetRange:
+    """Return the part of a range of budgets whose batches fit a memory.
+
+    Args:
+        budgets: What the model deems worth a graph.
+        measure: Returns the bytes that a batch of so many tokens takes. Asked for large ones first, so that what it
+            allocates can be used again.
+        limit_bytes: The memory.
+
+    Raises:
+        ResourceError: not even the smallest item fits.
+    """
+    num_tokens = budgets.max_tokens
+    while (needed := measure(num_tokens)) > limit_bytes:
+        if num_tokens == budgets.min_tokens:
+            raise ResourceError(
+                "an encoder's memory holds not even the smallest picture",
+                got=f"{limit_bytes / 2**30:.2f} GiB",
+                expected=f"{needed / 2**30:.2f} GiB for {num_tokens} tokens, besides the weights",
+                hint="raise encoder_num_gpus or gpu_memory_utilization, or lower encoder_cache_bytes",
+            )
+        # Memory grows with the tokens; the next guess is a little below what that says.
+        fitting = int(num_tokens * limit_bytes / needed * 0.95)
+        num_tokens = max(min(fitting, num_tokens - 1), budgets.min_tokens)
+    return BudgetRange(budgets.min_tokens, num_tokens)
+
+
+def configured_budgets(sizes: Sequence[int]) -> Buckets:
+    """Return budgets that somebody chose.
+
+    Raises:
+        ConfigError: there is none, or one is not positive.
+    """
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(
+            "encoder.token_budgets cannot be", got=list(sizes), expected="at least one positive number of tokens"
+        )
+    return Buckets(set(sizes))

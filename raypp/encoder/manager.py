@@ -1,0 +1,128 @@
+"""Encodes items in captured batches: the budgeted CUDA graphs of an encoder.
+
+    items --pack--> batches of whole items --pad--> the smallest budget that fits --replay--> embeddings, in order
+                        +-- an item larger than every budget --> eager forward --^
+
+A graph fixes the shapes of everything; pictures come in all sizes. So there is one graph per budget of tokens, each
+batch is padded to one, and what depends on the items lies in buffers that are filled before the replay. Without CUDA
+the same padded batches run on the same buffers with calls in place of graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Generic
+
+import torch
+
+from raypp.encoder.batch_buffers import BatchBuffers
+from raypp.encoder.items import EncodedItem
+from raypp.encoder.packing import PackedBatch, pack_items
+from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
+from raypp.encoder.stats import EncoderStats
+from raypp.graphs.buckets import Buckets
+from raypp.graphs.manager import CudaGraphManager
+from raypp.prompt_items import EncoderItem
+
+_MODE = "encoder"
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderCudaGraphManager(Generic[BatchT]):
+    """Owns an encoder's graphs and buffers. Knows of the model what the protocol says.
+
+    Args:
+        model: The encoder.
+        budgets: Tokens per batch to capture for.
+        max_items: The most items of a batch.
+        device: Where the model is.
+        replay: Whether to capture CUDA graphs. Else the same batches are encoded by calls.
+    """
+
+    def __init__(
+        self,
+        model: SupportsEncoderCudaGraph[BatchT],
+        budgets: Buckets,
+        max_items: int,
+        device: torch.device,
+        *,
+        replay: bool,
+    ) -> None:
+        self._model = model
+        self._budgets = budgets
+        self._max_items = max_items
+        self._graphs = CudaGraphManager(device, replay=replay)
+        self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
+        self._outputs: dict[int, torch.Tensor] = {}  # by budget: where its output lies, [1 + L, T, H]
+        self.stats = EncoderStats()
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """Tokens of the captured batches, ascending."""
+        return self._budgets.sizes
+
+    def capture(self) -> None:
+        """Capture all budgets, the largest first: the others use its memory again. Under `torch.inference_mode`."""
+        for budget in reversed(self._budgets.sizes):
+            shape = self._shape(budget)
+            self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
+            self._graphs.record(_MODE, budget, partial(self._encode_padded, budget))
+        cost = self._graphs.costs[_MODE]
+        self.stats.num_graphs, self.stats.capture_s = cost.num_graphs, cost.seconds
+        self.stats.graph_bytes = cost.memory_bytes + self._buffers.num_bytes
+        logger.info(
+            "%d encoder graphs for %d to %d tokens took %.1f s and %.2f GiB, buffers included",
+            cost.num_graphs,
+            self._budgets.sizes[0],
+            self._budgets.sizes[-1],
+            cost.seconds,
+            self.stats.graph_bytes / 2**30,
+        )
+
+    def pack(self, items: Sequence[EncoderItem]) -> list[PackedBatch]:
+        """Return which of the items are to be encoded together."""
+        sizes = [spec.num_tokens for spec in self._model.item_specs(items)]
+        return pack_items(sizes, self._budgets, self._max_items)
+
+    def encode(self, items: Sequence[EncoderItem]) -> list[EncodedItem]:
+        """Return what the encoder makes of each item, in their order. Queues the work on a GPU, and does not wait.
+
+        Under `torch.inference_mode`.
+        """
+        encoded: dict[int, EncodedItem] = {}
+        for packed in self.pack(items):
+            encoded.update(zip(packed.indices, self.encode_batch(items, packed), strict=True))
+        return [encoded[index] for index in range(len(items))]
+
+    def encode_batch(self, items: Sequence[EncoderItem], packed: PackedBatch) -> list[EncodedItem]:
+        """Return what the encoder makes of the items of one batch, in the order of its indices. As `encode`."""
+        batch = self._model.select_items(items, packed.indices)
+        output = self._encode(batch, packed)
+        return self._model.split_output(output, batch)
+
+    def _encode(self, batch: BatchT, packed: PackedBatch) -> torch.Tensor:
+        stats = self.stats
+        stats.num_items += len(packed.indices)
+        stats.num_tokens += packed.num_tokens
+        if packed.budget is None:
+            stats.num_eager_batches += 1
+            return self._model.eager_forward(batch)
+        stats.num_captured_batches += 1
+        stats.num_captured_items += len(packed.indices)
+        stats.num_captured_tokens += packed.num_tokens
+        stats.num_padding_tokens += packed.budget - packed.num_tokens
+        shape = self._shape(packed.budget)
+        self._buffers.upload(self._model.replay_values(batch, shape), shape)
+        self._graphs.run(packed.budget)
+        return self._outputs[packed.budget]
+
+    def _shape(self, budget: int) -> BatchShape:
+        return BatchShape(budget, self._max_items)
+
+    def _encode_padded(self, budget: int) -> None:
+        shape = self._shape(budget)
+        output = self._model.captured_forward(self._buffers.inputs(shape), shape)
+        self._outputs[budget] = self._buffers.keep(output)

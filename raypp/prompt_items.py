@@ -1,0 +1,70 @@
+"""What of a prompt is not text: pictures, as the encoder takes them, and where their tokens stand.
+
+    door                          driver                        encoder                  stage 0
+    picture -> EncoderItem  -->   Request.items  --items-->     EncodedItem  --rows-->   the placeholders' inputs
+
+An item is named by a hash of its content wherever it goes: in caches of embeddings, in the hashes of KV blocks, and in
+the plans of steps. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+ITEM_KEY_BYTES = 16
+"""Length of an item's key."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncoderItem:
+    """One picture, or the frames of a video that are encoded together. P patches of D numbers."""
+
+    key: bytes  # ITEM_KEY_BYTES; equal keys mean equal content
+    patches: NDArray[np.uint8]  # [P, D] as the pixels are; the encoder brings them to its own range
+    grid_thw: tuple[int, int, int]  # patches in time, height and width; their product is P
+    num_tokens: int  # placeholder tokens in the prompt, and rows of embeddings
+
+    @classmethod
+    def of(cls, patches: NDArray[np.uint8], grid_thw: tuple[int, int, int], num_tokens: int) -> EncoderItem:
+        """Return the item of these patches, with its key."""
+        digest = blake2b(np.asarray(grid_thw, "<i4").tobytes(), digest_size=ITEM_KEY_BYTES)
+        digest.update(np.ascontiguousarray(patches))
+        return cls(digest.digest(), patches, grid_thw, num_tokens)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PromptItems:
+    """The items of one prompt, in the order of their placeholders, and the rotary positions that follow from them."""
+
+    items: tuple[EncoderItem, ...]
+    starts: tuple[int, ...]  # index of each item's first placeholder in the prompt; ascending, without overlap
+    rope_positions: NDArray[np.int32]  # [prompt tokens, 3]: time, height, width
+    position_offset: int  # rotary position of any token after the prompt, minus its index
+
+    def keys_in(self, start: int, end: int) -> list[bytes]:
+        """Return the keys of the items that have a token at positions `start` to `end`, the latter excluded."""
+        return [
+            item.key
+            for item, first in zip(self.items, self.starts, strict=True)
+            if first < end and start < first + item.num_tokens
+        ]
+
+
+def unique_items(items: Iterable[EncoderItem]) -> list[EncoderItem]:
+    """Return one item per key, in order of first appearance."""
+    return list({item.key: item for item in items}.values())
+
+
+def keys_to_array(keys: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Return keys as a message carries them, uint8 [len(keys), ITEM_KEY_BYTES]."""
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), ITEM_KEY_BYTES)
+
+
+def keys_of_array(array: NDArray[np.uint8]) -> list[bytes]:
+    """Return the keys that `keys_to_array` wrote."""
+    return [row.tobytes() for row in array]
