@@ -2,7 +2,9 @@
 
     stage = every_stage + num_layers * layer  (+ first_stage)  (+ last_stage)
 
-Costs are estimated from the weights' bytes, or measured; only their ratios matter for cutting the layers into stages.
+Costs are estimated, or measured; only their ratios matter for cutting the layers into stages. On a CPU a decode step
+costs what reading its weights does. On a GPU the gaps between small kernels and the start of each cost as much, however
+small the weights are: docs/design/0048-layers-of-a-gpu-stage.md.
 """
 
 from __future__ import annotations
@@ -42,10 +44,21 @@ class StepCosts:
         )
 
 
-def estimated_costs(model: ModelConfig, dtype_bytes: int) -> StepCosts:
-    """Return the costs in bytes: a decode step reads every weight once, and of the embedding only a few rows."""
+_GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
+_GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
+_GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
+
+
+def estimated_costs(model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False) -> StepCosts:
+    """Return the costs of a decode step, which reads every weight once, and of the embedding only a few rows.
+
+    In milliseconds of an H200 if `on_gpu`, else in bytes.
+    """
+    layer, head = float(layer_weight_bytes(model, dtype_bytes)), float(lm_head_bytes(model, dtype_bytes))
+    if not on_gpu:
+        return StepCosts(layer=layer, last_stage=head)
     return StepCosts(
-        layer=float(layer_weight_bytes(model, dtype_bytes)), last_stage=float(lm_head_bytes(model, dtype_bytes))
+        layer=layer / _GPU_BYTES_PER_MS + _GPU_LAYER_MS, last_stage=head / _GPU_BYTES_PER_MS + _GPU_HEAD_MS
     )
 
 

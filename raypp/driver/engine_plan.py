@@ -202,7 +202,7 @@ def plan_engine(
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
-    layers = _layers_per_stage(config, model, _DTYPE_BYTES[dtype])
+    layers = _layers_per_stage(config, model, _DTYPE_BYTES[dtype], device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
     weight_bytes = [
         _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
@@ -270,10 +270,11 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> list[int]:
+def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int, device: str) -> list[int]:
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
-        return estimated_costs(model, dtype_bytes).partition(model.num_layers, num_stages)
+        costs = estimated_costs(model, dtype_bytes, on_gpu=device == "cuda")
+        return costs.partition(model.num_layers, num_stages)
     if sum(explicit) != model.num_layers:
         raise ConfigError(
             "layer_partition does not add up to the model's layers",

@@ -11,11 +11,13 @@ import triton
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import Tuning, Weights
 
-MAX_ROWS = 32
+MAX_ROWS = 64
 """Beyond, the library computes."""
 
-_MAX_GATED_ROWS = 16  # two weights and two sums
-_PIECE = 8192  # elements of the weight that a program asks for at once: 16 KiB
+_SMALL_WEIGHT_BYTES = 16 << 20
+"""With several rows the library is as good from here on; below, its fixed time per product counts."""
+
+_PIECE = 8192  # elements of the weight that one row's program asks for at once: 16 KiB
 _STRIP = 32  # outputs of a program with several rows
 _MAX_SPLITS = 8
 
@@ -24,9 +26,9 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     if num_rows == 1:
         return _tune_row(weights)
-    if num_rows > (_MAX_GATED_ROWS if weights.is_gated else MAX_ROWS):
-        return None
-    return _tune_rows(num_rows, weights, device)
+    if num_rows <= MAX_ROWS and weights.weight.nbytes <= _SMALL_WEIGHT_BYTES:
+        return _tune_rows(num_rows, weights, device)
+    return None
 
 
 def _tune_row(weights: Weights) -> Tuning:
@@ -37,11 +39,13 @@ def _tune_row(weights: Weights) -> Tuning:
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 32 outputs, split along K where they are fewer than processors.
+    """Strips of 32 outputs, split along K where they are far fewer than processors.
 
-    The parts of a split go through memory, and one program waits for all of them.
+    The parts of a split go through memory, and one program waits for all of them. More rows leave room for fewer pieces
+    of the weight under way.
     """
     num_strips, num_splits = triton.cdiv(weights.num_outputs, _STRIP), 1
-    while not weights.is_gated and num_splits < _MAX_SPLITS and num_strips * num_splits < device.num_processors:
+    while not weights.is_gated and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.75 * device.num_processors:
         num_splits *= 2
-    return Tuning(outputs=_STRIP, inputs=128, num_splits=num_splits, num_stages=5 if num_rows <= 16 else 4)
+    num_stages = 5 if num_rows <= 16 else 4 if num_rows <= 32 else 3
+    return Tuning(outputs=_STRIP, inputs=128, num_splits=num_splits, num_stages=num_stages)

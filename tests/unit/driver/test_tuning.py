@@ -36,6 +36,7 @@ def _measured(**values: float) -> MeasuredCosts:
 def test_even_and_estimated_splits():
     assert even_partition(10, 4) == [3, 3, 2, 2]
     assert estimated_costs(_plan().model, 4).partition(6, 2) == [4, 2]
+    assert estimated_costs(_plan().model, 4, on_gpu=True).partition(6, 2) == [4, 2]  # the fixed times alone
 
 
 def test_costs_of_stages():
