@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 class RecordingCost:
     """What recording the graphs of a mode took."""
 
-    num_recordings: int = 0
+    num_graphs: int = 0
     seconds: float = 0.0
     memory_bytes: int = 0
 
@@ -87,7 +87,7 @@ class CudaGraphManager:
         else:
             replay, result = self._recorder.record(program, breakable=breakable)
             self._recordings[key] = Recording(key, program, replay, result, watched)
-        cost.num_recordings += 1
+        cost.num_graphs += 1
         cost.seconds += time.perf_counter() - started
         cost.memory_bytes += max(0, free_bytes - self._free_bytes())
 
@@ -122,7 +122,7 @@ class CudaGraphManager:
         for mode, cost in self.costs.items():
             _LOG.info(
                 "%d %s recordings took %.1f s and %.2f GiB",
-                cost.num_recordings,
+                cost.num_graphs,
                 mode,
                 cost.seconds,
                 cost.memory_bytes / 2**30,
