@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from raypp.errors import ConfigError as ConfigError
     from raypp.errors import DeadlineError as DeadlineError
     from raypp.errors import EngineDeadError as EngineDeadError
+    from raypp.errors import GraphMismatchError as GraphMismatchError
     from raypp.errors import ModelLoadError as ModelLoadError
     from raypp.errors import RayppError as RayppError
     from raypp.errors import RequestError as RequestError
@@ -46,6 +47,7 @@ _MODULE_OF = {
     "EngineDeadError": "raypp.errors",
     "StageDiedError": "raypp.errors",
     "DeadlineError": "raypp.errors",
+    "GraphMismatchError": "raypp.errors",
     "bubble_fraction": "raypp.tracing",
 }
 

@@ -8,6 +8,7 @@
     +-- EngineDeadError      the engine is gone; make a new one
     |   +-- StageDiedError   ... because one of its stages died or froze (.stage_index)
     +-- DeadlineError        something was waited for in vain
+    +-- GraphMismatchError   a CUDA graph does not do what it was recorded for (debug mode)
 
 Every error says what it got, what it expected, and what to do about it.
 """
@@ -101,6 +102,10 @@ class StageDiedError(EngineDeadError):
     ) -> None:
         super().__init__(message, got=got, expected=expected, hint=hint)
         self.stage_index = stage_index
+
+
+class GraphMismatchError(RayppError):
+    """A CUDA graph that no longer does what was recorded: found by `graphs.debug_every`."""
 
 
 class DeadlineError(RayppError):

@@ -133,9 +133,18 @@ class SpeculativeSection(Section):
 class GraphsSection(Section):
     """CUDA graphs."""
 
-    mode: Literal["auto", "full", "none"] = "auto"
-    """`full` records decode steps, padded to one of a few sizes, and replays them. `none` runs every step operation by
-    operation. `auto` is `full` on GPUs and `none` on CPUs, where `full` runs the same padded steps with plain calls."""
+    mode: Literal["auto", "full", "piecewise", "full_and_piecewise", "none"] = "auto"
+    """`full` records decode steps, padded to one of a few numbers of rows, and replays them. `piecewise` records what
+    lies between the attention calls of any step, padded to one of a few numbers of tokens. `none` runs every step
+    operation by operation. `auto` is `full_and_piecewise` on GPUs and `none` on CPUs, where the others run the same
+    padded steps with plain calls."""
+    max_piecewise_tokens: int = Field(default=1024, ge=1)
+    """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch. At
+    most max_num_batched_tokens."""
+    debug_every: int = Field(default=0, ge=0)
+    """Check the addresses at every replay, and compare one of so many replays of each recording, the first among them,
+    with what the same operations yield without graphs; a difference ends the engine with an error that names it. Slow.
+    0: off."""
 
 
 class ObservabilitySection(Section):

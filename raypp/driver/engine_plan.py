@@ -21,7 +21,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.draft_policy import DraftPolicy
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.stage.spec import NUM_PADDING_ROWS, StageSpec
+from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _SHORTEST_REQUEST = 2
@@ -61,11 +61,17 @@ class EnginePlan:
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     stages: tuple[StageLayout, ...]
 
-    @property
-    def records_decode(self) -> bool:
-        """Whether decode steps are recorded and replayed."""
-        mode = self.config.graphs.mode
-        return mode == "full" or (mode == "auto" and self.device == "cuda")
+    def graph_spec(self) -> GraphSpec:
+        """Return which steps are recorded and replayed."""
+        graphs, mode = self.config.graphs, self.config.graphs.mode
+        if mode == "auto":
+            mode = "full_and_piecewise" if self.device == "cuda" else "none"
+        max_tokens = min(graphs.max_piecewise_tokens, self.config.scheduler.max_num_batched_tokens)
+        return GraphSpec(
+            has_full=mode in ("full", "full_and_piecewise"),
+            max_piecewise_tokens=max_tokens if mode in ("piecewise", "full_and_piecewise") else 0,
+            debug_every=graphs.debug_every,
+        )
 
     @property
     def dtype_bytes(self) -> int:
@@ -114,7 +120,7 @@ class EnginePlan:
             num_threads=self.num_threads,
             max_num_seqs=self.config.scheduler.max_num_seqs + NUM_PADDING_ROWS,
             max_step_rows=max_step_rows(self.config),
-            records_decode=self.records_decode,
+            graphs=self.graph_spec(),
             max_step_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.model.vocab_size,

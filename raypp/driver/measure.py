@@ -213,6 +213,10 @@ class _PromptSkipping:
         self.skips = False
 
     @property
+    def attention_size(self) -> int:
+        return self._model.attention_size
+
+    @property
     def can_be_recorded(self) -> bool:
         return self._model.can_be_recorded  # decode steps are never skipped
 

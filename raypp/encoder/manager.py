@@ -23,7 +23,7 @@ from raypp.encoder.packing import PackedBatch, pack_items
 from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
 from raypp.encoder.stats import EncoderStats
 from raypp.graphs.buckets import Buckets
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.prompt_items import EncoderItem
 
 _MODE = "encoder"
@@ -54,7 +54,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._model = model
         self._budgets = budgets
         self._max_items = max_items
-        self._graphs = CudaGraphManager(device, replay=replay)
+        self._graphs = CudaGraphManager(device, graph_maker(device) if replay else None)
         self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
         self._outputs: dict[int, torch.Tensor] = {}  # by budget: where its output lies, [1 + L, T, H]
         self.stats = EncoderStats()
@@ -66,10 +66,11 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def capture(self) -> None:
         """Capture all budgets, the largest first: the others use its memory again. Under `torch.inference_mode`."""
-        for budget in reversed(self._budgets.sizes):
-            shape = self._shape(budget)
-            self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
-            self._graphs.record(_MODE, budget, partial(self._encode_padded, budget))
+        with self._graphs.recording():
+            for budget in reversed(self._budgets.sizes):
+                shape = self._shape(budget)
+                self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
+                self._graphs.record(_MODE, budget, partial(self._encode_padded, budget))
         cost = self._graphs.costs[_MODE]
         self.stats.num_graphs, self.stats.capture_s = cost.num_graphs, cost.seconds
         self.stats.graph_bytes = cost.memory_bytes + self._buffers.num_bytes

@@ -32,3 +32,12 @@ def row_buckets(max_rows: int) -> Buckets:
     """
     sizes = {1, 2, 4, *range(8, min(max_rows, _FINE_UP_TO) + 1, 8), *range(_FINE_UP_TO, max_rows + 1, 32), max_rows}
     return Buckets({size for size in sizes if size <= max_rows})
+
+
+def token_buckets(max_tokens: int) -> Buckets:
+    """Return sizes for steps of up to `max_tokens` tokens: finer where a token's time counts less than a launch's.
+
+    From 256 tokens on padding is at most 64 tokens, from 1024 on 128.
+    """
+    sizes = {16, 32, 64, 96, 128, 192, *range(256, 1024, 64), *range(1024, max_tokens + 1, 128), max_tokens}
+    return Buckets({size for size in sizes if size <= max_tokens})

@@ -1,23 +1,26 @@
-"""The graphs of one stage: recorded once, then replayed. Without CUDA, or without graphs, the same programs are called.
+"""The graphs of one stage: recorded once, then replayed. Without CUDA the same programs are called.
 
-A program is a callable without arguments and without a result. It reads and writes tensors that exist before it is
-recorded and keep their addresses, and whatever it makes for itself lies in one memory pool that all graphs share. It
-must not wait for the device, and everything that changes from one replay to the next must be in those tensors.
+A program reads and writes tensors that exist before it is recorded and keep their addresses; whatever it makes for
+itself lies in one memory pool that all graphs share. It must not wait for the device, and everything that changes from
+one replay to the next must be in those tensors, or be an argument of a break point (`raypp.ops.break_point`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_LOG = logging.getLogger(__name__)
+from raypp.graphs.cuda_graphs import CudaGraphs
+from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
+from raypp.graphs.pieces import GraphMaker, PieceRecorder, Program
 
-Program = Callable[[], None]
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,64 +37,101 @@ class CudaGraphManager:
 
     Args:
         device: Where they run.
-        replay: Whether to record CUDA graphs. Else programs are kept and called, which is all that a CPU can do.
+        maker: Makes graphs. None: programs are kept and called, which is all that a CPU can do.
+        debug_every: Check all replays, and compare one of so many with the program itself; 0: trust them.
     """
 
-    def __init__(self, device: torch.device, *, replay: bool) -> None:
-        assert not replay or device.type == "cuda", "only CUDA has graphs"
+    def __init__(self, device: torch.device, maker: GraphMaker | None, *, debug_every: int = 0) -> None:
         self._device = device
-        self._replay = replay
-        self._pool: Any = None  # torch names its type nowhere
-        self._runs: dict[Hashable, Program] = {}
+        self._maker = maker
+        self._recorder = None if maker is None else PieceRecorder(maker)
+        self._check = ReplayCheck(debug_every) if debug_every else None
+        self._recordings: dict[Hashable, Recording] = {}
+        self._programs: dict[Hashable, Program] = {}  # where there are no graphs
         self.costs: dict[str, RecordingCost] = {}
         """By mode."""
 
-    def record(self, mode: str, key: Hashable, program: Program) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Surround all recording, once."""
+        if self._maker is None:
+            yield
+        else:
+            with self._maker.recording():
+                yield
+
+    def record(
+        self,
+        mode: str,
+        key: Hashable,
+        program: Program,
+        *,
+        breakable: bool = False,
+        watched: Watched = NOTHING_WATCHED,
+    ) -> None:
         """Record a program; it is executed on the way. Record the largest first: the smaller ones reuse its memory.
 
         Args:
             mode: What it is accounted to.
             key: What `run` will name it by.
             program: What to record.
+            breakable: Whether break points interrupt the graph.
+            watched: For debug mode.
         """
-        assert key not in self._runs, f"{key} is recorded already"
+        assert key not in self, f"{key} is recorded already"
         cost = self.costs.setdefault(mode, RecordingCost())
         started, free_bytes = time.perf_counter(), self._free_bytes()
         program()  # compiles kernels, fills caches, makes what libraries need: none of that may be in a graph
-        if self._replay:
-            self._runs[key] = self._capture(program).replay
+        if self._recorder is None:
+            self._programs[key] = program
         else:
-            self._runs[key] = program
+            replay, result = self._recorder.record(program, breakable=breakable)
+            self._recordings[key] = Recording(key, program, replay, result, watched)
         cost.num_graphs += 1
         cost.seconds += time.perf_counter() - started
         cost.memory_bytes += max(0, free_bytes - self._free_bytes())
 
-    def run(self, key: Hashable) -> None:
-        """Run what was recorded under `key`, on the current stream. Does not wait for it."""
-        self._runs[key]()
+    def run(self, key: Hashable) -> Any:
+        """Run what was recorded under `key`, on the current stream; return what the program returns.
+
+        Does not wait for the device, but in debug mode.
+
+        Raises:
+            GraphMismatchError: in debug mode, the replay does something else than its program.
+        """
+        recording = self._recordings.get(key)
+        if recording is None:
+            return self._programs[key]()
+        if self._check is None:
+            recording.replay()
+        else:
+            self._check.run(recording)
+        return recording.result
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether there is a recording of that key."""
-        return key in self._runs
+        return key in self._recordings or key in self._programs
+
+    @property
+    def num_compared(self) -> int:
+        """Replays that debug mode has compared."""
+        return 0 if self._check is None else self._check.num_compared
 
     def log_costs(self) -> None:
         """Say what the recordings cost."""
         for mode, cost in self.costs.items():
             _LOG.info(
-                "%d %s graphs took %.1f s and %.2f GiB",
+                "%d %s recordings took %.1f s and %.2f GiB",
                 cost.num_graphs,
                 mode,
                 cost.seconds,
                 cost.memory_bytes / 2**30,
             )
 
-    def _capture(self, program: Program) -> torch.cuda.CUDAGraph:
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            program()
-        self._pool = graph.pool()
-        return graph
-
     def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0] if self._replay else 0
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+
+
+def graph_maker(device: torch.device) -> GraphMaker | None:
+    """Return what makes graphs on a device; None on a CPU, which has none."""
+    return CudaGraphs(device) if device.type == "cuda" else None

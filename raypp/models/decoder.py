@@ -143,9 +143,14 @@ class DecoderModel:
         """
         by = self._kernels.rotation(positions, self._inverse_frequencies)
         for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
-            attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention)
+            attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
         return hidden
+
+    @property
+    def attention_size(self) -> int:
+        """Elements of attention's output per token, Hq * D."""
+        return self._config.num_heads * self._config.head_dim
 
     @property
     def can_be_recorded(self) -> bool:

@@ -54,3 +54,23 @@ class AttentionBatch:
     prefill_seq_lens: list[int]
     plan: object = None
     """What the kernel set made ready of this for all layers; see `raypp.ops.backend.KernelSet.plan_attention`."""
+    padded_out: torch.Tensor | None = None
+    """[P, Hq * D] for a step that is padded to P tokens: where every layer's attention writes its T rows. Padding lies
+    behind the step's tokens, belongs to no row, and `slot_mapping` [P] sends it to the null block."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T, without padding."""
+        return self.num_decode_rows * self.decode_query_len + sum(self.prefill_query_lens)
+
+    def follow(self, step: AttentionBatch) -> None:
+        """Become that step, but for what has an address of its own: `slot_mapping` and `padded_out`."""
+        self.num_decode_rows = step.num_decode_rows
+        self.decode_query_len = step.decode_query_len
+        self.query_start_loc = step.query_start_loc
+        self.seq_lens = step.seq_lens
+        self.block_tables = step.block_tables
+        self.max_decode_seq_len = step.max_decode_seq_len
+        self.prefill_query_lens = step.prefill_query_lens
+        self.prefill_seq_lens = step.prefill_seq_lens
+        self.plan = step.plan

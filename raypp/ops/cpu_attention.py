@@ -60,8 +60,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Write the step's keys and values into the cache and return the attention's output, [T, Hq, D].
 
-    Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk; kv_cache [2, num_blocks, Hk, block_size, D], written in
-    place. What a row computes past the end of its block table is finite and meaningless; nobody reads it.
+    Shapes: q [T, Hq, D]; k, v [T, Hk, D], Hq a multiple of Hk, with padding behind if the batch's slot mapping has any;
+    kv_cache [2, num_blocks, Hk, block_size, D], written in place. What a row computes past the end of its block table
+    is finite and meaningless; nobody reads it.
 
     Args:
         q: Queries.

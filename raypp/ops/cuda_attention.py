@@ -15,6 +15,7 @@ import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import DecodeKernel
+from raypp.ops.break_point import break_point
 from raypp.ops.flashinfer_attention import (
     FlashInferPrefill,
     XqaDecode,
@@ -140,12 +141,30 @@ class CudaAttention:
         if out is None:
             out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=qkv.dtype, device=qkv.device)
         out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
-        if self._fused_decode is not None and num_rows <= MAX_FUSED_ROWS and num_decode_tokens == len(qkv):
+        is_decode_only = num_decode_tokens == len(qkv) and batch.padded_out is None
+        if self._fused_decode is not None and num_rows <= MAX_FUSED_ROWS and is_decode_only:
             self._fused_decode.from_projection(
                 qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
             )
             return out
         q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
+        attend = self._attend_rows if is_decode_only else self._attend_any_rows
+        attend(q, heads.scale, kv_cache, batch, out_heads)
+        return out
+
+    @break_point
+    def _attend_any_rows(
+        self, q: torch.Tensor, scale: float, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+    ) -> None:
+        """Attend rows whose number and lengths are the host's to know: what is launched depends on them."""
+        self._attend_rows(q, scale, kv_cache, batch, out)
+
+    def _attend_rows(
+        self, q: torch.Tensor, scale: float, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+    ) -> None:
+        """Attend the batch's rows, over a cache that has this step's tokens. Shapes: q, out [T or more, Hq, D]."""
+        num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
+        num_decode_tokens = num_rows * query_len
         plan = batch.plan
         if plan is None:
             assert not batch.prefill_query_lens, "prefill rows need plan_attention"
@@ -161,10 +180,9 @@ class CudaAttention:
                 plan.decode_lens,
                 batch.block_tables[:num_rows],
                 query_len,
-                heads.scale,
-                out_heads[:num_decode_tokens],
+                scale,
+                out[:num_decode_tokens],
             )
         if plan.prefill is not None:
             tokens = slice(num_decode_tokens, num_decode_tokens + plan.num_prefill_tokens)
-            self._prefill.run(plan.prefill, q[tokens], kv_cache, out_heads[tokens])
-        return out
+            self._prefill.run(plan.prefill, q[tokens], kv_cache, out[tokens])

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypp.ops.break_point import break_point
+
 
 def propose_ngrams(
     tokens: torch.Tensor,
@@ -63,6 +65,7 @@ def propose_ngrams(
     return drafts, is_match.to(torch.int32).mul_(num_drafts)
 
 
+@break_point
 def propose_ngrams_by_row(
     tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from raypp.ops.activation import silu_and_mul
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.break_point import break_point
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
@@ -59,8 +60,10 @@ class TorchKernels:
         """Return the step's rotation, in the precision of the activations."""
         return rotation(positions, inverse_frequencies, self._dtype)
 
+    @break_point
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
-        """Do nothing: the first layer plans, since it sees the cache."""
+        """Leave it to the first layer, which sees the cache."""
+        batch.plan = None
 
 
 class TorchTokenChoice:
@@ -145,5 +148,22 @@ class TorchAttention:
         if self._norm is not None:
             qk = self._norm(qk)
         q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
-        attended = paged_attention(q, k, v, kv_cache, batch, self._scale).flatten(1)
-        return attended if out is None else out.copy_(attended)
+        return _attend(q, k, v, kv_cache, batch, self._scale, out)
+
+
+@break_point
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the output, [T, Hq * D]; in the first rows of `out` if that is given. Its groups depend on lengths."""
+    if out is None:
+        return paged_attention(q, k, v, kv_cache, batch, scale).flatten(1)
+    num_tokens = batch.num_tokens
+    out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, scale).flatten(1)
+    return out

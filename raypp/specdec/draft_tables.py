@@ -24,6 +24,10 @@ class DraftTables:
         self._limits = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._uses_kernel = device.type == "cuda" and find_spec("triton") is not None
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables, which keep their addresses."""
+        return {"next drafts": self._draft_ids, "numbers of drafts": self._num_proposed, "limits": self._limits}
+
     def apply(self, plan: StepPlan) -> None:
         """Take over rows that start: they have a limit, and no drafts yet."""
         if not len(plan.start_rows):

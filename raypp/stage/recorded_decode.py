@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from raypp.graphs.buckets import row_buckets
+from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
@@ -34,6 +35,8 @@ from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_tokens import write_feedback
 from raypp.stage.upload_ring import UploadRing
 
+FULL = "full"
+
 _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
@@ -51,6 +54,7 @@ class RecordedDecode:
         next_inputs: NextInputs | None,
         sampler: Sampler | None,
         speculation: Speculation | None,
+        graphs: CudaGraphManager,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -62,7 +66,8 @@ class RecordedDecode:
         self._sampler = sampler
         self._speculation = speculation
         self._buckets = row_buckets(spec.max_step_rows)
-        self._graphs = CudaGraphManager(device, replay=device.type == "cuda")
+        self._num_rows = 0  # of the step that was uploaded last
+        self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
         hidden_bytes = schemas.forward_messages(spec).slot_bytes
         feedback_bytes = schemas.feedback_messages(spec).slot_bytes
@@ -70,10 +75,8 @@ class RecordedDecode:
         """What the step reads: the message of the stage before; on the first stage a feedback message."""
         self.output = torch.zeros(feedback_bytes if spec.is_last else hidden_bytes, dtype=torch.uint8, device=device)
         """What it writes: the message to the next stage; on the last stage the feedback."""
-        # What the recordings leave, at addresses that never change: by B and K, and of the tails by needs.
-        self._last: dict[tuple[int, int], LastHidden] = {}
         self._kept_logits: torch.Tensor | None = None
-        self._choices: dict[tuple[int, int, Needs], Choice] = {}
+        self._last: LastHidden  # of the step that was run last
         self._shapes = {
             (bucket, num_drafts): self._shape(bucket, num_drafts, column=0)
             for num_drafts in spec.speculative.ladder
@@ -88,11 +91,14 @@ class RecordedDecode:
         for bucket, num_drafts in sorted(self._shapes, key=lambda key: -key[0] * (1 + key[1])):
             self._write_padding(self._uploads.entry(0), bucket)
             self._uploads.upload(0, _COLUMNS * bucket)
-            self._graphs.record("full", ("body", bucket, num_drafts), partial(self._body, bucket, num_drafts))
+            self._num_rows = bucket
+            body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
+            self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
+            self.run(bucket, num_drafts)  # the tails read what it leaves
             for needs in _TAILS if self._spec.is_last else ():
                 tail = partial(self._tail, bucket, num_drafts, needs)
-                self._graphs.record("full", ("tail", bucket, num_drafts, needs), tail)
-        self._graphs.log_costs()
+                watched = self._watched_tail(bucket, num_drafts)
+                self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
 
     def bucket_of(self, plan: StepPlan) -> int | None:
         """Return the size that the plan's rows are padded to; None for a step that cannot be a recording.
@@ -114,7 +120,8 @@ class RecordedDecode:
         """
         entry = self._uploads.entry(plan.step_id)
         self._write_padding(entry, bucket)
-        num_rows, num_blocks = len(plan.rows), len(plan.block_rows)
+        self._num_rows, num_blocks = len(plan.rows), len(plan.block_rows)
+        num_rows = self._num_rows
         entry[:num_rows] = plan.rows
         if num_blocks <= bucket:
             for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
@@ -132,21 +139,23 @@ class RecordedDecode:
 
     def run(self, bucket: int, num_drafts: int) -> None:
         """Run the step, up to the logits on the last stage."""
-        self._graphs.run(("body", bucket, num_drafts))
+        last = self._graphs.run(("body", bucket, num_drafts))
+        if last is not None:
+            self._last = last
 
     def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
         for recorded in _TAILS:
             if needs | recorded == recorded:
-                self._graphs.run(("tail", bucket, num_drafts, recorded))
-                return self._choices[bucket, num_drafts, recorded]
+                choice: Choice = self._graphs.run(("tail", bucket, num_drafts, recorded))
+                return choice
         # Its tables appear when they are first needed, so nobody could record it.
-        self._tail(bucket, num_drafts, needs)
-        return self._choices.pop((bucket, num_drafts, needs))
+        return self._tail(bucket, num_drafts, needs)
 
-    def logits(self, bucket: int, num_drafts: int) -> torch.Tensor:
-        """Return the logits of the step that was run last, [B * (1 + K), V]. Last stage only."""
-        return self._last[bucket, num_drafts].logits
+    @property
+    def logits(self) -> torch.Tensor:
+        """The logits of the step that was run last, [B * (1 + K), V]. Last stage only."""
+        return self._last.logits
 
     def _shape(self, bucket: int, num_drafts: int, *, column: int) -> StepShape:
         rows = self._uploads.values[column * bucket : (column + 1) * bucket]
@@ -161,7 +170,7 @@ class RecordedDecode:
         columns[3] = NULL_BLOCK
         columns[4] = spec.scrap_row
 
-    def _body(self, bucket: int, num_drafts: int) -> None:
+    def _body(self, bucket: int, num_drafts: int) -> LastHidden | None:
         spec, shape = self._spec, self._shapes[bucket, num_drafts]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
         if self._next_inputs is not None:
@@ -195,12 +204,48 @@ class RecordedDecode:
         hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
         if spec.is_last:
             logits = self._keep_logits(self._model.compute_logits(hidden))
-            stepped = SteppedHidden(hidden, positions, attention)
-            self._last[bucket, num_drafts] = LastHidden(logits, positions + 1, stepped)
-        else:
-            leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
-            leaving["num_computed_tokens"].copy_(num_computed_tokens)
-            leaving["hidden_states"].copy_(hidden)
+            return LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
+        leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
+        leaving["num_computed_tokens"].copy_(num_computed_tokens)
+        leaving["hidden_states"].copy_(hidden)
+        return None
+
+    def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
+        first = self._next_inputs
+
+        def reads() -> dict[str, torch.Tensor]:
+            caches = {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
+            return {"output": self.output, "uploads": self._uploads.values, **self._block_tables.tensors(), **caches}
+
+        def changes() -> dict[str, torch.Tensor]:
+            return {"input": self.input, **({} if first is None else first.tensors())}
+
+        def yields(last: LastHidden | None) -> dict[str, torch.Tensor]:
+            width, num_rows = 1 + num_drafts, self._num_rows
+            if last is not None:
+                return {"logits": last.logits[: num_rows * width]}
+            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * width)
+            return {
+                "num_computed_tokens": leaving["num_computed_tokens"][:num_rows],
+                "hidden_states": leaving["hidden_states"][: num_rows * width],
+            }
+
+        return Watched(reads=reads, changes=changes, yields=yields)
+
+    def _watched_tail(self, bucket: int, num_drafts: int) -> Watched:
+        sampler, speculation = self._sampler, self._speculation
+        assert sampler is not None
+
+        def yields(choice: Choice) -> dict[str, torch.Tensor]:
+            feedback = self._schemas.feedback.views(self.output, bucket, bucket)
+            rows = {name: column[: self._num_rows] for name, column in feedback.items()}
+            return {"chosen": choice.chosen[: self._num_rows * (1 + num_drafts)], **rows}
+
+        return Watched(
+            reads=lambda: {"output": self.output, **sampler.rows.tensors()},
+            changes=lambda: {} if speculation is None else speculation.tensors(),
+            yields=yields,
+        )
 
     def _keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy in memory that all recordings share: kept by each, logits would take gigabytes."""
@@ -208,10 +253,10 @@ class RecordedDecode:
             self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
         return self._kept_logits[: len(logits)].copy_(logits)
 
-    def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> None:
-        shape, last, sampler = self._shapes[bucket, num_drafts], self._last[bucket, num_drafts], self._sampler
+    def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
+        shape, last, sampler = self._shapes[bucket, num_drafts], self._last, self._sampler
         assert sampler is not None
         max_length = self._spec.max_seq_len + 1
         choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())
         write_feedback(self._schemas.feedback.views(self.output, bucket, bucket), shape, choice.tokens)
-        self._choices[bucket, num_drafts, needs] = choice
+        return choice

@@ -33,6 +33,10 @@ class BlockTables:
         self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
         self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables, which keep their addresses."""
+        return {"block tables": self._tables}
+
     def decode_inputs(
         self,
         entries: NewEntries,
@@ -111,6 +115,10 @@ class NextInputs:
         self._last_token_ids = torch.zeros(spec.max_num_seqs, dtype=torch.int32, device=device)
         self._draft_ids = torch.zeros(spec.max_num_seqs, spec.max_drafts, dtype=torch.int32, device=device)
         self._known_token_ids: dict[int, np.ndarray] = {}  # row -> tokens that the driver sent; host side
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables, which keep their addresses."""
+        return {"lengths": self._lengths, "last tokens": self._last_token_ids, "drafts": self._draft_ids}
 
     def apply(self, plan: StepPlan) -> None:
         """Take over the rows that start."""

@@ -64,6 +64,16 @@ class SamplingRows:
         # The host's own copy of what decides what a step does, so that no step asks the device.
         self._needs_np = np.zeros(rows, np.uint8)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables that every request has parameters in; they keep their addresses."""
+        return {
+            "temperatures": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seeds": self.seeds,
+        }
+
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what any of these rows needs."""
         return Needs(int(np.bitwise_or.reduce(self._needs_np[rows_np], initial=0)))

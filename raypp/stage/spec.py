@@ -12,6 +12,15 @@ NUM_PADDING_ROWS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphSpec:
+    """Which steps are padded, recorded and replayed."""
+
+    has_full: bool = False  # decode steps
+    max_piecewise_tokens: int = 0  # any other step of at most so many tokens, in pieces; 0: none
+    debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageSpec:
     """One stage of the pipeline: its layers, and the sizes that all stages agree on."""
 
@@ -27,7 +36,7 @@ class StageSpec:
     num_threads: int
     max_num_seqs: int  # rows of the tables: one per request that may run, and those for padding
     max_step_rows: int  # rows of one step
-    records_decode: bool = False  # whether decode steps are padded, recorded and replayed
+    graphs: GraphSpec = GraphSpec()
     max_step_tokens: int  # tokens of one step
     max_model_len: int
     vocab_size: int

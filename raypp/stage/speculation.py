@@ -59,6 +59,10 @@ class Speculation:
         """The bytes of the token table."""
         return self._tokens.num_bytes
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what a step reads and changes, at addresses that never change."""
+        return {"token table": self._tokens.tokens, **self._drafts.tensors()}
+
     def apply(self, plan: StepPlan) -> None:
         """Take over rows that start."""
         self._tokens.apply(plan)

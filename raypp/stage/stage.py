@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from raypp.graphs.buckets import token_buckets
+from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import StartExtras, StepPlan, unpack
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
@@ -21,6 +23,7 @@ from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.item_store import ItemStore
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
+from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.pending_result import PendingResult
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
@@ -48,10 +51,21 @@ class Stage:
         links: StageLinks,
         schemas: StageSchemas,
         tracer: Tracer,
+        graphs: CudaGraphManager | None = None,
     ) -> None:
+        """Make a stage, and run its first steps: kernels compile, graphs are recorded.
+
+        Args:
+            spec: Which stage.
+            model: Its layers.
+            kv_caches: One per layer.
+            links: To its neighbours.
+            schemas: Of what travels there.
+            tracer: Of this process.
+            graphs: Keeps the recordings; None: what the device has.
+        """
         self._spec = spec
         self._model = model
-        self._kv_caches = kv_caches
         self._links = links
         self._tracer = tracer
         self._device = torch.device(spec.device)
@@ -72,8 +86,13 @@ class Stage:
         if self._device.type == "cuda":
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches)
+        if graphs is None:
+            graphs = CudaGraphManager(self._device, graph_maker(self._device), debug_every=spec.graphs.debug_every)
+        max_tokens = spec.graphs.max_piecewise_tokens
+        token_sizes = token_buckets(max_tokens) if max_tokens else None
+        self._layers = PaddedForward(spec, model, kv_caches, graphs, token_sizes)
         self._recorded: RecordedDecode | None = None
-        if spec.records_decode and model.can_be_recorded:
+        if spec.graphs.has_full and model.can_be_recorded:
             self._recorded = RecordedDecode(
                 spec,
                 model,
@@ -83,9 +102,13 @@ class Stage:
                 self._next_inputs if spec.is_first else None,
                 self._sampler if spec.is_last else None,
                 self._speculation,
+                graphs,
             )
-            with torch.inference_mode():
+        with torch.inference_mode(), graphs.recording():
+            self._layers.record()
+            if self._recorded is not None:
                 self._recorded.record()
+        graphs.log_costs()
 
     def bind_thread(self) -> None:
         """Make what the calling thread does on a GPU go to the stage's own, in a stream of its own. Before any step."""
@@ -147,7 +170,7 @@ class Stage:
         self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
         shape, logprobs = self._shapes.of(plan), no_logprobs
         if self._logprobs.is_asked(plan.rows):
-            logits = recorded.logits(bucket, plan.num_drafts)[: shape.num_tokens]
+            logits = recorded.logits[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
         result = pending_result(self._device, plan, shape, choice.tokens.first(shape.num_rows), logprobs)
         self._tracer.record(HOST, plan.step_id, started, now_ns())
@@ -200,7 +223,7 @@ class Stage:
         started = now_ns()
         self._clock.begin(plan.step_id)
         hidden = self._model.embed(entering) if self._spec.is_first else entering
-        hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
+        hidden = self._layers.run(hidden, positions, attention)
         if self._spec.is_last:
             logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
         self._clock.end()

@@ -16,6 +16,10 @@ class StageModel(Protocol):
     hidden_size: int
 
     @property
+    def attention_size(self) -> int:
+        """Elements of attention's output per token, Hq * D."""
+
+    @property
     def can_be_recorded(self) -> bool:
         """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 
@@ -29,7 +33,10 @@ class StageModel(Protocol):
         attention: AttentionBatch,
         kv_caches: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64."""
+        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64.
+
+        What it launches depends on the shapes alone, but for what is marked as a break point (`raypp.ops.break_point`).
+        """
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of the step's attention; `ring_entry` says which of its buffers are free."""

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from raypp.errors import ResourceError
-from raypp.messages import NULL_BLOCK
-from raypp.ops.attention import AttentionBatch
+from raypp.stage.padding_step import padding_step
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
 
@@ -36,26 +35,12 @@ def warm_up(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor
 
 
 def _prefill(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], num_tokens: int) -> None:
-    device = torch.device(spec.device)
-    lens = [min(spec.max_model_len, num_tokens - start) for start in range(0, num_tokens, spec.max_model_len)]
-    positions = torch.cat([torch.arange(length, device=device) for length in lens])
-    query_start_loc = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
-    attention = AttentionBatch(
-        num_decode_rows=0,
-        decode_query_len=1,
-        query_start_loc=query_start_loc,
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.full((len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
-        slot_mapping=positions % spec.block_size,
-        max_decode_seq_len=0,
-        prefill_query_lens=lens,
-        prefill_seq_lens=lens,
-    )
-    model.plan_attention(attention, 0)
+    step, device = padding_step(spec, num_tokens), torch.device(spec.device)
+    model.plan_attention(step.attention, 0)
     if spec.is_first:
         hidden = model.embed(torch.zeros(num_tokens, dtype=torch.int32, device=device))
     else:
         hidden = torch.ones(num_tokens, model.hidden_size, dtype=getattr(torch, spec.dtype), device=device)
-    hidden = model.forward(hidden, positions, attention, kv_caches)
+    hidden = model.forward(hidden, step.positions, step.attention, kv_caches)
     if spec.is_last:
         model.compute_logits(hidden[: spec.max_step_rows])

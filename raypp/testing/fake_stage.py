@@ -55,6 +55,11 @@ class FakeModel:
         return hidden
 
     @property
+    def attention_size(self) -> int:
+        """There is no attention."""
+        return 1
+
+    @property
     def can_be_recorded(self) -> bool:
         """It waits, but for no device."""
         return True

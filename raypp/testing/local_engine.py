@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
+from raypp.driver.pipeline import Pipeline
+from raypp.graphs.manager import CudaGraphManager
+from raypp.models.config import ModelConfig
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
 from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
 from raypp.stage.schemas import StageSchemas
+from raypp.stage.spec import StageSpec
 from raypp.stage.stage import Stage
 from raypp.testing.local_pipeline import LocalPipeline
 from raypp.tracing import Tracer
 from raypp.transport.open import open_local_links
 from raypp.types import SamplingParams
 
+MakeGraphs = Callable[[StageSpec], CudaGraphManager]
 
-def build_local_pipeline(plan: EnginePlan, factory: StageFactory | None = None) -> LocalPipeline:
-    """Return all stages of a plan, joined by local links."""
-    specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
-    models = [build_stage_model(spec, plan.model, factory) for spec in specs]
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage, and what else there is of it."""
+
+    stage: Stage
+    kv_caches: list[torch.Tensor]  # of each layer, see `raypp.ops.kv_cache`
+
+
+def build_local_stages(
+    specs: Sequence[StageSpec],
+    config: ModelConfig,
+    factory: StageFactory | None = None,
+    make_graphs: MakeGraphs | None = None,
+) -> list[LocalStage]:
+    """Return the stages of a pipeline, joined by local links.
+
+    Args:
+        specs: Of all stages, in order.
+        config: The model's.
+        factory: Makes their models, if the checkpoint does not.
+        make_graphs: Makes what keeps a stage's recordings, if not the device decides.
+    """
+    models = [build_stage_model(spec, config, factory) for spec in specs]
     schemas = StageSchemas.of(specs[0], models[0].hidden_size)
     links = open_local_links(
         len(specs),
@@ -31,21 +57,42 @@ def build_local_pipeline(plan: EnginePlan, factory: StageFactory | None = None) 
         feedback=schemas.feedback_messages(specs[0]),
         device=torch.device(specs[0].device),
     )
-    silent = Tracer("local", enabled=False)
-    return LocalPipeline(
-        [
-            Stage(spec, model, allocate_kv_caches(spec, plan.model), of_stage, schemas, silent)
-            for spec, model, of_stage in zip(specs, models, links, strict=True)
-        ]
-    )
+    silent, stages = Tracer("local", enabled=False), []
+    for spec, model, of_stage in zip(specs, models, links, strict=True):
+        kv_caches = allocate_kv_caches(spec, config)
+        graphs = None if make_graphs is None else make_graphs(spec)
+        stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, silent, graphs), kv_caches))
+    return stages
+
+
+def build_local_pipeline(
+    plan: EnginePlan, factory: StageFactory | None = None, make_graphs: MakeGraphs | None = None
+) -> LocalPipeline:
+    """Return all stages of a plan, joined by local links; see `build_local_stages`."""
+    specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
+    return LocalPipeline([local.stage for local in build_local_stages(specs, plan.model, factory, make_graphs)])
 
 
 class LocalEngine:
     """Runs requests to their end in the calling thread."""
 
-    def __init__(self, plan: EnginePlan, factory: StageFactory | None = None) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        factory: StageFactory | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
+        """Make the scheduler and the stages.
+
+        Args:
+            plan: What to make.
+            factory: Makes the stages' models, if the checkpoint does not.
+            pipeline: The stages, if they are made already.
+        """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
-        self._engine = Engine(self.scheduler, build_local_pipeline(plan, factory), Tracer("local", enabled=False))
+        if pipeline is None:
+            pipeline = build_local_pipeline(plan, factory)
+        self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
         self._num_requests = 0
 
     def submit(

@@ -1,0 +1,75 @@
+"""CUDA graphs by torch: one memory pool for all, one stream to record on."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from raypp.graphs.pieces import Replay
+from raypp.transport.dlpack import tensor_at
+
+
+class CudaGraphs:
+    """See `raypp.graphs.pieces.GraphMaker`.
+
+    All graphs share a pool. That is safe because they run one after the other in one stream, and because none reads
+    what another left in the pool but the pieces of one program, which run in the order in which they were recorded.
+
+    Args:
+        device: A CUDA device.
+    """
+
+    can_hold_break_points = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record on the stream for it. Nothing is collected meanwhile: freeing a tensor may be no part of a graph."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+            torch.cuda.synchronize(self._device)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Replay:
+        """End it; return its replay."""
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph.replay
+
+    def abandon(self) -> None:
+        """End it after an error, which has most likely spoiled it."""
+        if self._graph is not None:
+            with suppress(RuntimeError):
+                self._graph.capture_end()
+            self._graph = None
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor at the same memory that does not own it."""
+        if not tensor.is_cuda or not tensor.numel():
+            return tensor
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        memory = tensor_at(tensor.data_ptr(), span * tensor.element_size(), tensor.device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,123 @@
+"""Debug mode: are the addresses still those of the recording, and does a replay do what the program does?
+
+An operation that should be a break point and is not, a length that was read on the host, a table that was allocated
+anew: all of these replay the past without a word. Here they are an error that says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raypp.errors import GraphMismatchError
+from raypp.graphs.pieces import Program, Replay
+
+NamedTensors = Callable[[], Mapping[str, torch.Tensor]]
+
+
+def _none() -> dict[str, torch.Tensor]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What debug mode must know of a program. Asked at every replay, so that what was allocated anew is noticed."""
+
+    reads: NamedTensors = _none
+    """What it reads, at addresses that must stay."""
+    changes: NamedTensors = _none
+    """What it both reads and changes: saved, so that it can be run twice."""
+    yields: Callable[[Any], Mapping[str, torch.Tensor]] = lambda result: {}
+    """What must come out alike, of what the program returned; without padding."""
+
+
+NOTHING_WATCHED = Watched()
+
+
+@dataclass(eq=False)
+class Recording:
+    """A program and what was recorded of it."""
+
+    key: object
+    program: Program
+    replay: Replay
+    result: Any
+    watched: Watched
+    addresses: dict[str, int] = field(init=False)
+    num_replays: int = 0
+
+    def __post_init__(self) -> None:
+        self.addresses = _addresses(self.watched)
+
+
+class ReplayCheck:
+    """Runs recordings with all checks. Waits for the device, and so is slow.
+
+    Args:
+        every: Of so many replays of a recording one is compared with its program, the first among them.
+    """
+
+    def __init__(self, every: int) -> None:
+        assert every >= 1
+        self._every = every
+        self.num_compared = 0
+
+    def run(self, recording: Recording) -> None:
+        """Replay.
+
+        Raises:
+            GraphMismatchError: the replay reads elsewhere than the program would, or yields something else.
+        """
+        _check_addresses(recording)
+        recording.num_replays += 1
+        if (recording.num_replays - 1) % self._every:
+            recording.replay()
+            return
+        watched, changed = recording.watched, recording.watched.changes()
+        before = {name: tensor.clone() for name, tensor in changed.items()}
+        recording.replay()
+        replayed = {name: tensor.clone() for name, tensor in watched.yields(recording.result).items()}
+        for name, tensor in changed.items():
+            tensor.copy_(before[name])
+        _compare(recording.key, replayed, watched.yields(recording.program()))
+        self.num_compared += 1
+
+
+def _addresses(watched: Watched) -> dict[str, int]:
+    return {
+        name: tensor.data_ptr() for tensors in (watched.reads(), watched.changes()) for name, tensor in tensors.items()
+    }
+
+
+def _check_addresses(recording: Recording) -> None:
+    now = _addresses(recording.watched)
+    moved = [name for name, address in recording.addresses.items() if now.get(name) != address]
+    if moved:
+        raise GraphMismatchError(
+            f"the recording {recording.key} reads memory that is no longer what it stands for",
+            got=f"{', '.join(moved)} at another address",
+            expected="the address of the time of recording",
+            hint="allocate it once, before anything is recorded, and copy into it",
+        )
+
+
+def _compare(key: object, replayed: Mapping[str, torch.Tensor], computed: Mapping[str, torch.Tensor]) -> None:
+    for name, expected in computed.items():
+        got = replayed[name]
+        if got.shape == expected.shape and torch.equal(_bits(got), _bits(expected)):
+            continue
+        rows = (_bits(got) != _bits(expected)).flatten(1).any(1).nonzero().flatten().tolist()
+        raise GraphMismatchError(
+            f"the replay of {key} does not do what its program does",
+            got=f"{name} differs in {len(rows)} of {len(expected)} rows, the first is {rows[0]}",
+            expected="the same bits",
+            hint="an operation that depends on what the host knows of a step must be a @break_point",
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view as bytes, at least two dimensions: NaN equals itself."""
+    return tensor.contiguous().view(len(tensor), -1).view(torch.uint8)

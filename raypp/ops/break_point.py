@@ -1,0 +1,55 @@
+"""The mark of operations that no CUDA graph may hold: what they launch depends on what the host knows of the step.
+
+    @break_point
+    def attend(q, batch, out): ...
+
+A call of such an operation ends the graph that is being recorded, runs, and begins the next one. At every replay it is
+called again, with the same arguments: so what differs from step to step must be in an object or a buffer that is passed
+and changed, and what it writes must be a buffer that is passed. An operation that must be a break point and is not
+replays what it was told at the time of recording; see `raypp.graphs.debug`.
+
+The idea is SGLang's breakable CUDA graph (2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Breakable(Protocol):
+    """A recording in progress that can be interrupted."""
+
+    def interrupt(self, op: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """End the graph, call the operation now and at every replay, begin the next graph."""
+
+
+# Like the stream that torch records: a property of what the thread is doing, set by whoever records.
+_in_progress: ContextVar[Breakable | None] = ContextVar("recording", default=None)
+
+
+def break_point(op: Callable[P, R]) -> Callable[P, R]:
+    """Mark an operation. Outside of a breakable recording it is called as ever."""
+
+    @wraps(op)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        recording = _in_progress.get()
+        return op(*args, **kwargs) if recording is None else recording.interrupt(op, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def breaking_at(recording: Breakable | None) -> Iterator[None]:
+    """Have break points interrupt `recording` meanwhile; None: have them run as part of what calls them."""
+    token = _in_progress.set(recording)
+    try:
+        yield
+    finally:
+        _in_progress.reset(token)

@@ -1,0 +1,133 @@
+"""The layers of any step that is not a recorded decode step: in pieces, padded to a size that was recorded, or plainly.
+
+    hidden, positions, slots --copy--> [ buffers, zeros behind ] --> graph | attention | graph | ... --> [ output ]
+
+Rows and their lengths differ from step to step; only attention sees them, as a break point. Everything else has a fixed
+number of tokens. Padding is zeros, writes into the null block, and is attended by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from raypp.graphs.buckets import Buckets
+from raypp.graphs.debug import Watched
+from raypp.graphs.manager import CudaGraphManager
+from raypp.messages import NULL_BLOCK
+from raypp.ops.attention import AttentionBatch
+from raypp.stage.padding_step import padding_step
+from raypp.stage.spec import StageSpec
+from raypp.stage.stage_model import StageModel
+
+PIECEWISE = "piecewise"
+
+
+class PaddedForward:
+    """Runs the layers. T tokens of a step, P of its bucket, H hidden size.
+
+    Args:
+        spec: Of the stage.
+        model: Its layers.
+        kv_caches: Theirs.
+        graphs: Keeps the recordings.
+        buckets: Numbers of tokens to record for; None: every step runs plainly.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: StageModel,
+        kv_caches: Sequence[torch.Tensor],
+        graphs: CudaGraphManager,
+        buckets: Buckets | None,
+    ) -> None:
+        self._spec = spec
+        self._model = model
+        self._kv_caches = kv_caches
+        self._graphs = graphs
+        self._buckets = buckets
+        self._num_tokens = 0  # of the step that ran last
+        if buckets is None:
+            return
+        size, device, dtype = buckets.sizes[-1], torch.device(spec.device), getattr(torch, spec.dtype)
+        self._hidden = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
+        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self._slots = torch.full((size,), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device)
+        self._attended = torch.zeros(size, model.attention_size, dtype=dtype, device=device)
+        self._output = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
+        self._batches: dict[int, AttentionBatch] = {}  # by bucket: the same object for all steps, as recorded
+
+    def record(self) -> None:
+        """Record all sizes, the largest first. All rows are padding meanwhile."""
+        for bucket in reversed(self._buckets.sizes if self._buckets is not None else ()):
+            self._record(bucket)
+
+    def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+        """Return the residual stream after the layers, [T, H]; valid until the next step.
+
+        Shapes: hidden [T, H], may be overwritten; positions [T] int64.
+        """
+        bucket = self.bucket_of(len(hidden))
+        if bucket is None:
+            return self._model.forward(hidden, positions, attention, self._kv_caches)
+        self._num_tokens = num_tokens = len(hidden)
+        self._batches[bucket].follow(attention)
+        for buffer, values in (
+            (self._hidden, hidden),
+            (self._positions, positions),
+            (self._slots, attention.slot_mapping),
+        ):
+            buffer[:num_tokens].copy_(values)
+        if num_tokens < bucket:
+            for buffer in (self._hidden, self._positions, self._slots, self._attended):
+                buffer[num_tokens:bucket].zero_()
+        self._graphs.run((PIECEWISE, bucket))
+        return self._output[:num_tokens]
+
+    def bucket_of(self, num_tokens: int) -> int | None:
+        """Return the size that a step is padded to; None if it runs plainly. Depends on its tokens alone."""
+        return None if self._buckets is None else self._buckets.fit(num_tokens)
+
+    def _record(self, bucket: int) -> None:
+        step = padding_step(self._spec, bucket)
+        self._model.plan_attention(step.attention, 0)
+        batch = self._batches[bucket] = AttentionBatch(
+            num_decode_rows=0,
+            decode_query_len=1,
+            query_start_loc=step.attention.query_start_loc,
+            seq_lens=step.attention.seq_lens,
+            block_tables=step.attention.block_tables,
+            slot_mapping=self._slots[:bucket],
+            max_decode_seq_len=0,
+            prefill_query_lens=[],
+            prefill_seq_lens=[],
+            padded_out=self._attended[:bucket],
+        )
+        batch.follow(step.attention)
+        self._num_tokens = bucket
+        self._graphs.record(
+            PIECEWISE,
+            (PIECEWISE, bucket),
+            partial(self._layers, bucket),
+            breakable=True,
+            watched=Watched(reads=self._reads, changes=self._changes, yields=self._yields),
+        )
+
+    def _layers(self, bucket: int) -> None:
+        hidden = self._model.forward(
+            self._hidden[:bucket], self._positions[:bucket], self._batches[bucket], self._kv_caches
+        )
+        self._output[:bucket].copy_(hidden)
+
+    def _reads(self) -> dict[str, torch.Tensor]:
+        buffers = {"positions": self._positions, "slots": self._slots, "attended": self._attended}
+        return buffers | {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
+
+    def _changes(self) -> dict[str, torch.Tensor]:
+        return {"hidden states": self._hidden}  # a layer may overwrite its input
+
+    def _yields(self, result: None) -> dict[str, torch.Tensor]:
+        return {"output": self._output[: self._num_tokens]}

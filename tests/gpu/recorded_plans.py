@@ -1,0 +1,128 @@
+"""One list of step plans, run by different pipelines, and all that it leaves: results and KV caches, bit by bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from raypp.driver.engine_plan import EnginePlan
+from raypp.graphs.manager import CudaGraphManager
+from raypp.messages import StepPlan, StepResult, pack
+from raypp.stage.spec import GraphSpec, StageSpec
+from raypp.testing import LocalEngine, LocalPipeline, build_local_pipeline, build_local_stages
+from raypp.testing.local_engine import MakeGraphs
+from raypp.types import SamplingParams
+
+
+@dataclass
+class Ran:
+    """What a list of plans left behind."""
+
+    results: list[bytes]
+    kv_caches: list[torch.Tensor]  # of all layers, without the null block
+    num_compared: int  # replays that debug mode compared
+
+    def assert_equals(self, other: Ran, *, kv_caches: bool = True) -> None:
+        """Compare everything, bit by bit; what a padded step leaves behind the rows' ends lies in the null block."""
+        differing = [step for step, (a, b) in enumerate(zip(self.results, other.results, strict=True)) if a != b]
+        assert not differing, f"the results of {len(differing)} of {len(self.results)} steps differ: {differing[:5]}"
+        if kv_caches:
+            for layer, (a, b) in enumerate(zip(self.kv_caches, other.kv_caches, strict=True)):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"the KV cache of layer {layer} differs"
+
+
+class _Noting:
+    """A pipeline that keeps the plans it is given."""
+
+    def __init__(self, pipeline: LocalPipeline) -> None:
+        self._pipeline = pipeline
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._pipeline.submit(plan)
+
+    def collect(self) -> list[StepResult]:
+        return self._pipeline.collect()
+
+    def close(self) -> None:
+        self._pipeline.close()
+
+
+def mixed_requests(num_requests: int, vocab_size: int, max_prompt: int, seed: int = 0) -> tuple[list, list]:
+    """Return prompts of mixed lengths and parameters of all kinds: greedy, drawn, truncated, penalized, logprobs."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2, vocab_size) for _ in range(rng.randint(1, max_prompt))] for _ in range(num_requests)]
+    kinds = (
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.8},
+        {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "logprobs": 2},
+        {"temperature": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0.0},
+    )
+    params = [
+        SamplingParams(max_tokens=rng.randint(4, 24), seed=i, ignore_eos=True, **kinds[i % len(kinds)])
+        for i in range(num_requests)
+    ]
+    return prompts, params
+
+
+def record_plans(plan: EnginePlan, num_requests: int, max_prompt: int) -> list[StepPlan]:
+    """Return the plans of a run of mixed requests, half of which come while the others are under way."""
+    noting = _Noting(build_local_pipeline(plan))
+    engine = LocalEngine(plan, pipeline=noting)
+    prompts, params = mixed_requests(num_requests, plan.model.vocab_size, max_prompt)
+    half = num_requests // 2
+    for prompt, of_prompt in zip(prompts[:half], params[:half], strict=True):
+        engine.submit(prompt, of_prompt)
+    for prompt, of_prompt in zip(prompts[half:], params[half:], strict=True):
+        for _ in range(3):
+            engine.step()
+        engine.submit(prompt, of_prompt)
+    while engine.has_unfinished:
+        engine.step()
+    return noting.plans
+
+
+def run_plans(
+    plan: EnginePlan,
+    plans: Sequence[StepPlan],
+    graphs: GraphSpec,
+    *,
+    max_step_rows: int | None = None,
+    make_graphs: MakeGraphs | None = None,
+) -> Ran:
+    """Run plans on the stages of `plan`, whatever pipeline they were made for.
+
+    Args:
+        plan: How many stages, and of what.
+        plans: The steps.
+        graphs: Which of them are padded.
+        max_step_rows: Of the pipeline that the plans were made for: it says what they are padded to.
+        make_graphs: None: CUDA graphs where there is CUDA.
+    """
+    managers: list[CudaGraphManager] = []
+
+    def make(spec: StageSpec) -> CudaGraphManager:
+        assert make_graphs is not None
+        managers.append(make_graphs(spec))
+        return managers[-1]
+
+    specs = [replace(plan.stage_spec(index), graphs=graphs) for index in range(len(plan.stages))]
+    if max_step_rows is not None:
+        specs = [replace(spec, max_step_rows=max_step_rows) for spec in specs]
+    stages = build_local_stages(specs, plan.model, None, None if make_graphs is None else make)
+    pipeline, results = LocalPipeline([local.stage for local in stages]), []
+    for step in plans:
+        pipeline.submit(step)
+        results += [pack(result) for result in pipeline.collect()]
+    caches = [cache[:, 1:].clone() for local in stages for cache in local.kv_caches]
+    return Ran(results, caches, sum(manager.num_compared for manager in managers))
+
+
+def called_graphs(spec: StageSpec) -> CudaGraphManager:
+    """Return a manager that calls programs: the same padded steps, operation by operation."""
+    return CudaGraphManager(torch.device(spec.device), None)
