@@ -79,7 +79,8 @@ class Agreement:
             f"{self.num_positions} positions, {self.num_distinct} different tokens: {verdict}\n"
             f"    argmax: raypp = transformers {self.raypp_with_other:.2%}, raypp = float32 "
             f"{self.raypp_with_exact:.2%}, transformers = float32 {self.other_with_exact:.2%}; "
-            f"of the {self.clear:.1%} clear ones raypp = transformers {self.raypp_with_other_if_clear:.2%} (>= {MIN_AGREEMENT:.0%})\n"
+            f"of the {self.clear:.1%} clear ones raypp = transformers {self.raypp_with_other_if_clear:.2%} "
+            f"(>= {MIN_AGREEMENT:.0%})\n"
             f"    error: raypp {self.raypp_error:.4f}, transformers {self.other_error:.4f}, {self.error_ratio:.2f}x "
             f"(<= {MAX_ERROR_RATIO}); not told {self.missing:.2%}"
         )
