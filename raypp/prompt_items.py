@@ -33,7 +33,7 @@ class EncoderItem:
     def of(cls, patches: NDArray[np.uint8], grid_thw: tuple[int, int, int], num_tokens: int) -> EncoderItem:
         """Return the item of these patches, with its key."""
         digest = blake2b(np.asarray(grid_thw, "<i4").tobytes(), digest_size=ITEM_KEY_BYTES)
-        digest.update(np.ascontiguousarray(patches))
+        digest.update(np.ascontiguousarray(patches).data)
         return cls(digest.digest(), patches, grid_thw, num_tokens)
 
 
@@ -45,6 +45,11 @@ class PromptItems:
     starts: tuple[int, ...]  # index of each item's first placeholder in the prompt; ascending, without overlap
     rope_positions: NDArray[np.int32]  # [prompt tokens, 3]: time, height, width
     position_offset: int  # rotary position of any token after the prompt, minus its index
+
+    def num_tokens_in(self, start: int, end: int) -> int:
+        """Return how many of the tokens at positions `start` to `end`, the latter excluded, stand for items."""
+        ends = [first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True)]
+        return sum(max(0, min(end, last) - max(start, first)) for first, last in zip(self.starts, ends, strict=True))
 
     def keys_in(self, start: int, end: int) -> list[bytes]:
         """Return the keys of the items that have a token at positions `start` to `end`, the latter excluded."""

@@ -22,6 +22,7 @@ from raypp.config.sections import (
     CacheSection,
     FaultsSection,
     GraphsSection,
+    ImagesSection,
     ModelSection,
     ObservabilitySection,
     ParallelSection,
@@ -44,6 +45,7 @@ class EngineConfig(Section):
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
     graphs: GraphsSection = Field(default_factory=GraphsSection)
+    images: ImagesSection = Field(default_factory=ImagesSection)
     observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
 

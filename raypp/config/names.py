@@ -10,6 +10,7 @@ from raypp.config.sections import (
     CacheSection,
     FaultsSection,
     GraphsSection,
+    ImagesSection,
     ModelSection,
     ObservabilitySection,
     ParallelSection,
@@ -27,6 +28,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "scheduler": SchedulerSection,
         "speculative": SpeculativeSection,
         "graphs": GraphsSection,
+        "images": ImagesSection,
         "observability": ObservabilitySection,
         "faults": FaultsSection,
     }

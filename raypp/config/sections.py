@@ -147,6 +147,21 @@ class GraphsSection(Section):
     0: off."""
 
 
+class ImagesSection(Section):
+    """Pictures in prompts, for models that take them."""
+
+    allow_image_urls: bool = False
+    """Whether images may be given as http or https addresses, which the door then fetches. Private addresses never."""
+    image_url_timeout_s: float = Field(default=10.0, gt=0, le=600)
+    """How long fetching one image may take, redirections included."""
+    max_image_bytes: int = Field(default=20 << 20, ge=1)
+    """The largest file of an image."""
+    max_image_pixels: int = Field(default=64 << 20, ge=1)
+    """The most pixels that an image is decoded to: a small file can claim to be a large one."""
+    max_images_per_prompt: int = Field(default=64, ge=1)
+    """The most images and frames of one prompt."""
+
+
 class ObservabilitySection(Section):
     """What the engine tells about itself."""
 

@@ -18,6 +18,7 @@ from raypp.driver.cost_model import StepCosts
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.messages import StepPlan, StepResult
+from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.request import Request
@@ -233,8 +234,9 @@ class _PromptSkipping:
         positions: torch.Tensor,
         attention: AttentionBatch,
         kv_caches: Sequence[torch.Tensor],
+        deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
-        return hidden if self.skips else self._model.forward(hidden, positions, attention, kv_caches)
+        return hidden if self.skips else self._model.forward(hidden, positions, attention, kv_caches, deepstack)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)

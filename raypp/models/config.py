@@ -6,13 +6,13 @@ transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that plann
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from raypp.errors import ModelLoadError
+from raypp.models.config_fields import ConfigFields, read_json
+from raypp.models.vision_config import VisionConfig, read_vision_config
 
 RopeType = Literal["default", "linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
@@ -29,6 +29,8 @@ class RopeConfig:
     low_freq_factor: float = 1.0  # llama3 only, and so are the following
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    mrope_section: tuple[int, int, int] | None = None
+    """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,13 @@ class ModelConfig:
     max_position_embeddings: int
     dtype: str  # the checkpoint's
     eos_token_ids: tuple[int, ...]  # ascending
+    weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
+    vision: VisionConfig | None = None  # None: it reads text alone
+
+    @property
+    def num_deepstack_layers(self) -> int:
+        """Leading layers after which rows of the vision tower are added to its tokens."""
+        return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
 
 @dataclass(frozen=True)
@@ -65,12 +74,17 @@ class _Family:
     qk_norm: bool
     default_head_dim: int | None  # None: hidden_size / num_attention_heads
     default_max_position_embeddings: int
+    weight_prefix: str = "model."
+    has_vision: bool = False  # its language model is described in `text_config`, its tower in `vision_config`
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family("attention_bias", "attention_bias", "mlp_bias", False, None, 2048),
     "Qwen2ForCausalLM": _Family(True, False, False, False, None, 32768),
     "Qwen3ForCausalLM": _Family("attention_bias", "attention_bias", False, True, 128, 32768),
+    "Qwen3VLForConditionalGeneration": _Family(
+        "attention_bias", "attention_bias", False, True, 128, 128000, "model.language_model.", has_vision=True
+    ),
 }
 
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
@@ -83,9 +97,10 @@ def load_model_config(path: Path) -> ModelConfig:
         ModelLoadError: no such file, an architecture or a feature that raypp does not have, a missing or wrong field.
     """
     file = path / "config.json"
-    fields = _Fields(file, _read_json(file))
-    architecture = _architecture(fields)
+    whole = ConfigFields(file, read_json(file))
+    architecture = _architecture(whole)
     family = _FAMILIES[architecture]
+    fields = _text_fields(whole) if family.has_vision else whole
     _refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -94,17 +109,23 @@ def load_model_config(path: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
+    rope, num_layers = _rope(fields), fields.integer("num_hidden_layers")
+    vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
+    if vision is not None and rope.mrope_section is None:
+        raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
+    if vision is not None and len(vision.deepstack_layers) > num_layers:
+        raise fields.error("num_hidden_layers", num_layers, f"a layer for each of {len(vision.deepstack_layers)} taps")
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.integer("intermediate_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields),
+        rope=rope,
         qkv_bias=fields.flag(family.qkv_bias),
         attention_output_bias=fields.flag(family.attention_output_bias),
         mlp_bias=fields.flag(family.mlp_bias),
@@ -113,69 +134,20 @@ def load_model_config(path: Path) -> ModelConfig:
         max_position_embeddings=fields.integer("max_position_embeddings", family.default_max_position_embeddings),
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(path, fields),
+        weight_prefix=family.weight_prefix,
+        vision=vision,
     )
 
 
-class _Fields:
-    """One JSON object's entries, typed, with errors that name the file and the field."""
-
-    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
-        self.file = file
-        self.values = values
-
-    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
-        """Return the error of a field."""
-        return ModelLoadError(f"{self.file}: field {name!r} is not usable", got=got, expected=expected, hint=hint)
-
-    def get(self, name: str) -> Any:
-        """Return the field, None when absent."""
-        return self.values.get(name)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer; without a default the field must be there."""
-        value = self.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.error(name, "nothing" if value is None else repr(value), "a positive integer")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a positive number; without a default the field must be there."""
-        value = self.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.error(name, "nothing" if value is None else repr(value), "a positive number")
-        return float(value)
-
-    def flag(self, name: bool | str) -> bool:
-        """Return what a field says, False when absent; or what is given, when that is fixed."""
-        if isinstance(name, bool):
-            return name
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.error(name, repr(value), "true or false")
-        return bool(value)
+def _text_fields(whole: ConfigFields) -> ConfigFields:
+    """Return the language model's fields; what its own section leaves unsaid may stand beside it."""
+    text = whole.section("text_config")
+    above = {name: value for name, value in whole.values.items() if name not in ("text_config", "vision_config")}
+    tied = {name: above[name] for name in ("tie_word_embeddings",) if name in above}  # said of the whole model
+    return ConfigFields(whole.file, {**above, **text.values, **tied})
 
 
-def _read_json(file: Path) -> Mapping[str, Any]:
-    if not file.is_file():
-        raise ModelLoadError(
-            f"{file.parent} is not a model directory",
-            got=f"no {file.name}" if file.parent.is_dir() else "no such directory",
-            expected="a directory in Hugging Face layout: config.json, *.safetensors, tokenizer files",
-        )
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelLoadError(f"{file} is not JSON", got=str(error)) from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{file} is not a JSON object", got=type(values).__name__)
-    return values
-
-
-def _architecture(fields: _Fields) -> str:
+def _architecture(fields: ConfigFields) -> str:
     names = fields.get("architectures")
     if isinstance(names, list):
         for name in names:
@@ -188,7 +160,7 @@ def _architecture(fields: _Fields) -> str:
     )
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: ConfigFields) -> None:
     if fields.get("use_sliding_window"):
         raise fields.error("use_sliding_window", True, "false: raypp has no sliding-window attention")
     layer_types = fields.get("layer_types") or []
@@ -204,14 +176,14 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise fields.error("quantization_config", repr(method), "weights in bfloat16, float16 or float32")
 
 
-def _rope(fields: _Fields) -> RopeConfig:
+def _rope(fields: ConfigFields) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     values = fields.get(name) or {}
     if not isinstance(values, dict):
         raise fields.error(name, repr(values), "an object")
     # Each form may lack the base that the other keeps elsewhere.
-    scaling = _Fields(fields.file, {"rope_theta": fields.get("rope_theta"), **values})
+    scaling = ConfigFields(fields.file, {"rope_theta": fields.get("rope_theta"), **values})
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise fields.error(f"{name}.rope_type", repr(rope_type), f"one of {', '.join(ROPE_TYPES)}")
@@ -220,7 +192,9 @@ def _rope(fields: _Fields) -> RopeConfig:
         raise fields.error("partial_rotary_factor", rotated, "1: all of a head is rotated")
     theta = scaling.number("rope_theta", 10000.0)
     if rope_type == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, mrope_section=_mrope_section(fields, scaling))
+    if scaling.get("mrope_section") is not None:
+        raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
     if rope_type == "linear":
         return RopeConfig(theta=theta, rope_type="linear", factor=scaling.number("factor"))
     return RopeConfig(
@@ -233,7 +207,18 @@ def _rope(fields: _Fields) -> RopeConfig:
     )
 
 
-def _dtype(fields: _Fields) -> str:
+def _mrope_section(fields: ConfigFields, scaling: ConfigFields) -> tuple[int, int, int] | None:
+    section = scaling.get("mrope_section")
+    if section is None:
+        return None
+    if not (isinstance(section, list) and len(section) == 3 and all(isinstance(n, int) and n > 0 for n in section)):
+        raise fields.error("mrope_section", repr(section), "three positive integers: time, height, width")
+    if scaling.get("mrope_interleaved") is False:
+        raise fields.error("mrope_interleaved", False, "true: the axes take turns over a head's pairs")
+    return section[0], section[1], section[2]
+
+
+def _dtype(fields: ConfigFields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype = fields.get(name)
     if dtype is None:
@@ -243,12 +228,12 @@ def _dtype(fields: _Fields) -> str:
     return cast(str, dtype)
 
 
-def _eos_token_ids(path: Path, fields: _Fields) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, fields: ConfigFields) -> tuple[int, ...]:
     """Return the ids of both files: chat models name the end of a turn in one and the end of a text in the other."""
     sources = [fields]
     generation = path / "generation_config.json"
     if generation.is_file():
-        sources.append(_Fields(generation, _read_json(generation)))
+        sources.append(ConfigFields(generation, read_json(generation)))
     ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")

@@ -9,20 +9,33 @@ The objects are plain, not `torch.nn.Module`s: nothing is trained, and each of a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.models.config import ModelConfig
-from raypp.models.rope import inverse_frequencies
+from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, Projection
 from raypp.ops.rotary import Rotation
 
-_EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "embed_tokens.weight"  # below the language model's prefix
+
+
+@dataclass(frozen=True, eq=False)
+class Deepstack:
+    """Rows of a vision tower that are added to the residual stream after leading layers (arXiv:2406.04334).
+
+    M of a step's tokens stand for pictures.
+    """
+
+    token_indices: torch.Tensor  # [M] int64, ascending
+    rows: torch.Tensor  # [L, M, H]
+    first_layer: int  # after which the first of these L is added
 
 
 class DecoderLayer(Protocol):
@@ -79,6 +92,8 @@ class DecoderModel:
         self._device = device
         self._kernels = kernels
         self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
+        axes = axis_frequencies(config.head_dim, config.rope)
+        self._axis_frequencies = None if axes is None else axes.to(device)
         self._layers: list[DecoderLayer] = []
         self._embedding: torch.Tensor | None = None
         self._lm_head: Projection | None = None
@@ -103,26 +118,26 @@ class DecoderModel:
             ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
         """
         config = self._config
-        weights = WeightReader(source, self._dtype, self._device)
+        whole = WeightReader(source, self._dtype, self._device)
+        weights = whole.below(config.weight_prefix)
         if self.is_first:
             self._embedding = weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
         self._layers = [
-            self._layer_class(config, weights.below(f"model.layers.{index}."), self._kernels)
-            for index in self._layer_indices
+            self._layer_class(config, weights.below(f"layers.{index}."), self._kernels) for index in self._layer_indices
         ]
         if self.is_last:
-            final_norm = weights.tensor("model.norm.weight", config.hidden_size)
+            final_norm = weights.tensor("norm.weight", config.hidden_size)
             # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
             self._lm_head = self._kernels.norm_linear(
-                final_norm, config.rms_norm_eps, self._lm_head_weight(weights), is_shared=config.tie_word_embeddings
+                final_norm, config.rms_norm_eps, self._lm_head_weight(whole), is_shared=config.tie_word_embeddings
             )
 
-    def _lm_head_weight(self, weights: WeightReader) -> torch.Tensor:
+    def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
         config = self._config
         if config.tie_word_embeddings and self._embedding is not None:
             return self._embedding
-        name = _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
-        return weights.tensor(name, config.vocab_size, config.hidden_size)
+        name = config.weight_prefix + _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+        return whole.tensor(name, config.vocab_size, config.hidden_size)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. Shapes: input_ids [T] int32 or int64."""
@@ -135,17 +150,28 @@ class DecoderModel:
         positions: torch.Tensor,
         attention: AttentionBatch,
         kv_caches: Sequence[torch.Tensor],
+        deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H]; write their KV caches.
 
-        Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64; kv_caches one per layer, see
-        `raypp.ops.kv_cache`.
+        Shapes: hidden [T, H], may be overwritten on a GPU; positions [T] int64, or [T, 3] along the axes of a model
+        that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
-        by = self._kernels.rotation(positions, self._inverse_frequencies)
-        for layer, kv_cache in zip(self._layers, kv_caches, strict=True):
+        by = self._rotation(positions)
+        for index, layer, kv_cache in zip(self._layer_indices, self._layers, kv_caches, strict=True):
             attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
+            if deepstack is not None and index - deepstack.first_layer < len(deepstack.rows):
+                indices = deepstack.token_indices
+                rows = hidden.index_select(0, indices).add_(deepstack.rows[index - deepstack.first_layer])
+                hidden = hidden.index_copy_(0, indices, rows)
         return hidden
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        if positions.ndim == 1:
+            return self._kernels.rotation(positions, self._inverse_frequencies)
+        assert self._axis_frequencies is not None, "positions along axes, for a model that has none"
+        return self._kernels.rotation(positions, self._axis_frequencies)
 
     @property
     def attention_size(self) -> int:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
     from raypp.models.decoder import DecoderLayer, DecoderModel
+    from raypp.models.qwen3_vl import Qwen3VLVisionTower
+    from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
 
 LAYER_CLASSES = {
     "LlamaForCausalLM": "raypp.models.llama.LlamaLayer",
     "Qwen2ForCausalLM": "raypp.models.qwen2.Qwen2Layer",
     "Qwen3ForCausalLM": "raypp.models.qwen3.Qwen3Layer",
+    "Qwen3VLForConditionalGeneration": "raypp.models.qwen3.Qwen3Layer",  # its tower is in raypp.models.qwen3_vl
 }
 """Where each architecture's layer is; imported when first used."""
 
@@ -70,6 +73,26 @@ def build_model(
         device=device,
         kernels=kernels or choose_kernels(device, dtype),
     )
+
+
+def build_encoder(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device, source: WeightSource
+) -> Qwen3VLVisionTower:
+    """Return the vision tower of a model that has one, with its weights.
+
+    Args:
+        config: The whole model's.
+        dtype: Of weights and activations; the stages' own.
+        device: Where they are.
+        source: The checkpoint, or random weights.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
+    """
+    from raypp.models.qwen3_vl import Qwen3VLVisionTower
+
+    assert config.vision is not None, f"{config.architecture} reads text alone"
+    return Qwen3VLVisionTower(config.vision, dtype, device, source)
 
 
 def resolve_model_path(model: str) -> Path:

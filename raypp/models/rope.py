@@ -1,4 +1,4 @@
-"""The frequencies of a model's rotary embedding, stretched as its configuration says."""
+"""The frequencies of a model's rotary embedding, stretched and shared out to axes as its configuration says."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
     span = config.high_freq_factor - config.low_freq_factor
     kept = ((waves_in_context - config.low_freq_factor) / span).clamp(0.0, 1.0)
     return (1.0 - kept) * stretched + kept * frequencies
+
+
+def axis_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor | None:
+    """Return each pair's angle per position in time, height and width, [3, head_dim / 2] float32; None without axes.
+
+    Every pair turns with one axis, so two of its three numbers are 0. Interleaved M-RoPE: pairs 0, 3, 6, ... belong to
+    time, and the axes take turns over as many pairs as the section of each says; what is left over is time's (Qwen3-VL,
+    arXiv:2511.21631; transformers 5.17, `models/qwen3_vl`). A token whose three positions are equal turns as ever.
+    """
+    if config.mrope_section is None:
+        return None
+    frequencies = inverse_frequencies(head_dim, config)
+    axis_of_pair = torch.zeros(len(frequencies), dtype=torch.int64)
+    for axis in (1, 2):
+        axis_of_pair[axis : 3 * config.mrope_section[axis] : 3] = axis
+    return torch.where(axis_of_pair == torch.arange(3).unsqueeze(1), frequencies, 0.0)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -146,6 +146,13 @@ class DummyWeights:
         for chunk in torch.split(tensor.view(-1), self._PERIOD):
             chunk.copy_(noise[: len(chunk)])
         return tensor
+
+
+def open_weights(
+    load_format: Literal["auto", "dummy"], model_path: str, seed: int, device: torch.device
+) -> WeightSource:
+    """Return where a model's weights come from, as the configuration says; random ones are made on the device."""
+    return DummyWeights(seed, device) if load_format == "dummy" else CheckpointWeights(Path(model_path))
 
 
 class WeightReader:

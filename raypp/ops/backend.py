@@ -96,7 +96,10 @@ class KernelSet(Protocol):
         """Return the attention of a layer with these heads."""
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
-        """Return what `Attention` rotates a step's tokens by, once for all layers. Shapes: positions [T] int64."""
+        """Return what `Attention` rotates a step's tokens by, once for all layers; see `raypp.ops.rotary`.
+
+        Shapes: positions [T] int64 and inverse_frequencies [D / 2]; or, along axes, [T, A] and [A, D / 2].
+        """
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention, before its first layer. Nothing for steps of decode rows alone.

@@ -21,12 +21,22 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
 
+def rotary_angles(positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> torch.Tensor:
+    """Return each token's angles, float32 [T, D / 2].
+
+    Shapes: positions [T] int64 and inverse_frequencies [D / 2] float32; or, for positions along A axes, [T, A] and
+    [A, D / 2], whose angles are added up.
+    """
+    angles = positions.to(torch.float32).unsqueeze(-1) * inverse_frequencies
+    return angles if positions.ndim == 1 else angles.sum(1)
+
+
 def rotation(positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of tokens at `positions` ([T] int64) by `inverse_frequencies` ([D / 2] float32).
+    """Return the rotation of tokens at `positions` by `inverse_frequencies`, see `rotary_angles`.
 
     Angles, sines and cosines are float32 whatever `dtype` says of the result.
     """
-    angles = positions.to(torch.float32).unsqueeze(1) * inverse_frequencies
+    angles = rotary_angles(positions, inverse_frequencies)
     sin = angles.sin()
     signed_sin = torch.stack((-sin, sin), 1).unsqueeze(1)
     return Rotation(angles.cos().to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))

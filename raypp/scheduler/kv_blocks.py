@@ -129,5 +129,7 @@ class KvBlocks:
         hashes, block_size = state.block_hashes, self._limits.block_size
         if len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else b""
-            token_ids = state.token_ids(len(hashes) * block_size, num_blocks * block_size)
-            hashes += chain_hashes(parent, token_ids, block_size)
+            starts = range(len(hashes) * block_size, num_blocks * block_size, block_size)
+            items = state.request.items
+            contents = [] if items is None else [b"".join(items.keys_in(at, at + block_size)) for at in starts]
+            hashes += chain_hashes(parent, state.token_ids(starts.start, starts.stop), block_size, contents)

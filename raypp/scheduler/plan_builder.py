@@ -44,6 +44,7 @@ def build_plan(step: InFlightStep) -> StepPlan:
         num_drafts=step.num_drafts,
         requires_feedback_of=requires_feedback_of,
         num_decode_rows=num_decode_rows,
+        num_item_tokens=sum(map(_num_item_tokens, chunks)),
         rows=_int32s(rows),
         num_scheduled_tokens=_int32s(num_scheduled_tokens),
         num_computed_tokens=_int32s(num_computed_tokens),
@@ -51,6 +52,11 @@ def build_plan(step: InFlightStep) -> StepPlan:
         **_start_arrays(chunks),
         **_block_arrays(grown),
     )
+
+
+def _num_item_tokens(chunk: Chunk) -> int:
+    items = chunk.state.request.items
+    return 0 if items is None else items.num_tokens_in(chunk.start, chunk.start + chunk.num_tokens)
 
 
 def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:

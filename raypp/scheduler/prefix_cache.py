@@ -1,7 +1,8 @@
 """Which full KV blocks hold which tokens, so that a later request with the same beginning need not compute them.
 
-A block's key is a hash of its tokens and of the key before it: H(parent, token ids). Equal keys mean equal tokens from
-the beginning of the request on; a cryptographic hash makes "mean" safe.
+A block's key is a hash of its tokens, of the pictures that some of them stand for, and of the key before it: H(parent,
+token ids, content hashes). Equal keys mean equal tokens and pictures from the beginning of the request on; a
+cryptographic hash makes "mean" safe.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ from hashlib import blake2b
 _DIGEST_BYTES = 16
 
 
-def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+def chain_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, contents: Sequence[bytes] = ()
+) -> list[bytes]:
     """Return the keys of the full blocks that `token_ids` fill; tokens of an unfinished block are left out.
 
     Args:
         parent: The key of the block before them; empty at the beginning of a request.
         token_ids: int32 values.
         block_size: Tokens per block.
+        contents: For each block what its tokens stand for beyond themselves; none at all when they never do.
     """
     data = array("i", token_ids).tobytes()
     block_bytes = len(data) // len(token_ids) * block_size if token_ids else 1
     hashes = []
-    for end in range(block_bytes, len(data) + 1, block_bytes):
-        parent = blake2b(parent + data[end - block_bytes : end], digest_size=_DIGEST_BYTES).digest()
+    for index, end in enumerate(range(block_bytes, len(data) + 1, block_bytes)):
+        content = contents[index] if contents else b""
+        parent = blake2b(parent + data[end - block_bytes : end] + content, digest_size=_DIGEST_BYTES).digest()
         hashes.append(parent)
     return hashes
 

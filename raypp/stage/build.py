@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from raypp.models.config import ModelConfig
 from raypp.models.registry import build_model
-from raypp.models.weights import CheckpointWeights, DummyWeights
+from raypp.models.weights import open_weights
 from raypp.ops.backend import choose_kernels
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
@@ -58,10 +57,7 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     model = build_model(
         config, start_layer=spec.start_layer, end_layer=spec.end_layer, dtype=dtype, device=device, kernels=kernels
     )
-    source = (
-        DummyWeights(spec.seed, device) if spec.load_format == "dummy" else CheckpointWeights(Path(spec.model_path))
-    )
-    model.load_weights(source)
+    model.load_weights(open_weights(spec.load_format, spec.model_path, spec.seed, device))
     return model
 
 

@@ -17,6 +17,7 @@ from raypp.graphs.buckets import Buckets
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK
+from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.padding_step import padding_step
 from raypp.stage.spec import StageSpec
@@ -65,14 +66,20 @@ class PaddedForward:
         for bucket in reversed(self._buckets.sizes if self._buckets is not None else ()):
             self._record(bucket)
 
-    def run(self, hidden: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch) -> torch.Tensor:
+    def run(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        deepstack: Deepstack | None = None,
+    ) -> torch.Tensor:
         """Return the residual stream after the layers, [T, H]; valid until the next step.
 
-        Shapes: hidden [T, H], may be overwritten; positions [T] int64.
+        Shapes: hidden [T, H], may be overwritten; positions [T] int64, or [T, 3] along axes: such a step runs plainly.
         """
-        bucket = self.bucket_of(len(hidden))
+        bucket = self.bucket_of(len(hidden)) if positions.ndim == 1 else None
         if bucket is None:
-            return self._model.forward(hidden, positions, attention, self._kv_caches)
+            return self._model.forward(hidden, positions, attention, self._kv_caches, deepstack)
         self._num_tokens = num_tokens = len(hidden)
         self._batches[bucket].follow(attention)
         for buffer, values in (

@@ -24,6 +24,7 @@ from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.choose import Choice, LastHidden, choose_tokens
 from raypp.stage.feedback import FedBack
+from raypp.stage.item_rows import ItemRows
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
@@ -55,6 +56,7 @@ class RecordedDecode:
         sampler: Sampler | None,
         speculation: Speculation | None,
         graphs: CudaGraphManager,
+        item_rows: ItemRows | None,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -65,6 +67,7 @@ class RecordedDecode:
         self._next_inputs = next_inputs
         self._sampler = sampler
         self._speculation = speculation
+        self._item_rows = item_rows
         self._buckets = row_buckets(spec.max_step_rows)
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
@@ -201,7 +204,10 @@ class RecordedDecode:
             prefill_seq_lens=[],
         )
         self._model.plan_attention(attention, 0)
-        hidden = self._model.forward(hidden, positions, attention, self._kv_caches)
+        rope_positions = positions
+        if self._item_rows is not None:
+            rope_positions = self._item_rows.decode_positions(positions, shape.rows, shape.decode_query_len)
+        hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
         if spec.is_last:
             logits = self._keep_logits(self._model.compute_logits(hidden))
             return LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))

@@ -21,7 +21,8 @@ class StageSchemas:
     @classmethod
     def of(cls, spec: StageSpec, hidden_size: int) -> StageSchemas:
         """Return the schemas for a model's hidden size."""
-        return cls(hidden_states_schema(hidden_size, getattr(torch, spec.dtype)), feedback_schema(spec.max_drafts))
+        forward = hidden_states_schema(hidden_size, getattr(torch, spec.dtype), spec.num_carried_taps)
+        return cls(forward, feedback_schema(spec.max_drafts))
 
     def forward_messages(self, spec: StageSpec) -> MessageSpec:
         """Return what travels from a stage to the next."""

@@ -44,6 +44,9 @@ class StageSpec:
     num_blocks: int  # the null block included
     max_drafts: int  # K at most; 0 without speculation
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
+    takes_items: bool = False  # whether prompts may hold pictures
+    num_deepstack_layers: int = 0  # leading layers of the model that rows of pictures are added after
+    num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
     ngram_window: int = 0  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
     transport: TransportKind
     link_timeout_s: float

@@ -16,11 +16,14 @@ import torch
 from raypp.graphs.buckets import token_buckets
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import StartExtras, StepPlan, unpack
+from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.choose import LastHidden, choose_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
+from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
+from raypp.stage.item_rows import ItemRows, StepItems
 from raypp.stage.item_store import ItemStore
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.padded_forward import PaddedForward
@@ -73,6 +76,7 @@ class Stage:
         self._schemas = schemas
         self._shapes = StepShapes(self._device, num_kept=4 * spec.num_stages)
         self._block_tables = BlockTables(spec, self._device)
+        self._item_rows = ItemRows(spec, self._device) if spec.takes_items else None
         self.items = ItemStore()
         """Embeddings of pictures; filled from outside, on the first stage alone."""
         if spec.is_first:
@@ -103,6 +107,7 @@ class Stage:
                 self._sampler if spec.is_last else None,
                 self._speculation,
                 graphs,
+                self._item_rows,
             )
         with torch.inference_mode(), graphs.recording():
             self._layers.record()
@@ -126,7 +131,8 @@ class Stage:
             bucket = self._bucket_of(plan)
             num_rows = len(plan.rows) if bucket is None else bucket
             num_tokens = int(plan.num_scheduled_tokens.sum()) if bucket is None else bucket * (1 + plan.num_drafts)
-            self._links.previous.post_recv(plan.step_id, self._schemas.hidden_states.num_bytes(num_rows, num_tokens))
+            num_bytes = self._schemas.hidden_states.num_bytes(num_rows, num_tokens, plan.num_item_tokens)
+            self._links.previous.post_recv(plan.step_id, num_bytes)
 
     def close(self) -> None:
         """Close the links, once what was sent is out."""
@@ -188,6 +194,10 @@ class Stage:
         shape = self._shapes.of(plan)
         decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
         self._block_tables.apply(plan)
+        items = None
+        if self._item_rows is not None:
+            self._item_rows.apply(plan)
+            items = self._item_rows.step_items(shape, plan)
         blocks = self._block_tables.gather(shape, max([decode_len, *prefill_lens]))
         if self._spec.is_last and len(plan.start_rows):
             extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
@@ -196,7 +206,7 @@ class Stage:
             if self._speculation is not None:
                 self._speculation.apply(plan)
 
-        waiting = now_ns()
+        waiting, deepstack = now_ns(), None
         if self._spec.is_first:
             self._inbox.apply_before(plan, self._next_inputs)
             self._inbox.expect(plan.step_id, shape, shape.num_rows)
@@ -204,8 +214,10 @@ class Stage:
             num_computed_tokens = self._next_inputs.num_computed_tokens(shape, plan)
             entering = self._next_inputs.input_ids(shape, plan)
         else:
-            num_computed_tokens, entering = self._receive(plan, shape)
-        positions = shape.positions(num_computed_tokens)
+            num_computed_tokens, entering, deepstack = self._receive(plan, shape, items)
+        positions = rope_positions = shape.positions(num_computed_tokens)
+        if self._item_rows is not None:
+            rope_positions = self._item_rows.rope_positions(shape, plan, positions)
         attention = AttentionBatch(
             num_decode_rows=shape.num_decode_rows,
             decode_query_len=shape.decode_query_len,
@@ -223,7 +235,9 @@ class Stage:
         started = now_ns()
         self._clock.begin(plan.step_id)
         hidden = self._model.embed(entering) if self._spec.is_first else entering
-        hidden = self._layers.run(hidden, positions, attention)
+        if self._spec.is_first and items is not None:
+            hidden, deepstack = place_items(hidden, items, self.items)
+        hidden = self._layers.run(hidden, rope_positions, attention, deepstack)
         if self._spec.is_last:
             logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
         self._clock.end()
@@ -233,7 +247,7 @@ class Stage:
         if self._spec.is_last:
             result = self._finish(plan, shape, logits, hidden, positions, attention)
         else:
-            self._send(plan, shape, num_computed_tokens, hidden)
+            self._send(plan, shape, num_computed_tokens, hidden, deepstack)
         if self._links.previous is not None:
             self._links.previous.release(plan.step_id)
         self._tracer.record("wait", plan.step_id, waiting, started)
@@ -241,20 +255,35 @@ class Stage:
         self._tracer.record(HOST, plan.step_id, began, now_ns())
         return result
 
-    def _receive(self, plan: StepPlan, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
+    def _receive(
+        self, plan: StepPlan, shape: StepShape, items: StepItems | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Deepstack | None]:
         """Return num_computed_tokens [R] and hidden_states [T, H] from the stage before, still in their slot."""
-        link = self._links.previous
+        link, schema = self._links.previous, self._schemas.hidden_states
         assert link is not None
-        views = self._schemas.hidden_states.views(link.wait(plan.step_id), shape.num_rows, shape.num_tokens)
-        return views["num_computed_tokens"], views["hidden_states"]
+        views = schema.views(link.wait(plan.step_id), shape.num_rows, shape.num_tokens, plan.num_item_tokens)
+        deepstack = None
+        if items is not None and self._spec.num_carried_taps:
+            deepstack = received_deepstack(items, views["deepstack"], self._spec.num_deepstack_layers)
+        return views["num_computed_tokens"], views["hidden_states"], deepstack
 
-    def _send(self, plan: StepPlan, shape: StepShape, num_computed_tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+    def _send(
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        num_computed_tokens: torch.Tensor,
+        hidden: torch.Tensor,
+        deepstack: Deepstack | None,
+    ) -> None:
         link, schema = self._links.next, self._schemas.hidden_states
         assert link is not None
-        views = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_tokens)
+        sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens)
+        views = schema.views(link.acquire(plan.step_id), *sizes)
         views["num_computed_tokens"].copy_(num_computed_tokens)
         views["hidden_states"].copy_(hidden)
-        link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_tokens))
+        if deepstack is not None and self._spec.num_carried_taps:
+            views["deepstack"].copy_(carried_rows(deepstack, self._spec.num_carried_taps))
+        link.send(plan.step_id, schema.num_bytes(*sizes))
 
     def _finish(
         self,

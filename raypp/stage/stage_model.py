@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 
 
@@ -32,8 +33,11 @@ class StageModel(Protocol):
         positions: torch.Tensor,
         attention: AttentionBatch,
         kv_caches: Sequence[torch.Tensor],
+        deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
-        """Return the residual stream after the stage's layers, [T, H]. positions [T] int64.
+        """Return the residual stream after the stage's layers, [T, H].
+
+        positions [T] int64, or [T, 3] when tokens of pictures are among them; deepstack only for such a step.
 
         What it launches depends on the shapes alone, but for what is marked as a break point (`raypp.ops.break_point`).
         """

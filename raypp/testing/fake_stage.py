@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from raypp.models.config import ModelConfig
+from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.spec import StageSpec
 
@@ -49,6 +50,7 @@ class FakeModel:
         positions: torch.Tensor,
         attention: AttentionBatch,
         kv_caches: Sequence[torch.Tensor],
+        deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream unchanged, after the configured time."""
         time.sleep(self._step_s)

@@ -12,6 +12,7 @@ from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.pipeline import Pipeline
 from raypp.graphs.manager import CudaGraphManager
 from raypp.models.config import ModelConfig
+from raypp.prompt_items import PromptItems
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
@@ -19,6 +20,7 @@ from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_mode
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage import Stage
+from raypp.testing.local_encoder import LocalEncoder
 from raypp.testing.local_pipeline import LocalPipeline
 from raypp.tracing import Tracer
 from raypp.transport.open import open_local_links
@@ -74,7 +76,7 @@ def build_local_pipeline(
 
 
 class LocalEngine:
-    """Runs requests to their end in the calling thread."""
+    """Runs requests to their end in the calling thread. Pictures are encoded when their request is submitted."""
 
     def __init__(
         self,
@@ -90,8 +92,13 @@ class LocalEngine:
             pipeline: The stages, if they are made already.
         """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
+        self._encoder: LocalEncoder | None = None
         if pipeline is None:
-            pipeline = build_local_pipeline(plan, factory)
+            specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
+            stages = [local.stage for local in build_local_stages(specs, plan.model, factory)]
+            pipeline = LocalPipeline(stages)
+            if plan.model.vision is not None and factory is None:
+                self._encoder = LocalEncoder(plan, stages[0].items)
         self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
         self._num_requests = 0
 
@@ -103,6 +110,7 @@ class LocalEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         bad_word_token_ids: tuple[tuple[int, ...], ...] = (),
         priority: int = 0,
+        items: PromptItems | None = None,
     ) -> Request:
         """Take in a request and return it; its output fills as `step` is called."""
         request = Request(
@@ -113,8 +121,12 @@ class LocalEngine:
             eos_token_ids=eos_token_ids,
             bad_word_token_ids=bad_word_token_ids,
             priority=priority,
+            items=items,
         )
         self._num_requests += 1
+        if items is not None:
+            assert self._encoder is not None, "the model takes no pictures, or its stages were made elsewhere"
+            self._encoder.encode(items.items)
         self._engine.add(request)
         return request
 

@@ -41,7 +41,7 @@ class MessageSpec:
     @property
     def slot_bytes(self) -> int:
         """The largest message, bytes."""
-        return self.schema.num_bytes(self.max_rows, self.max_tokens)
+        return self.schema.num_bytes(self.max_rows, self.max_tokens, self.max_tokens)
 
     def describe(self) -> list[str]:
         """Return what both ends of an edge must agree on, one line each."""

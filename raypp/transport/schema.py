@@ -20,12 +20,12 @@ _MAX_KNOWN_VIEWS = 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named tensor: a row of `trailing_shape` per row of the step, or per token."""
+    """One named tensor: a row of `trailing_shape` per row of the step, per token, or per token of a picture."""
 
     name: str
     dtype: torch.dtype
     trailing_shape: tuple[int, ...]
-    per: Literal["row", "token"]
+    per: Literal["row", "token", "item token"]
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of `count` rows of it, padded."""
@@ -38,32 +38,42 @@ class Schema:
     """The tensors of an edge, in the order in which they are packed."""
 
     specs: tuple[TensorSpec, ...]
-    _known_views: dict[tuple[int, int, int], dict[str, torch.Tensor]] = field(
+    _known_views: dict[tuple[int, int, int, int], dict[str, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def num_bytes(self, num_rows: int, num_tokens: int) -> int:
-        """Return the size of a message for that many rows and tokens."""
-        return sum(s.num_bytes(num_rows if s.per == "row" else num_tokens) for s in self.specs)
+    def num_bytes(self, num_rows: int, num_tokens: int, num_item_tokens: int = 0) -> int:
+        """Return the size of a message for that many rows and tokens, some of which stand for pictures."""
+        counts = {"row": num_rows, "token": num_tokens, "item token": num_item_tokens}
+        return sum(s.num_bytes(counts[s.per]) for s in self.specs)
 
-    def views(self, buffer: torch.Tensor, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    def views(
+        self, buffer: torch.Tensor, num_rows: int, num_tokens: int, num_item_tokens: int = 0
+    ) -> dict[str, torch.Tensor]:
         """Return the tensors of a message that lies at the start of `buffer` (uint8), as views into it.
 
-        Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows or num_tokens,
-        *trailing_shape].
+        Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows, num_tokens or
+        num_item_tokens, *trailing_shape].
         """
-        key = (buffer.data_ptr(), num_rows, num_tokens)  # a kept view keeps its memory: no other can have the address
+        key = (
+            buffer.data_ptr(),
+            num_rows,
+            num_tokens,
+            num_item_tokens,
+        )  # a kept view keeps its memory: no other can have the address
         views = self._known_views.get(key)
         if views is None:
             if len(self._known_views) >= _MAX_KNOWN_VIEWS:
                 self._known_views.clear()
-            views = self._known_views[key] = self._make_views(buffer, num_rows, num_tokens)
+            views = self._known_views[key] = self._make_views(
+                buffer, {"row": num_rows, "token": num_tokens, "item token": num_item_tokens}
+            )
         return views
 
-    def _make_views(self, buffer: torch.Tensor, num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:
+    def _make_views(self, buffer: torch.Tensor, counts: dict[str, int]) -> dict[str, torch.Tensor]:
         views, offset = {}, 0
         for spec in self.specs:
-            count = num_rows if spec.per == "row" else num_tokens
+            count = counts[spec.per]
             used = count * math.prod(spec.trailing_shape) * spec.dtype.itemsize
             view = buffer[offset : offset + used].view(spec.dtype).view(count, *spec.trailing_shape)
             views[spec.name] = view
@@ -96,14 +106,18 @@ def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[st
         )
 
 
-def hidden_states_schema(hidden_size: int, dtype: torch.dtype) -> Schema:
-    """Return what a stage sends to the next: the residual stream, and each row's computed tokens."""
-    return Schema(
-        (
-            TensorSpec("num_computed_tokens", torch.int32, (), "row"),
-            TensorSpec("hidden_states", dtype, (hidden_size,), "token"),
-        )
+def hidden_states_schema(hidden_size: int, dtype: torch.dtype, num_carried_taps: int = 0) -> Schema:
+    """Return what a stage sends to the next: the residual stream, and each row's computed tokens.
+
+    With `num_carried_taps`, for tokens of pictures also the deepstack rows of layers that the first stage lacks.
+    """
+    specs = (
+        TensorSpec("num_computed_tokens", torch.int32, (), "row"),
+        TensorSpec("hidden_states", dtype, (hidden_size,), "token"),
     )
+    if not num_carried_taps:
+        return Schema(specs)
+    return Schema((*specs, TensorSpec("deepstack", dtype, (num_carried_taps, hidden_size), "item token")))
 
 
 def feedback_schema(max_drafts: int) -> Schema:

@@ -14,6 +14,9 @@ between batch sizes."""
 Generate = Callable[[list[list[int]], list[int]], list[list[int]]]
 """Prompts and output lengths in, output tokens out."""
 
+Reference = Callable[[Path, list[int], int], tuple[list[int], list[float]]]
+"""Model, prompt and output length in; tokens out, and by how much each one's logit exceeds the second best."""
+
 
 class ExactComparison:
     """Compares continuations with the reference's, over many configurations, and counts what it excuses."""
@@ -22,9 +25,16 @@ class ExactComparison:
         self.num_tokens = 0
         self.num_excused = 0
 
-    def compare(self, path: Path, prompts: Sequence[list[int]], num_tokens: int, generate: Generate) -> None:
+    def compare(
+        self,
+        path: Path,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        generate: Generate,
+        reference: Reference = hf_greedy,
+    ) -> None:
         """Check greedy continuations of `prompts` by `num_tokens` tokens each."""
-        references = [hf_greedy(path, prompt, num_tokens) for prompt in prompts]
+        references = [reference(path, prompt, num_tokens) for prompt in prompts]
         pending = {index: 0 for index in range(len(prompts))}  # prompt -> reference tokens already agreed on
         while pending:
             indices = list(pending)

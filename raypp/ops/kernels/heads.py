@@ -11,7 +11,7 @@ import triton.language as tl
 
 from raypp.ops.attention import Heads
 from raypp.ops.kernels.launch import Device, start
-from raypp.ops.rotary import Rotation
+from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4
 
@@ -19,8 +19,12 @@ _HEADS_PER_PROGRAM = 4
 def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, device: Device) -> Rotation:
     """Return the cosine and sine of each token's angles, both float32 [T, D / 2].
 
-    Shapes: positions [T] int64; inverse_frequencies [D / 2] float32. Once per step, for all layers.
+    Shapes: positions [T] int64 and inverse_frequencies [D / 2] float32, or along axes [T, A] and [A, D / 2]. Once per
+    step, for all layers.
     """
+    if positions.ndim == 2:  # a part of a prompt with pictures: rare enough for plain torch
+        angles = rotary_angles(positions, inverse_frequencies)
+        return Rotation(angles.cos(), angles.sin())
     num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]
     table = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
     by = Rotation(table[0], table[1])

@@ -54,7 +54,7 @@ def test_frozen(tmp_path: Path) -> None:
     [
         ({"num_stage": 2}, ["num_stage;", "num_stages (section parallel)", "did you mean num_stages?"]),
         ({"gpu_mem_utilization": 0.5}, ["gpu_memory_utilization (section cache)"]),
-        ({"zzzz": 1}, ["zzzz", "one of block_size, "]),
+        ({"zzzz": 1}, ["zzzz", "one of allow_image_urls, "]),
         ({"num_stages": "2"}, ["parallel.num_stages", "got: '2'", "expected: integer", "Pipeline stages"]),
         ({"num_stages": True}, ["parallel.num_stages"]),
         ({"num_stages": 2.0}, ["parallel.num_stages"]),

@@ -1,0 +1,273 @@
+"""Qwen3-VL's vision tower. Its language model is Qwen3 with three-axis rotary positions, see `raypp.models.registry`.
+
+    patches -> patch embedding + learned positions -> blocks -> merge 2 x 2 patches -> a row per token
+                                                       |
+                                                       +-- after some blocks: merge -> a deepstack row per token
+
+Every picture attends to itself alone. The same forward runs eagerly and inside of graphs; see `raypp.encoder.protocol`,
+whose questions are answered here.
+
+Source: the published checkpoints' config.json and tensor names; transformers 5.17, `models/qwen3_vl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from raypp.encoder.items import EncodedItem
+from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
+from raypp.models.vision_config import VisionConfig
+from raypp.models.vision_positions import grid_positions
+from raypp.models.weights import WeightReader, WeightSource
+from raypp.ops.segment_attention import segment_attention
+from raypp.prompt_items import EncoderItem
+
+_PREFIX = "model.visual."
+_NORM_EPS = 1e-6
+_MAX_GRAPH_TOKENS = 2048  # of 32 x 32 pixels each; more keep an H200 busy for longer than launching takes
+
+
+@dataclass(frozen=True, eq=False)
+class PatchBatch:
+    """Pictures that are encoded together, on the host. P patches; one segment per picture."""
+
+    keys: tuple[bytes, ...]
+    num_tokens: tuple[int, ...]  # of each
+    values: Mapping[str, torch.Tensor]  # what the forward reads, by the names of `Qwen3VLVisionTower.graph_config`
+    max_segment_len: int
+
+    @property
+    def num_patches(self) -> int:
+        """P."""
+        return len(self.values["patches"])
+
+
+class Qwen3VLVisionTower:
+    """A `SupportsEncoderCudaGraph`. H hidden size of the tower, L taps.
+
+    Args:
+        config: The tower's.
+        dtype: Of weights and activations; the rows come out in it.
+        device: Where they are.
+        source: Weights, by the names of the checkpoint.
+
+    Raises:
+        ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
+    """
+
+    def __init__(self, config: VisionConfig, dtype: torch.dtype, device: torch.device, source: WeightSource) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._device = device
+        weights = WeightReader(source, dtype, device, _PREFIX)
+        hidden = config.hidden_size
+        patch_shape = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
+        # A convolution whose steps are as long as its kernel is one product.
+        self._patch_weight = weights.tensor("patch_embed.proj.weight", hidden, *patch_shape).view(hidden, -1)
+        self._patch_bias = weights.tensor("patch_embed.proj.bias", hidden)
+        self._positions = weights.tensor("pos_embed.weight", config.grid_side**2, hidden)
+        self._blocks = [_Block(config, weights.below(f"blocks.{index}.")) for index in range(config.depth)]
+        self._merger = _Merger(config, weights.below("merger."), normalizes_merged=False)
+        self._taps = {
+            layer: _Merger(config, weights.below(f"deepstack_merger_list.{index}."), normalizes_merged=True)
+            for index, layer in enumerate(config.deepstack_layers)
+        }
+        # (pixel / 255 - mean) / std as one product and one sum per number of a patch.
+        mean, std = (torch.tensor(values, device=device) for values in (config.image_mean, config.image_std))
+        per_channel = config.patch_dim // config.in_channels
+        self._pixel_scale = (1 / (255 * std)).repeat_interleave(per_channel)
+        self._pixel_shift = (-mean / std).repeat_interleave(per_channel)
+        exponents = torch.arange(0, config.head_dim // 2, 2, dtype=torch.float32) / (config.head_dim // 2)
+        self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
+
+    @property
+    def num_rows_per_token(self) -> int:
+        """1 + L: the embedding, and a row for each deepstack layer."""
+        return 1 + len(self._taps)
+
+    @property
+    def out_hidden_size(self) -> int:
+        """Of the rows: the language model's."""
+        return self._config.out_hidden_size
+
+    def graph_config(self) -> EncoderGraphConfig:
+        """Return what the buffers look like."""
+        return EncoderGraphConfig(
+            modalities=("image", "video"),
+            patches_per_token=self._config.patches_per_token,
+            inputs=(
+                TensorSpec("patches", torch.uint8, Per.PATCH, (self._config.patch_dim,)),
+                TensorSpec("coordinates", torch.int64, Per.PATCH, (2,)),
+                TensorSpec("corner_indices", torch.int64, Per.PATCH, (4,)),
+                TensorSpec("corner_weights", torch.float32, Per.PATCH, (4,)),
+                TensorSpec("segment_starts", torch.int32, Per.ITEM, (), extra_rows=2),
+            ),
+        )
+
+    def budget_range(self) -> BudgetRange:
+        """Return the budgets that are worth a graph."""
+        config = self._config
+        smallest = max(config.image_pixels.min_pixels // config.side_factor**2, 1)
+        return BudgetRange(smallest, max(smallest, min(_MAX_GRAPH_TOKENS, config.tokens_per_max_image)))
+
+    def item_specs(self, items: Sequence[EncoderItem]) -> list[ItemSpec]:
+        """Return the items' sizes."""
+        return [ItemSpec(item.num_tokens, len(item.patches)) for item in items]
+
+    def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> PatchBatch:
+        """Return a batch of some of the items, in the order of `indices`."""
+        chosen = [items[index] for index in indices]
+        return self._batch(
+            [item.key for item in chosen],
+            [item.grid_thw for item in chosen],
+            torch.cat([_host_tensor(item) for item in chosen]),
+        )
+
+    def capture_batch(self, shape: BatchShape) -> PatchBatch:
+        """Return one grey picture that fills the shape."""
+        merge = self._config.spatial_merge_size
+        grid = (1, merge, merge * shape.num_tokens)
+        num_patches = shape.num_tokens * self._config.patches_per_token
+        return self._batch([b""], [grid], torch.full((num_patches, self._config.patch_dim), 127, dtype=torch.uint8))
+
+    def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
+        """Return what the buffers must hold: padding is one more segment, behind the pictures."""
+        starts = batch.values["segment_starts"]
+        end = torch.tensor(shape.num_tokens * self._config.patches_per_token, dtype=torch.int32)
+        return {**batch.values, "segment_starts": torch.cat((starts, end.expand(shape.max_items + 2 - len(starts))))}
+
+    def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
+        """Encode what the buffers hold; return [1 + L, T, out_hidden_size]."""
+        return self._forward(inputs, shape.num_tokens * self._config.patches_per_token)
+
+    def eager_forward(self, batch: PatchBatch) -> torch.Tensor:
+        """Encode a batch of any size; return [1 + L, T, out_hidden_size]."""
+        inputs = {name: values.to(self._device, non_blocking=True) for name, values in batch.values.items()}
+        return self._forward(inputs, batch.max_segment_len)
+
+    def split_output(self, output: torch.Tensor, batch: PatchBatch) -> list[EncodedItem]:
+        """Return the leading rows of `output`, item by item, each in memory of its own."""
+        rows = output[:, : sum(batch.num_tokens)].split(batch.num_tokens, dim=1)
+        return [
+            EncodedItem(key, part.clone(memory_format=torch.contiguous_format))
+            for key, part in zip(batch.keys, rows, strict=True)
+        ]
+
+    def _batch(self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: torch.Tensor) -> PatchBatch:
+        config = self._config
+        assert all(time == 1 for time, _, _ in grids), "frames that are apart in time are items of their own"
+        positions = [grid_positions(h, w, config.spatial_merge_size, config.grid_side) for _, h, w in grids]
+        lens = [h * w for _, h, w in grids]
+        starts = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+        return PatchBatch(
+            keys=tuple(keys),
+            num_tokens=tuple(length // config.patches_per_token for length in lens),
+            values={
+                "patches": patches,
+                "coordinates": torch.cat([of_grid.coordinates for of_grid in positions]),
+                "corner_indices": torch.cat([of_grid.corner_indices for of_grid in positions]),
+                "corner_weights": torch.cat([of_grid.corner_weights for of_grid in positions]),
+                "segment_starts": starts,
+            },
+            max_segment_len=max(lens),
+        )
+
+    def _forward(self, inputs: Mapping[str, torch.Tensor], max_segment_len: int) -> torch.Tensor:
+        pixels = torch.addcmul(self._pixel_shift, inputs["patches"].to(torch.float32), self._pixel_scale)
+        hidden = F.linear(pixels.to(self._dtype), self._patch_weight, self._patch_bias)
+        corners = F.embedding(inputs["corner_indices"], self._positions)
+        hidden = hidden + (corners * inputs["corner_weights"].unsqueeze(2)).sum(1).to(self._dtype)
+        angles = (inputs["coordinates"].to(torch.float32).unsqueeze(2) * self._inverse_frequencies).view(
+            len(hidden), -1
+        )
+        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        tapped = []
+        for index, block in enumerate(self._blocks):
+            hidden = block(hidden, cos, sin, inputs["segment_starts"], max_segment_len)
+            if index in self._taps:
+                tapped.append(self._taps[index](hidden))
+        return torch.stack([self._merger(hidden), *tapped])
+
+
+class _Block:
+    """hidden + attention(norm(hidden)), then + MLP(norm(...)). P patches."""
+
+    def __init__(self, config: VisionConfig, weights: WeightReader) -> None:
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self._num_heads = config.num_heads
+        self._norm1, self._norm2 = (
+            _LayerNorm(weights.below("norm1."), hidden),
+            _LayerNorm(weights.below("norm2."), hidden),
+        )
+        self._qkv = _Linear(weights.below("attn.qkv."), 3 * hidden, hidden)
+        self._output = _Linear(weights.below("attn.proj."), hidden, hidden)
+        self._up = _Linear(weights.below("mlp.linear_fc1."), intermediate, hidden)
+        self._down = _Linear(weights.below("mlp.linear_fc2."), hidden, intermediate)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        segment_starts: torch.Tensor,
+        max_segment_len: int,
+    ) -> torch.Tensor:
+        """Return [P, H]. Shapes: hidden [P, H]; cos and sin [P, 1, D / 2] float32; segment_starts [segments + 1]."""
+        qkv = self._qkv(self._norm1(hidden)).view(len(hidden), 3 * self._num_heads, -1)
+        qk = _rotate(qkv[:, : 2 * self._num_heads], cos, sin)
+        q, k = qk.chunk(2, dim=1)
+        attended = segment_attention(q, k, qkv[:, 2 * self._num_heads :], segment_starts, max_segment_len)
+        hidden = hidden + self._output(attended.reshape(len(hidden), -1))
+        return hidden + self._down(F.gelu(self._up(self._norm2(hidden)), approximate="tanh"))
+
+
+class _Merger:
+    """Blocks of patches to rows of the language model: norm, two products, GELU."""
+
+    def __init__(self, config: VisionConfig, weights: WeightReader, *, normalizes_merged: bool) -> None:
+        self._merged_size = config.hidden_size * config.patches_per_token
+        self._normalizes_merged = normalizes_merged
+        self._norm = _LayerNorm(weights.below("norm."), self._merged_size if normalizes_merged else config.hidden_size)
+        self._up = _Linear(weights.below("linear_fc1."), self._merged_size, self._merged_size)
+        self._down = _Linear(weights.below("linear_fc2."), config.out_hidden_size, self._merged_size)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [T, out_hidden_size]. Shapes: hidden [P, H]."""
+        if self._normalizes_merged:
+            merged = self._norm(hidden.view(-1, self._merged_size))
+        else:
+            merged = self._norm(hidden).view(-1, self._merged_size)
+        return self._down(F.gelu(self._up(merged)))
+
+
+class _Linear:
+    def __init__(self, weights: WeightReader, num_out: int, num_in: int) -> None:
+        self._weight = weights.tensor("weight", num_out, num_in)
+        self._bias = weights.tensor("bias", num_out)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class _LayerNorm:
+    def __init__(self, weights: WeightReader, size: int) -> None:
+        self._weight = weights.tensor("weight", size)
+        self._bias = weights.tensor("bias", size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
+
+
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return the heads rotated, in float32 whatever their type. Shapes: heads [P, any number, D]; cos [P, 1, D / 2]."""
+    first, second = heads.to(torch.float32).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
+
+def _host_tensor(item: EncoderItem) -> torch.Tensor:
+    patches = item.patches if item.patches.flags.writeable else item.patches.copy()  # torch shares writable memory only
+    return torch.from_numpy(patches)
