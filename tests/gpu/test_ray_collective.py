@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import link_programs as programs
@@ -41,6 +43,7 @@ def actors() -> Any:
         num_cpus=2,
         num_gpus=1,
         include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}},
         log_to_driver=False,
         object_store_memory=80 << 20,
     )
