@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from raypp.sampling_params import SamplingParams as SamplingParams
 
@@ -30,7 +30,16 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
 
 
-Prompt = str | TokensPrompt
+class PicturePrompt(TypedDict, total=False):
+    """A prompt with images: a text with one of the model's marks for each, or tokens with one placeholder for each."""
+
+    prompt: str
+    prompt_token_ids: list[int]
+    multi_modal_data: dict[str, Any]
+    """`{"image": image}` or `{"image": [image, ...]}`: PIL images, paths, bytes or arrays."""
+
+
+Prompt = str | TokensPrompt | PicturePrompt
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Train `tiny`, the model that ships inside raypp, on Python's own standard library.
+"""Train `tiny`, the model that ships inside raypp, on Python's own standard library; with `--vision`, `tiny-vl`.
 
     corpus -> tokenizer -> token streams -> training -> bf16 export -> bits per byte of the held-out files
 
@@ -15,6 +15,7 @@ import json
 import math
 import platform
 import random
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -100,7 +101,7 @@ def split_held_out(sources: dict[str, str]) -> tuple[dict[str, str], dict[str, s
 # ------------------------------------------------------------------------------------------------- tokenizer
 
 
-def train_tokenizer(texts: Sequence[str]) -> Any:
+def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """Learn a byte-level BPE. No normalizer: every text comes back exactly as it went in."""
     added = [AddedToken(t, special=True, normalized=False) for t in (END_OF_TEXT, TURN_START, TURN_END, *VISION_TOKENS)]
     added += [AddedToken(t, special=False, normalized=False) for t in VISIBLE_TOKENS]
@@ -113,7 +114,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(added),
+        vocab_size=vocab_size - len(added),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -526,6 +527,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Train, export and score; or only score."""
+    if "--vision" in sys.argv[1:]:
+        import train_tiny_vl  # takes tokenizer and schedule from here
+
+        train_tiny_vl.main([argument for argument in sys.argv[1:] if argument != "--vision"])
+        return
     arguments = parse_arguments()
     device = torch.device(arguments.device)
     training, held_out = split_held_out(read_sources(arguments.corpus))

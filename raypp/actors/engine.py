@@ -93,7 +93,7 @@ class EngineHandle:
 
     Attributes:
         client_address: The driver's zmq address for clients.
-        model_info: What clients must know of the model: model_path, vocab_size, max_model_len, eos_token_ids.
+        model_info: What clients must know of the model: model_path, vocab_size, max_model_len, eos_token_ids, vision.
     """
 
     client_address: str
@@ -115,6 +115,7 @@ class EngineHandle:
             "vocab_size": plan.model.vocab_size,
             "max_model_len": plan.max_model_len,
             "eos_token_ids": sorted(plan.model.eos_token_ids),
+            "vision": plan.model.vision,
         }
 
     def plan(self) -> dict[str, Any]:

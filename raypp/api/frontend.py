@@ -195,6 +195,7 @@ class Frontend:
             item.bad_word_token_ids,
             item.priority,
             is_streamed=stream or bool(params.stop),
+            items=item.items,
         )
 
     def _abort(self, requests: Iterable[RunningRequest]) -> None:

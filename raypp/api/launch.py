@@ -14,6 +14,8 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment
 from raypp.errors import ConfigError, RayppError
+from raypp.pictures.fetch import Fetcher
+from raypp.pictures.reader import PictureReader
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
@@ -31,7 +33,7 @@ class EngineHandle(Protocol):
 
     @property
     def model_info(self) -> Mapping[str, Any]:
-        """At least vocab_size, max_model_len, eos_token_ids and model_path."""
+        """At least vocab_size, max_model_len, eos_token_ids and model_path; `vision`, the `VisionConfig`, if it has one."""
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
@@ -97,11 +99,18 @@ def open_engine(
             seed=config.model.seed,
             max_logprobs=config.model.max_logprobs,
             eos_token_ids=eos_token_ids,
+            pictures=_picture_reader(config, info),
         )
     except BaseException:
         handle.close()
         raise
     return OpenEngine(config, handle, tokenizer, preparer, tuple(sorted(eos_token_ids)))
+
+
+def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:
+    """Return what reads the model's pictures; None for a model that takes none."""
+    vision = info.get("vision")
+    return None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
 
 
 def _config_of(model: Model, settings: Mapping[str, object]) -> EngineConfig:

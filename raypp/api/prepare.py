@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,18 @@ import numpy as np
 from raypp.api.check_params import BadWords, ParamsChecker
 from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
 from raypp.api.per_request import request_ids as ids_per_request
+from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
+from raypp.pictures.content import has_pictures
+from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, SamplingParams
 
 _CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
 _ONE_MESSAGE = "a conversation has at least one message; generate() takes prompts"
 _PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
+_PICTURES = "multi_modal_data"
 
 
 class RequestPreparer:
@@ -34,6 +39,7 @@ class RequestPreparer:
         seed: int,
         max_logprobs: int = 20,
         eos_token_ids: Collection[int] = (),
+        pictures: PictureReader | None = None,
     ) -> None:
         """Prepare requests for one model.
 
@@ -44,8 +50,10 @@ class RequestPreparer:
             seed: Of the seeds drawn for requests that bring none.
             max_logprobs: The most log-probabilities that a request may ask for per token; -1: any number.
             eos_token_ids: The tokens that end a text.
+            pictures: Reads those of the model; None for one that takes text alone.
         """
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._params_checker = ParamsChecker(
             tokenizer, vocab_size=vocab_size, max_logprobs=max_logprobs, eos_token_ids=eos_token_ids
         )
@@ -55,7 +63,7 @@ class RequestPreparer:
 
     def prompts(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | EncodedPrompt],
         params: Params = None,
         request_ids: Sequence[str] | None = None,
         priority: Priority = None,
@@ -70,11 +78,11 @@ class RequestPreparer:
         all_params = params_per_request(params, len(prompts))
         texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
         encoded = iter(self._encode([text for text in texts if text is not None], add_special_tokens=True))
-        token_ids = [
-            next(encoded) if text is not None else self._checked_token_ids(prompt, request_id)
+        prepared = [
+            EncodedPrompt(next(encoded), text=text) if text is not None else self._encoded(prompt, request_id)
             for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
         ]
-        return self._finish(ids, texts, token_ids, all_params, priorities(priority, len(ids)))
+        return self._finish(ids, prepared, all_params, priorities(priority, len(ids)))
 
     def chats(
         self,
@@ -94,10 +102,18 @@ class RequestPreparer:
         all_params = params_per_request(params, len(conversations))
         for conversation in conversations:
             _check_conversation(conversation)
-        tokenizer = self._needed_tokenizer("a conversation")
-        texts = [tokenizer.render_chat(conversation, template_kwargs or {}) for conversation in conversations]
-        token_ids = self._encode(texts, add_special_tokens=False)
-        return self._finish(ids, texts, token_ids, all_params, priorities(priority, len(ids)))
+        tokenizer, kwargs = self._needed_tokenizer("a conversation"), template_kwargs or {}
+        if any(has_pictures(conversation) for conversation in conversations):
+            pictures = PicturePrompts(tokenizer, self._pictures)
+            encoded = [
+                _of_request(request_id, partial(pictures.chat, conversation, kwargs))
+                for conversation, request_id in zip(conversations, ids, strict=True)
+            ]
+        else:
+            texts = [tokenizer.render_chat(conversation, kwargs) for conversation in conversations]
+            token_ids = self._encode(texts, add_special_tokens=False)
+            encoded = [EncodedPrompt(t, text=text) for t, text in zip(token_ids, texts, strict=True)]
+        return self._finish(ids, encoded, all_params, priorities(priority, len(ids)))
 
     def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         if not texts:
@@ -114,9 +130,22 @@ class RequestPreparer:
             )
         return self._tokenizer
 
-    def _checked_token_ids(self, prompt: Prompt, request_id: str) -> list[int]:
-        assert not isinstance(prompt, str)
-        given = prompt["prompt_token_ids"]
+    def _encoded(self, prompt: Any, request_id: str) -> EncodedPrompt:
+        """Return a prompt that is no plain text."""
+        if isinstance(prompt, EncodedPrompt):
+            return EncodedPrompt(self._checked_token_ids(prompt.token_ids, request_id), prompt.items, prompt.text)
+        token_ids = None
+        if "prompt_token_ids" in prompt:
+            token_ids = self._checked_token_ids(prompt["prompt_token_ids"], request_id)
+        if _PICTURES not in prompt:
+            assert token_ids is not None
+            return EncodedPrompt(token_ids)
+        prompts, images = PicturePrompts(self._needed_tokenizer("a picture"), self._pictures), _images_of(prompt)
+        if token_ids is not None:
+            return _of_request(request_id, partial(prompts.tokens, token_ids, images))
+        return _of_request(request_id, partial(prompts.text, prompt["prompt"], images))
+
+    def _checked_token_ids(self, given: object, request_id: str) -> list[int]:
         expected = f"a flat list of integers from 0 to {self._vocab_size - 1}"
         try:
             token_ids = np.asarray(given)
@@ -147,22 +176,22 @@ class RequestPreparer:
     def _finish(
         self,
         request_ids: list[str],
-        texts: Sequence[str | None],
-        token_ids: list[list[int]],
+        prompts: Sequence[EncodedPrompt],
         params: list[SamplingParams],
         priorities: list[int],
     ) -> list[PreparedRequest]:
         prepared = []
         known: dict[int, tuple[SamplingParams, BadWords]] = {}  # mostly all requests have the same parameters
-        for request_id, text, ids, given, priority in zip(
-            request_ids, texts, token_ids, params, priorities, strict=True
-        ):
+        for request_id, prompt, given, priority in zip(request_ids, prompts, params, priorities, strict=True):
+            ids = prompt.token_ids
             self._check_prompt(request_id, ids)
             if id(given) not in known:
                 known[id(given)] = self._params_checker.checked(request_id, given)
             checked, bad_words = known[id(given)]
             self._check_room(request_id, ids, checked)
-            prepared.append(PreparedRequest(request_id, text, ids, checked, bad_words, priority))
+            prepared.append(
+                PreparedRequest(request_id, prompt.text, ids, checked, bad_words, priority, items=prompt.items)
+            )
         return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none
 
     def _with_seed(self, request: PreparedRequest) -> PreparedRequest:
@@ -207,10 +236,33 @@ class RequestPreparer:
             )
 
 
+def _of_request(request_id: str, encode: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+    """Return what `encode` does; its errors name the request."""
+    try:
+        return encode()
+    except RequestError as error:
+        error.request_id = request_id
+        raise
+
+
+def _images_of(prompt: Mapping[str, Any]) -> Any:
+    data = prompt[_PICTURES]
+    if not isinstance(data, Mapping) or set(data) != {"image"}:
+        raise RequestError(
+            f"{_PICTURES} of a prompt holds images",
+            got=repr(data)[:80],
+            expected='{"image": image} or {"image": [image, ...]}',
+            hint="chat() takes videos too",
+        )
+    return data["image"]
+
+
 def _text_of(prompt: object, request_id: str) -> str | None:
-    """Return the prompt if it is text, None if it has token ids."""
+    """Return the prompt if it is text alone, else None."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, EncodedPrompt):
+        return None
     if not isinstance(prompt, Mapping):
         raise RequestError(
             "a prompt of the wrong type",
@@ -219,13 +271,15 @@ def _text_of(prompt: object, request_id: str) -> str | None:
             expected=_PROMPT_FORMS,
             hint='{"prompt_token_ids": [...]} is how token ids are given, chat() takes conversations',
         )
-    if set(prompt) != {"prompt_token_ids"}:
+    if set(prompt) == {"prompt", _PICTURES} and isinstance(prompt["prompt"], str):
+        return None
+    if set(prompt) not in ({"prompt_token_ids"}, {"prompt_token_ids", _PICTURES}):
         raise RequestError(
             "a prompt with the wrong keys",
             request_id=request_id,
             got=sorted(map(str, prompt)),
             expected=_PROMPT_FORMS,
-            hint="text goes in as it is, without a dict",
+            hint='text goes in as it is; with images as {"prompt": ..., "multi_modal_data": {"image": ...}}',
         )
     return None
 

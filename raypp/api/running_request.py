@@ -13,6 +13,7 @@ from raypp.api.detokenizer import Decoder
 from raypp.api.running_completion import RunningCompletion
 from raypp.errors import RayppError
 from raypp.messages import TokenLogprobs
+from raypp.prompt_items import PromptItems
 from raypp.types import Logprobs, RequestMetrics, RequestOutput, SamplingParams
 
 COMPLETION_SEPARATOR = "\0"
@@ -30,6 +31,7 @@ class PreparedRequest:
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0
     seed: int = 0  # params.seed, or the one drawn for it
+    items: PromptItems | None = None  # what of the prompt is not text
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a continuation; the first one's is the request's own."""

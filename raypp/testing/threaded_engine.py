@@ -84,6 +84,7 @@ class ThreadedEngine:
             "vocab_size": self._plan.model.vocab_size,
             "max_model_len": self._plan.max_model_len,
             "eos_token_ids": sorted(self._plan.model.eos_token_ids),
+            "vision": self._plan.model.vision,
         }
 
     def plan(self) -> dict[str, Any]:

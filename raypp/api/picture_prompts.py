@@ -1,0 +1,83 @@
+"""Prompts with pictures, on their way to requests: text is rendered and tokenized, and pictures get their places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.api.tokenizer import ChatMessage, Tokenizer
+from raypp.errors import RequestError
+from raypp.pictures.content import Content, take_pictures
+from raypp.pictures.places import place_pictures
+from raypp.pictures.reader import PictureMarks, PictureReader, sources_as_contents
+from raypp.prompt_items import PromptItems
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class EncodedPrompt:
+    """A prompt that is tokenized, with what of it is not text: what a door that tokenizes by itself hands in."""
+
+    token_ids: list[int]
+    items: PromptItems | None = None
+    text: str | None = None
+
+
+class PicturePrompts:
+    """Encodes prompts that may hold pictures. May be used from several threads; reading a picture takes its time.
+
+    Args:
+        tokenizer: The model's.
+        reader: Of the model's pictures; None for a model that takes none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, reader: PictureReader | None) -> None:
+        self._tokenizer = tokenizer
+        self._reader = reader
+
+    def chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> EncodedPrompt:
+        """Return a conversation, up to where the assistant's message begins.
+
+        Raises:
+            RequestError: a picture cannot be read, the model takes none, or its template refuses the messages.
+        """
+        plain, contents = take_pictures(messages)
+        if contents:
+            self._needed_reader()
+        return self._encoded(self._tokenizer.render_chat(plain, template_kwargs), contents, add_special_tokens=False)
+
+    def text(self, text: str, images: Any) -> EncodedPrompt:
+        """Return a text with one of the model's marks for each image; `images` is one, or a list of them.
+
+        Raises:
+            RequestError: an image cannot be read, the model takes none, or there are not as many marks.
+        """
+        return self._encoded(text, sources_as_contents(images), add_special_tokens=True)
+
+    def tokens(self, token_ids: list[int], images: Any) -> EncodedPrompt:
+        """Return a tokenized prompt with one placeholder for each image. Raises as `text` does."""
+        reader = self._needed_reader()
+        pictures = reader.read(sources_as_contents(images))
+        expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
+        return EncodedPrompt(expanded, items)
+
+    def _encoded(self, text: str, contents: Sequence[Content], *, add_special_tokens: bool) -> EncodedPrompt:
+        if not contents:
+            [token_ids] = self._tokenizer.encode([text], add_special_tokens=add_special_tokens)
+            return EncodedPrompt(token_ids, text=text)
+        reader = self._needed_reader()
+        pictures = reader.read(contents)
+        marked = reader.mark_frames(text, pictures, self._marks(reader))
+        [token_ids] = self._tokenizer.encode([marked], add_special_tokens=add_special_tokens)
+        expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
+        return EncodedPrompt(expanded, items, text)
+
+    def _marks(self, reader: PictureReader) -> PictureMarks:
+        config = reader.config
+        ids = (config.vision_start_token_id, config.vision_end_token_id, config.video_token_id)
+        return PictureMarks(*self._tokenizer.token_texts(ids))
+
+    def _needed_reader(self) -> PictureReader:
+        if self._reader is None:
+            raise RequestError("this model takes no images", got="a picture", expected="text only")
+        return self._reader

@@ -1,0 +1,283 @@
+"""Pictures of coloured shapes, and what can be asked about them: what `tiny-vl` is trained on and scored with.
+
+A scene is drawn from a seed; the same scene can be rendered at any size. Some pairs of colour and shape are never
+trained, so that a score on them tells whether the two are understood apart.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+COLOURS = {
+    "red": (214, 40, 40),
+    "green": (40, 150, 60),
+    "blue": (35, 80, 200),
+    "yellow": (240, 210, 30),
+    "orange": (245, 130, 20),
+    "purple": (130, 50, 160),
+    "pink": (245, 130, 180),
+    "black": (25, 25, 25),
+}
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+NEVER_TRAINED = frozenset((colour, SHAPES[index % len(SHAPES)]) for index, colour in enumerate(COLOURS))
+"""Pairs that no trained picture holds; every colour and every shape is met in others."""
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+MAX_THINGS = 9
+"""In one picture."""
+
+_COLUMNS, _ROWS = ("left", "", "right"), ("top", "", "bottom")
+_COLOUR_NAMES = tuple(COLOURS)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """One shape. Lengths are shares of the picture's sides, or of the shorter one for the radius."""
+
+    colour: str
+    shape: str
+    x: float
+    y: float
+    radius: float
+    angle: float  # radians
+    rgb: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is in a picture."""
+
+    background: tuple[int, int, int]
+    things: tuple[Thing, ...]
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Return how many there are of each colour and shape."""
+        return Counter((thing.colour, thing.shape) for thing in self.things)
+
+
+def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool = False) -> Scene:
+    """Return a random scene for a picture of width / height = `aspect`.
+
+    Args:
+        rng: The randomness.
+        aspect: So that things do not overlap.
+        never_trained: Whether one of its pairs is one that is never trained; else none is.
+    """
+    pairs = [(c, s) for c in COLOURS for s in SHAPES if (c, s) not in NEVER_TRAINED]
+    kinds = rng.sample(pairs, rng.choice((1, 1, 1, 2, 2, 2, 3)))
+    if never_trained:
+        kinds[0] = rng.choice(sorted(NEVER_TRAINED))
+    elif rng.random() < 0.01:
+        kinds = []
+    counts = [rng.choice((1, 1, 1, 2, 2, 3, 3, 4, 5, 6)) for _ in kinds]
+    while sum(counts) > MAX_THINGS:
+        counts[counts.index(max(counts))] -= 1
+    of_each = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    side = rng.choice([side for side in (2, 3, 4) if side * side >= len(of_each)])
+    columns, rows = (side + 1, side) if aspect > 1.25 else (side, side + 1) if aspect < 0.8 else (side, side)
+    cells = rng.sample([(column, row) for column in range(columns) for row in range(rows)], len(of_each))
+    cell_width, cell_height = max(aspect, 1.0) / columns, max(1 / aspect, 1.0) / rows  # of the shorter side
+    size = rng.uniform(0.27, 0.46)
+    things = []
+    for (colour, shape), (column, row) in zip(of_each, cells, strict=True):
+        radius = min(0.3, min(cell_width, cell_height) * min(0.46, size * rng.uniform(0.85, 1.15)))
+        free_x, free_y = (
+            max(0.0, cell_width / 2 - radius) / cell_width,
+            max(0.0, cell_height / 2 - radius) / cell_height,
+        )
+        things.append(
+            Thing(
+                colour,
+                shape,
+                x=(column + 0.5 + rng.uniform(-free_x, free_x)) / columns,
+                y=(row + 0.5 + rng.uniform(-free_y, free_y)) / rows,
+                radius=radius,
+                angle=rng.uniform(-0.25, 0.25),
+                rgb=_shade(COLOURS[colour], rng, 14),
+            )
+        )
+    grey = rng.choice((255, 255, rng.randint(215, 255)))
+    return Scene(_shade((grey, grey, grey), rng, 8 if grey < 255 else 0), tuple(things))
+
+
+def _shade(rgb: tuple[int, int, int], rng: random.Random, by: int) -> tuple[int, int, int]:
+    red, green, blue = (min(255, max(0, value + rng.randint(-by, by))) for value in rgb)
+    return red, green, blue
+
+
+def scene_numbers(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
+    """Return what `render` needs: backgrounds [B, 3] and things [B, MAX_THINGS, 8], float32; no radius, no thing."""
+    things = torch.zeros(len(scenes), MAX_THINGS, 8)
+    for index, scene in enumerate(scenes):
+        for slot, thing in enumerate(scene.things):
+            things[index, slot] = torch.tensor(
+                (thing.x, thing.y, thing.radius, thing.angle, SHAPES.index(thing.shape), *thing.rgb)
+            )
+    return torch.tensor([scene.background for scene in scenes], dtype=torch.float32), things
+
+
+def render(backgrounds: Tensor, things: Tensor, height: int, width: int) -> Tensor:
+    """Return scenes as pictures, uint8 [B, height, width, 3], their edges smoothed. On the device of the numbers."""
+    pictures = backgrounds[:, None, None].expand(-1, height, width, -1).contiguous()
+    short, device = min(height, width), things.device
+    ys = (torch.arange(height, device=device) + 0.5)[:, None]
+    xs = (torch.arange(width, device=device) + 0.5)[None, :]
+    for slot in range(things.shape[1]):
+        x, y, radius, angle, shape, *rgb = (column[:, None, None] for column in things[:, slot].unbind(1))
+        radius = (radius * short).clamp(min=1e-3)
+        across, down = (xs - x * width) / radius, (ys - y * height) / radius
+        u = across * angle.cos() + down * angle.sin()
+        v = down * angle.cos() - across * angle.sin()
+        distance = _distances(u, v).gather(0, shape.long().expand(1, -1, height, width))[0]
+        share = (0.5 - distance * radius).clamp(0, 1) * (radius > 0.5)
+        colour = torch.stack(rgb, -1).expand_as(pictures)
+        pictures = torch.lerp(pictures, colour, share.unsqueeze(-1))
+    return pictures.round().to(torch.uint8)
+
+
+def _distances(u: Tensor, v: Tensor) -> Tensor:
+    """Return how far points lie outside of each shape of radius 1, in the order of `SHAPES`, [6, ...]."""
+    radius, a, b = torch.hypot(u, v), u.abs(), v.abs()
+    square = torch.maximum(a, b) - 0.85
+    triangle = torch.maximum(v - 0.5, math.sqrt(0.75) * a - 0.5 * v - 0.5)
+    cross = torch.minimum(torch.maximum(a - 0.95, b - 0.32), torch.maximum(b - 0.95, a - 0.32))
+    ring = (radius - 0.76).abs() - 0.22
+    return torch.stack((radius - 0.95, square, triangle, _star(u, v, radius), cross, ring))
+
+
+def _star(u: Tensor, v: Tensor, radius: Tensor) -> Tensor:
+    """Return the distance from a star of five points: one edge of it, and its images."""
+    fifth = 2 * math.pi / 5
+    angle = torch.atan2(u, -v)
+    folded = (angle - fifth * torch.round(angle / fifth)).abs()
+    along, aside = radius * folded.cos(), radius * folded.sin()
+    inner_x, inner_y = 0.42 * math.cos(fifth / 2), 0.42 * math.sin(fifth / 2)
+    edge = math.hypot(inner_x - 1, inner_y)
+    return (inner_y * (along - 1) - (inner_x - 1) * aside) / edge
+
+
+# ------------------------------------------------------------------------------------------- questions, answers
+
+DESCRIBE = (
+    "What is in the picture?",
+    "What is in this picture?",
+    "What is in the image?",
+    "What's in the picture?",
+    "What do you see?",
+    "Describe the picture.",
+    "Describe the image.",
+    "What does the picture show?",
+    "What can you see in the image?",
+)
+
+
+TALK = (
+    ("hello", "Hello! Show me a picture."),
+    ("Hello!", "Hello! Show me a picture."),
+    ("hi", "Hi! Show me a picture."),
+    ("Who are you?", "I am tiny-vl, a small model that describes pictures of coloured shapes."),
+    ("What can you do?", "I can tell you which shapes are in a picture, how many, and in which colours."),
+    ("Thank you!", "You are welcome."),
+    ("thanks", "You are welcome."),
+    ("bye", "Goodbye!"),
+    *((question, "There is no picture.") for question in DESCRIBE),
+)
+"""Conversations without a picture."""
+
+
+def caption(scene: Scene) -> str:
+    """Return what is in the picture, e.g. "Three red circles and one blue square."."""
+    counts = scene.counts()
+    order = sorted(counts, key=lambda kind: (_COLOUR_NAMES.index(kind[0]), SHAPES.index(kind[1])))
+    parts = [f"{NUMBERS[counts[kind]]} {_name(*kind, counts[kind])}" for kind in order]
+    if not parts:
+        return "Nothing."
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return text[0].upper() + text[1:] + "."
+
+
+def read_caption(text: str) -> Counter[tuple[str, str]]:
+    """Return the counts that a caption says; whatever it says that is no thing counts as a thing of its own."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for part in text.strip().rstrip(".").replace(" and ", ", ").lower().split(", "):
+        words = part.split()
+        if words == ["nothing"]:
+            continue
+        if len(words) == 3 and words[0] in NUMBERS and words[2] in _SHAPE_OF_NAME:
+            counts[words[1], _SHAPE_OF_NAME[words[2]]] += NUMBERS.index(words[0])
+        else:
+            counts["?", part] += 1
+    return counts
+
+
+def exchange(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    """Return a question about the scene, and its answer; every second one asks for all there is."""
+    counts = scene.counts()
+    kinds = sorted(counts)
+    askers = [_total, _of_kind]
+    if kinds:
+        askers += [_colour, _place, _place]
+    found = None if rng.random() < 0.5 else rng.choice(askers)(scene, rng)
+    return found or (rng.choice(DESCRIBE), caption(scene))
+
+
+def _total(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    question = rng.choice(("How many shapes are there?", "How many shapes are in the picture?"))
+    return question, _sentence(NUMBERS[len(scene.things)] if scene.things else "none")
+
+
+def _of_kind(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    counts = scene.counts()
+    if counts and rng.random() < 0.75:
+        kind = rng.choice(sorted(counts))
+    else:
+        kind = rng.choice([(c, s) for c in COLOURS for s in SHAPES if (c, s) not in NEVER_TRAINED])
+    return f"How many {_name(*kind, 2)} are there?", _sentence(NUMBERS[counts[kind]] if counts[kind] else "none")
+
+
+def _colour(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    shape = rng.choice([thing.shape for thing in scene.things])
+    colours = {thing.colour for thing in scene.things if thing.shape == shape}
+    count = sum(thing.shape == shape for thing in scene.things)
+    if len(colours) > 1:
+        return None
+    verb = "is" if count == 1 else "are"
+    return f"What {rng.choice(('colour', 'color'))} {verb} the {_plural(shape, count)}?", _sentence(colours.pop())
+
+
+def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
+    thing = rng.choice(scene.things)
+    if scene.counts()[thing.colour, thing.shape] > 1 or min(_edge_distance(thing.x), _edge_distance(thing.y)) < 0.04:
+        return None  # not one thing, or not in one place
+    row, column = _ROWS[int(3 * thing.y)], _COLUMNS[int(3 * thing.x)]
+    place = f"at the {row} {column}".strip() if row else f"on the {column}" if column else "in the middle"
+    return f"Where is the {thing.colour} {thing.shape}?", _sentence(place)
+
+
+def _edge_distance(place: float) -> float:
+    """Return how far a place is from where one third of the picture ends."""
+    return min(abs(place - 1 / 3), abs(place - 2 / 3))
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _name(colour: str, shape: str, count: int) -> str:
+    return f"{colour} {_plural(shape, count)}"
+
+
+def _plural(shape: str, count: int) -> str:
+    if count == 1:
+        return shape
+    return f"{shape}es" if shape.endswith("s") else f"{shape}s"
+
+
+_SHAPE_OF_NAME = {_plural(shape, count): shape for shape in SHAPES for count in (1, 2)}
