@@ -60,6 +60,7 @@ class DecodeStep:
             if is_last:
                 choice.greedy(model.compute_logits(hidden))
 
+        torch.cuda.synchronize()  # what was made so far was made in another stream
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             step()

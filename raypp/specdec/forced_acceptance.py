@@ -20,8 +20,7 @@ class ForcedAcceptance:
 
     def __init__(self, rate: float) -> None:
         """Accept drafts at `rate`, 0..1, each given that all before it were."""
-        # Standard Gumbel noise is below x with probability exp(-exp(-x)).
-        self._threshold = -math.log(-math.log(rate)) if 0 < rate < 1 else math.copysign(math.inf, rate - 0.5)
+        self._rate = rate
 
     def __call__(
         self, token_ids: torch.Tensor, draft_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
@@ -32,14 +31,23 @@ class ForcedAcceptance:
         row's first token.
         """
         num_compared = max(token_ids.shape[1] - 1, 1)
-        offsets = torch.arange(num_compared, device=rows.device)
-        keys = (positions.unsqueeze(1) + offsets).view(-1)
-        noise = gumbel_noise(rows.repeat_interleave(num_compared), keys, 1).view(-1, num_compared)
         drafts, chosen = draft_ids[:, :num_compared], token_ids[:, :num_compared]
+        forced, forced_places = token_ids.clone(), slice(0, num_compared)
+        if self._rate == 1:
+            forced[:, forced_places] = drafts
+            return forced
         other = torch.where(chosen == drafts, (drafts - 1).abs(), chosen)  # a valid id that is not the draft
-        forced = token_ids.clone()
-        forced[:, :num_compared] = torch.where(noise < self._threshold, drafts, other)
+        if self._rate:
+            other = torch.where(self._is_accepted(rows, positions, num_compared), drafts, other)
+        forced[:, forced_places] = other
         return forced
+
+    def _is_accepted(self, rows: torch.Tensor, positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
+        """Return whether each of the rows' drafts would be accepted by itself, bool [Y, num_drafts]."""
+        keys = (positions.unsqueeze(1) + torch.arange(num_drafts, device=rows.device)).view(-1)
+        noise = gumbel_noise(rows.repeat_interleave(num_drafts), keys, 1).view(-1, num_drafts)
+        # Standard Gumbel noise is below x with probability exp(-exp(-x)).
+        return noise < -math.log(-math.log(self._rate))
 
 
 class AlwaysProposing:

@@ -18,17 +18,19 @@ def verify_and_append(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Accept drafts up to the first that is not the model's own token, and write what is valid into the token table.
 
-    Shapes: token_ids [Y, 1 + K] int32, the model's tokens; rows, first [Y] int64, the position of each row's first
-    token; tables by row: draft_ids [num_rows, K_max], num_proposed, limits [num_rows], tokens [num_rows, window], all
+    Shapes: token_ids [Y, 1 + K] int32, the model's tokens; rows [Y] int64 contiguous; first [Y] int64, the position of
+    each row's first token, with any stride; tables by row: draft_ids [num_rows, K_max], num_proposed, limits [num_rows], tokens [num_rows, window], all
     int32. Returns num_valid, num_drafted, num_matched [Y] int32, and lengths [Y] int64, the new tokens included.
     """
     num_rows, width = token_ids.shape
+    assert rows.is_contiguous()
     num_valid, num_drafted, num_matched = (torch.empty_like(rows, dtype=torch.int32) for _ in range(3))
     lengths = torch.empty_like(rows)
     _verify[(num_rows,)](
         token_ids.contiguous(),
         rows,
         first,
+        first.stride(0),
         draft_ids,
         num_proposed,
         limits,
@@ -51,6 +53,7 @@ def _verify(
     token_ids,
     rows,
     firsts,
+    first_stride,
     draft_ids,
     num_proposed,
     limits,
@@ -66,7 +69,7 @@ def _verify(
 ):
     index = tl.program_id(0)
     row = tl.load(rows + index).to(tl.int64)
-    first = tl.load(firsts + index).to(tl.int32)
+    first = tl.load(firsts + index * first_stride).to(tl.int32)
     places = tl.arange(0, BLOCK)
     chosen = tl.load(token_ids + index * (1 + K) + places, mask=places <= K, other=-1)
     # At K = 0 the first draft is compared all the same, as a shadow.

@@ -48,7 +48,8 @@ def test_verification_is_that_of_its_twin(num_drafts):
 
     for _ in range(5):
         rows = torch.tensor(rng.sample(range(num_rows), 5), device=DEVICE)
-        first = int32s(5, values=range(1, 90)).to(torch.int64)
+        # As of a step, where these are the positions of every row's first token among all.
+        first = int32s(5, 1 + num_drafts, values=range(1, 90)).to(torch.int64)[:, 0]
         chosen = int32s(5, 1 + num_drafts, values=range(2))
         draft_ids, limits = int32s(num_rows, max_drafts, values=range(2)), int32s(num_rows, values=range(1, 99))
         num_proposed = int32s(num_rows, values=range(0, max_drafts + 1, max_drafts))
