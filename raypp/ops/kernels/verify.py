@@ -19,8 +19,9 @@ def verify_and_append(
     """Accept drafts up to the first that is not the model's own token, and write what is valid into the token table.
 
     Shapes: token_ids [Y, 1 + K] int32, the model's tokens; rows [Y] int64 contiguous; first [Y] int64, the position of
-    each row's first token, with any stride; tables by row: draft_ids [num_rows, K_max], num_proposed, limits [num_rows], tokens [num_rows, window], all
-    int32. Returns num_valid, num_drafted, num_matched [Y] int32, and lengths [Y] int64, the new tokens included.
+    each row's first token, with any stride; tables by row: draft_ids [num_rows, K_max], num_proposed, limits
+    [num_rows], tokens [num_rows, window], all int32. Returns num_valid, num_drafted, num_matched [Y] int32, and lengths
+    [Y] int64, the new tokens included.
     """
     num_rows, width = token_ids.shape
     assert rows.is_contiguous()
