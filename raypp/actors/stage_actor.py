@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from raypp.models.config import ModelConfig
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
+    from raypp.stage.step_sizes import StageRecordings, StepSizes
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
@@ -81,8 +82,8 @@ class StageActor:
             return self._rendezvous.address
         return None
 
-    def connect(self, addresses: StageAddresses, timeout_s: float) -> None:
-        """Open the links to the neighbours and the step channel to the driver."""
+    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
+        """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
         from raypp.stage import build
         from raypp.transport.step_channel import StageChannel
 
@@ -104,6 +105,11 @@ class StageActor:
             num_stages=self._spec.num_stages,
             server_key=addresses.server_key,
         )
+        return self._stage.recordings
+
+    def pad_to(self, sizes: StepSizes) -> None:
+        """Pad steps to these sizes, which all stages have."""
+        self._stage.pad_to(sizes)
 
     def run(self, heartbeat_s: float, silence_timeout_s: float) -> None:
         """Execute plans until the driver says stop."""

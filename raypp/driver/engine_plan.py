@@ -70,6 +70,7 @@ class EnginePlan:
         return GraphSpec(
             has_full=mode in ("full", "full_and_piecewise"),
             max_piecewise_tokens=max_tokens if mode in ("piecewise", "full_and_piecewise") else 0,
+            is_required=graphs.mode != "auto",
             debug_every=graphs.debug_every,
         )
 

@@ -66,6 +66,11 @@ class CudaGraphs:
                 self._graph.capture_end()
             self._graph = None
 
+    def used_bytes(self) -> int:
+        """Return the device's memory in use: graphs take some that torch does not know of."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        return total_bytes - free_bytes
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same memory that does not own it."""
         if not tensor.is_cuda or not tensor.numel():

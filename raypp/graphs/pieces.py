@@ -46,6 +46,9 @@ class GraphMaker(Protocol):
     def abandon(self) -> None:
         """End it after an error; nothing is kept."""
 
+    def used_bytes(self) -> int:
+        """Return the device's memory in use, by whomever."""
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same memory that does not keep it from being used by later pieces."""
 

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from raypp.graphs.buckets import row_buckets
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
@@ -33,6 +32,7 @@ from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import write_feedback
 from raypp.stage.upload_ring import UploadRing
 
@@ -57,6 +57,7 @@ class RecordedDecode:
         speculation: Speculation | None,
         graphs: CudaGraphManager,
         item_rows: ItemRows | None,
+        sizes: Sequence[FullSize],
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -68,7 +69,7 @@ class RecordedDecode:
         self._sampler = sampler
         self._speculation = speculation
         self._item_rows = item_rows
-        self._buckets = row_buckets(spec.max_step_rows)
+        self._sizes = sizes
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
@@ -80,45 +81,33 @@ class RecordedDecode:
         """What it writes: the message to the next stage; on the last stage the feedback."""
         self._kept_logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
-        self._shapes = {
-            (bucket, num_drafts): self._shape(bucket, num_drafts, column=0)
-            for num_drafts in spec.speculative.ladder
-            for bucket in self._buckets.sizes
-            if bucket * (1 + num_drafts) <= spec.max_step_tokens
-        }
+        self._shapes = {size: self._shape(*size, column=0) for size in sizes}
         # What is fed back may be a step of any K.
-        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in self._buckets.sizes}
+        buckets = {size.num_rows for size in sizes}
+        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
 
-    def record(self) -> None:
-        """Record everything, the largest first. All rows are padding meanwhile."""
-        for bucket, num_drafts in sorted(self._shapes, key=lambda key: -key[0] * (1 + key[1])):
-            self._write_padding(self._uploads.entry(0), bucket)
-            self._uploads.upload(0, _COLUMNS * bucket)
-            self._num_rows = bucket
-            body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
-            self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
-            self.run(bucket, num_drafts)  # the tails read what it leaves
-            for needs in _TAILS if self._spec.is_last else ():
-                tail = partial(self._tail, bucket, num_drafts, needs)
-                watched = self._watched_tail(bucket, num_drafts)
-                self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
+    def record(self) -> tuple[FullSize, ...]:
+        """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
+        return tuple(self._graphs.record_sizes(FULL, self._sizes, self._record))
 
-    def bucket_of(self, plan: StepPlan) -> int | None:
-        """Return the size that the plan's rows are padded to; None for a step that cannot be a recording.
-
-        Depends on the plan alone, so all stages answer alike.
-        """
-        if plan.num_decode_rows != len(plan.rows) or len(plan.start_rows):
-            return None
-        bucket = self._buckets.fit(len(plan.rows))
-        return bucket if bucket is not None and (bucket, plan.num_drafts) in self._shapes else None
+    def _record(self, size: FullSize) -> None:
+        bucket, num_drafts = size
+        self._write_padding(self._uploads.entry(0), bucket)
+        self._uploads.upload(0, _COLUMNS * bucket)
+        self._num_rows = bucket
+        body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
+        self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
+        self.run(bucket, num_drafts)  # the tails read what it leaves
+        for needs in _TAILS if self._spec.is_last else ():
+            tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
+            self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
 
         Args:
             plan: The step.
-            bucket: Of `bucket_of`.
+            bucket: The rows that it is padded to.
             fed_back: The feedback message that lies in `input`, on the first stage; None if there is none.
         """
         entry = self._uploads.entry(plan.step_id)
@@ -174,7 +163,7 @@ class RecordedDecode:
         columns[4] = spec.scrap_row
 
     def _body(self, bucket: int, num_drafts: int) -> LastHidden | None:
-        spec, shape = self._spec, self._shapes[bucket, num_drafts]
+        spec, shape = self._spec, self._shapes[FullSize(bucket, num_drafts)]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
         if self._next_inputs is not None:
             feedback = self._schemas.feedback.views(self.input, bucket, bucket)
@@ -260,7 +249,7 @@ class RecordedDecode:
         return self._kept_logits[: len(logits)].copy_(logits)
 
     def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
-        shape, last, sampler = self._shapes[bucket, num_drafts], self._last, self._sampler
+        shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
         max_length = self._spec.max_seq_len + 1
         choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())

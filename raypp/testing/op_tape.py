@@ -97,6 +97,10 @@ class OpTapes:
         if self._tape is not None:
             self.end()
 
+    def used_bytes(self) -> int:
+        """Nobody counts main memory."""
+        return 0
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor: a tape keeps what it uses."""
         return tensor
