@@ -74,6 +74,8 @@ class CudaGraphManager:
             sizes: The largest first: the others use its memory again.
             record: Records one of them, by calls of `record`.
         """
+        if not sizes:
+            return []
         cost = self.costs.setdefault(mode, RecordingCost())
         recorded: list[T] = []
         remaining, first_bytes = list(sizes), 0

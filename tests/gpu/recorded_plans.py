@@ -24,6 +24,7 @@ class Ran:
     results: list[bytes]
     kv_caches: list[torch.Tensor]  # of all layers, without the null block
     num_compared: int  # replays that debug mode compared
+    costs: list[dict]  # what each stage's recordings took
 
     def assert_equals(self, other: Ran, *, kv_caches: bool = True) -> None:
         """Compare everything, bit by bit; what a padded step leaves behind the rows' ends lies in the null block."""
@@ -120,7 +121,8 @@ def run_plans(
         pipeline.submit(step)
         results += [pack(result) for result in pipeline.collect()]
     caches = [cache[:, 1:].clone() for local in stages for cache in local.kv_caches]
-    return Ran(results, caches, sum(manager.num_compared for manager in managers))
+    costs = [local.stage.recordings.describe() for local in stages]
+    return Ran(results, caches, sum(manager.num_compared for manager in managers), costs)
 
 
 def called_graphs(spec: StageSpec) -> CudaGraphManager:

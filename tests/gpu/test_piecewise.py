@@ -16,7 +16,10 @@ from recorded_plans import called_graphs, record_plans, run_plans
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
+from raypp.errors import GraphMismatchError
 from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.ops.break_point import break_point
+from raypp.ops.cuda_attention import CudaAttention
 from raypp.stage.spec import GraphSpec, StageSpec
 
 MAX_TOKENS = 256
@@ -65,3 +68,63 @@ def test_replays_and_calls_on_one_stage_and_two(tmp_path, shape, num_layers, set
     checked = run_plans(two, plans, replace(BOTH, debug_every=2), make_graphs=_graphs)
     checked.assert_equals(called)
     print(f"\n{shape}: {len(plans)} plans, {mixed} mixed, {large} too large; {checked.num_compared} replays compared")
+    print(f"recordings of both stages: {checked.costs}")
+
+
+def _attend_as_told(self, q, scale, kv_cache, batch, out) -> None:
+    """Stand for attention: launch what the host knows of the step, harmlessly."""
+    num_tokens = batch.num_tokens
+    out[:num_tokens] = q[:num_tokens] * (1 + num_tokens)
+
+
+def test_an_operation_that_should_be_a_break_point_is_caught(tmp_path, monkeypatch):
+    plan = _plan(tmp_path, "small", 3, 1)
+    plans = record_plans(plan, num_requests=8, max_prompt=300)
+    checked = GraphSpec(max_piecewise_tokens=MAX_TOKENS, debug_every=1)
+    monkeypatch.setattr(CudaAttention, "_attend_any_rows", break_point(_attend_as_told))
+    assert run_plans(plan, plans, checked, make_graphs=_graphs).num_compared > 10
+    monkeypatch.setattr(CudaAttention, "_attend_any_rows", _attend_as_told)
+    with pytest.raises(GraphMismatchError, match="output differs in"):
+        run_plans(plan, plans, checked, make_graphs=_graphs)
+
+
+def test_memory_that_a_break_point_borrows_is_used_again():
+    """Sixteen pieces whose temporaries are freed between them need the pool of one."""
+    device = torch.device("cuda")
+    x, out = (torch.ones(1 << 20, device=device) for _ in range(2))
+    told = {"factor": 2.0}
+
+    @break_point
+    def scale(values: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(values * told["factor"])
+
+    def program() -> None:
+        out.copy_(x)
+        for _ in range(16):
+            temporary = out + 1
+            scale(temporary, out)
+
+    manager = CudaGraphManager(device, graph_maker(device))
+    with manager.recording():
+        manager.record("test", "key", program, breakable=True)
+    for factor in (0.5, 2.0):
+        told["factor"] = factor
+        manager.run("key")
+        expected = torch.ones(1, device=device)
+        for _ in range(16):
+            expected = (expected + 1) * factor
+        torch.testing.assert_close(out[:1], expected)
+    assert manager.costs["test"].memory_bytes < 16 << 22
+
+
+def test_an_error_while_recording_leaves_the_device_usable():
+    device = torch.device("cuda")
+    x = torch.ones(8, device=device)
+    manager = CudaGraphManager(device, graph_maker(device))
+    with manager.recording():
+        with pytest.raises(RuntimeError):
+            manager.record("test", "waits", lambda: x.sum().item())  # a graph cannot hold what waits for the device
+        manager.record("test", "key", lambda: x.add_(1))
+    before = x.clone()
+    manager.run("key")
+    assert torch.equal(x, before + 1)
