@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from raypp.actors.processes import ActorProcess
+from raypp.config.log import log_to_stderr
 from raypp.driver.hardware import Hardware
 from raypp.models.registry import resolve_model_path
 from raypp.tracing import TraceEvent, Tracer
@@ -55,6 +56,7 @@ class StageActor:
     def __init__(
         self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None, share: NodeShare | None = None
     ) -> None:
+        log_to_stderr()
         if share is not None and share.num_stages is not None:
             spec = replace(spec, num_threads=Hardware.of_this_machine().threads_per_stage(share.num_stages))
         self._share = share

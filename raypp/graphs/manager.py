@@ -18,6 +18,7 @@ import torch
 from raypp.graphs.cost import RecordingCost
 from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
+from raypp.graphs.memory_meter import MemoryMeter
 from raypp.graphs.pieces import GraphMaker, PieceRecorder, Program
 from raypp.graphs.thinning import thinned
 
@@ -51,6 +52,7 @@ class CudaGraphManager:
         self._check = ReplayCheck(debug_every) if debug_every else None
         self._recordings: dict[Hashable, Recording] = {}
         self._programs: dict[Hashable, Program] = {}  # where there are no graphs
+        self._meters: dict[str, MemoryMeter] = {}
         self.costs: dict[str, RecordingCost] = {}
         """By mode."""
 
@@ -76,7 +78,7 @@ class CudaGraphManager:
         """
         if not sizes:
             return []
-        cost = self.costs.setdefault(mode, RecordingCost())
+        cost, meter = self._account(mode)
         recorded: list[T] = []
         remaining, first_bytes = list(sizes), 0
         while remaining:
@@ -96,6 +98,7 @@ class CudaGraphManager:
                 bytes_each = (cost.memory_bytes - first_bytes) / (len(recorded) - 1)
                 remaining = thinned(remaining, self._max_bytes - self.memory_bytes, bytes_each)
         cost.num_left_out += len(sizes) - len(recorded)
+        cost.memory_bytes = meter.trim()
         return recorded
 
     @property
@@ -122,8 +125,9 @@ class CudaGraphManager:
             watched: For debug mode.
         """
         assert key not in self, f"{key} is recorded already"
-        cost = self.costs.setdefault(mode, RecordingCost())
-        started, used_bytes = time.perf_counter(), self._used_bytes()
+        cost, meter = self._account(mode)
+        started = time.perf_counter()
+        meter.begin()
         program()  # compiles kernels, fills caches, makes what libraries need: none of that may be in a graph
         if self._recorder is None:
             self._programs[key] = program
@@ -132,7 +136,7 @@ class CudaGraphManager:
             self._recordings[key] = Recording(key, program, replay, result, watched)
         cost.num_graphs += 1
         cost.seconds += time.perf_counter() - started
-        cost.memory_bytes += max(0, self._used_bytes() - used_bytes)
+        cost.memory_bytes = meter.end()
 
     def run(self, key: Hashable) -> Any:
         """Run what was recorded under `key`, on the current stream; return what the program returns.
@@ -179,8 +183,10 @@ class CudaGraphManager:
                 self._max_bytes / 2**30,
             )
 
-    def _used_bytes(self) -> int:
-        return 0 if self._maker is None else self._maker.used_bytes()
+    def _account(self, mode: str) -> tuple[RecordingCost, MemoryMeter]:
+        if mode not in self.costs:
+            self.costs[mode], self._meters[mode] = RecordingCost(), MemoryMeter(self._maker)
+        return self.costs[mode], self._meters[mode]
 
 
 def graph_maker(device: torch.device) -> GraphMaker | None:

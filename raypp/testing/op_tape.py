@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypp.graphs.manager import CudaGraphManager
-from raypp.graphs.pieces import Replay
+from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.stage.spec import StageSpec
 
 
@@ -97,9 +97,12 @@ class OpTapes:
         if self._tape is not None:
             self.end()
 
-    def used_bytes(self) -> int:
+    def memory(self) -> MemoryUse:
         """Nobody counts main memory."""
-        return 0
+        return MemoryUse(0, 0)
+
+    def trim(self) -> None:
+        """Nothing is kept."""
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor: a tape keeps what it uses."""

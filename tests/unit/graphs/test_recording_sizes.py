@@ -16,7 +16,7 @@ from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import few_row_buckets, row_buckets, token_buckets
 from raypp.graphs.manager import CudaGraphManager
-from raypp.graphs.pieces import Replay
+from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.graphs.thinning import thinned
 from raypp.stage.spec import StageSpec
 from raypp.testing import LocalEngine, build_local_pipeline
@@ -33,6 +33,7 @@ class CountedMaker:
 
     def __init__(self, *, pool_bytes: int, graph_bytes: int, total_bytes: int = 1 << 40) -> None:
         self._bytes = 0
+        self.others_bytes = 0
         self._pool_bytes = pool_bytes
         self._graph_bytes = graph_bytes
         self._total_bytes = total_bytes
@@ -53,8 +54,12 @@ class CountedMaker:
     def abandon(self) -> None:
         pass
 
-    def used_bytes(self) -> int:
-        return self._bytes
+    def memory(self) -> MemoryUse:
+        own_bytes = min(self._bytes, self._pool_bytes)
+        return MemoryUse(own_bytes, self._bytes - own_bytes + self.others_bytes)
+
+    def trim(self) -> None:
+        pass
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -69,6 +74,18 @@ def test_all_fit():
     assert _record(manager, SIZES) == SIZES
     cost = manager.costs["full"]
     assert (cost.num_graphs, cost.memory_bytes, cost.num_left_out) == (9, 1090, 0)
+
+
+def test_others_memory_is_not_ours():
+    """Somebody else on the device allocates while we record."""
+    maker = CountedMaker(pool_bytes=1000, graph_bytes=10)
+    manager = CudaGraphManager(CPU, maker, max_bytes=1100)
+
+    def record(size: int) -> None:
+        manager.record("full", size, lambda: setattr(maker, "others_bytes", 1 << 30 if size < 32 else 0))
+
+    assert manager.record_sizes("full", SIZES, record) == SIZES
+    assert manager.costs["full"].memory_bytes == 1090
 
 
 def test_fewer_where_the_plan_has_no_more(caplog):
