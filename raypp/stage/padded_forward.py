@@ -18,6 +18,7 @@ from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
+from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.padding_step import padding_step
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
@@ -138,4 +139,5 @@ class PaddedForward:
         return {"hidden states": self._hidden}  # a layer may overwrite its input
 
     def _yields(self, result: None) -> dict[str, torch.Tensor]:
-        return {"output": self._output[: self._num_tokens]}
+        num_tokens = self._num_tokens
+        return {"output": only(owned_tokens(self._slots[:num_tokens], self._spec), self._output[:num_tokens])}

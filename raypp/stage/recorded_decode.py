@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.choose import Choice, LastHidden, choose_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.item_rows import ItemRows
@@ -40,6 +42,13 @@ FULL = "full"
 
 _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
+
+
+class RanBody(NamedTuple):
+    """What a body leaves, besides its message to the next stage."""
+
+    slot_mapping: torch.Tensor  # [B * (1 + K)] int64, for debug mode
+    last: LastHidden | None = None  # of the last stage
 
 
 class RecordedDecode:
@@ -131,9 +140,9 @@ class RecordedDecode:
 
     def run(self, bucket: int, num_drafts: int) -> None:
         """Run the step, up to the logits on the last stage."""
-        last = self._graphs.run(("body", bucket, num_drafts))
-        if last is not None:
-            self._last = last
+        ran: RanBody = self._graphs.run(("body", bucket, num_drafts))
+        if ran.last is not None:
+            self._last = ran.last
 
     def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
@@ -162,7 +171,7 @@ class RecordedDecode:
         columns[3] = NULL_BLOCK
         columns[4] = spec.scrap_row
 
-    def _body(self, bucket: int, num_drafts: int) -> LastHidden | None:
+    def _body(self, bucket: int, num_drafts: int) -> RanBody:
         spec, shape = self._spec, self._shapes[FullSize(bucket, num_drafts)]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
         if self._next_inputs is not None:
@@ -199,11 +208,12 @@ class RecordedDecode:
         hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
         if spec.is_last:
             logits = self._keep_logits(self._model.compute_logits(hidden))
-            return LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
+            last = LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
+            return RanBody(inputs.slot_mapping, last)
         leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
         leaving["num_computed_tokens"].copy_(num_computed_tokens)
         leaving["hidden_states"].copy_(hidden)
-        return None
+        return RanBody(inputs.slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
         first = self._next_inputs
@@ -215,14 +225,15 @@ class RecordedDecode:
         def changes() -> dict[str, torch.Tensor]:
             return {"input": self.input, **({} if first is None else first.tensors())}
 
-        def yields(last: LastHidden | None) -> dict[str, torch.Tensor]:
-            width, num_rows = 1 + num_drafts, self._num_rows
-            if last is not None:
-                return {"logits": last.logits[: num_rows * width]}
-            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * width)
+        def yields(ran: RanBody) -> dict[str, torch.Tensor]:
+            num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
+            counts = owned_tokens(ran.slot_mapping, self._spec)[:num_tokens]
+            if ran.last is not None:
+                return {"logits": only(counts, ran.last.logits[:num_tokens])}
+            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * (1 + num_drafts))
             return {
                 "num_computed_tokens": leaving["num_computed_tokens"][:num_rows],
-                "hidden_states": leaving["hidden_states"][: num_rows * width],
+                "hidden_states": only(counts, leaving["hidden_states"][:num_tokens]),
             }
 
         return Watched(reads=reads, changes=changes, yields=yields)
@@ -232,9 +243,12 @@ class RecordedDecode:
         assert sampler is not None
 
         def yields(choice: Choice) -> dict[str, torch.Tensor]:
+            num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
+            counts = owned_tokens(self._last.hidden.attention.slot_mapping, self._spec)[:num_tokens]
             feedback = self._schemas.feedback.views(self.output, bucket, bucket)
-            rows = {name: column[: self._num_rows] for name, column in feedback.items()}
-            return {"chosen": choice.chosen[: self._num_rows * (1 + num_drafts)], **rows}
+            rows = {name: column[:num_rows] for name, column in feedback.items()}
+            tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
+            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, choice.chosen[:num_tokens])}
 
         return Watched(
             reads=lambda: {"output": self.output, **sampler.rows.tensors()},
