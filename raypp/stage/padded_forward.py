@@ -84,7 +84,7 @@ class PaddedForward:
             bucket: A size that was recorded, at least T; None: run plainly.
             deepstack: What the first layers add; such a step runs plainly, too.
         """
-        if bucket is None or positions.ndim > 1:
+        if bucket is None or positions.ndim > 1 or deepstack is not None:
             return self._model.forward(hidden, positions, attention, self._kv_caches, deepstack)
         self._num_tokens = num_tokens = len(hidden)
         self._batches[bucket].follow(attention)

@@ -41,6 +41,9 @@ from raypp.stage.upload_ring import UploadRing
 FULL = "full"
 
 _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
+_MAX_SORTED_LOGITS = 1 << 23
+"""Truncation sorts logits, in about 40 bytes for each. A recording keeps them for ever; and what sorts more than this
+takes longer than its launches do."""
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
 
@@ -108,6 +111,8 @@ class RecordedDecode:
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
         for needs in _TAILS if self._spec.is_last else ():
+            if Needs.TRUNCATE in needs and size.num_tokens * self._spec.vocab_size > _MAX_SORTED_LOGITS:
+                continue
             tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
             self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
 
@@ -147,10 +152,11 @@ class RecordedDecode:
     def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
         for recorded in _TAILS:
-            if needs | recorded == recorded:
-                choice: Choice = self._graphs.run(("tail", bucket, num_drafts, recorded))
+            key = ("tail", bucket, num_drafts, recorded)
+            if needs | recorded == recorded and key in self._graphs:
+                choice: Choice = self._graphs.run(key)
                 return choice
-        # Its tables appear when they are first needed, so nobody could record it.
+        # Its tables appear when they are first needed, so nobody could record it; or it sorts too much.
         return self._tail(bucket, num_drafts, needs)
 
     @property

@@ -96,7 +96,13 @@ class Stage:
             debug_every=spec.graphs.debug_every,
             max_bytes=spec.graphs.max_bytes,
         )
-        wanted = StepSizes.wanted(spec, can_be_full=model.can_be_recorded)
+        wanted = StepSizes.wanted(
+            spec.graphs,
+            spec.speculative.ladder,
+            max_step_rows=spec.max_step_rows,
+            max_step_tokens=spec.max_step_tokens,
+            can_be_full=model.can_be_recorded,
+        )
         self._layers = PaddedForward(spec, model, kv_caches, self._graphs, wanted.piecewise)
         self._recorded: RecordedDecode | None = None
         if wanted.full:

@@ -17,7 +17,7 @@ from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets, few_row_buckets, row_buckets, token_buckets
 from raypp.graphs.cost import RecordingCost
 from raypp.messages import StepPlan
-from raypp.stage.spec import StageSpec
+from raypp.stage.spec import GraphSpec
 
 
 class FullSize(NamedTuple):
@@ -40,20 +40,31 @@ class StepSizes:
     piecewise: tuple[int, ...] = ()  # tokens
 
     @classmethod
-    def wanted(cls, spec: StageSpec, *, can_be_full: bool = True) -> StepSizes:
+    def wanted(
+        cls,
+        graphs: GraphSpec,
+        ladder: Sequence[int],
+        *,
+        max_step_rows: int,
+        max_step_tokens: int,
+        can_be_full: bool = True,
+    ) -> StepSizes:
         """Return what a stage is to record, the largest first.
 
         Args:
-            spec: Of the stage.
+            graphs: Which steps at all.
+            ladder: The numbers of drafts that a step may have.
+            max_step_rows: Rows of one step.
+            max_step_tokens: Tokens of one step.
             can_be_full: Whether its decode steps never wait for the device.
         """
         full: list[FullSize] = []
-        if spec.graphs.has_full and can_be_full:
-            for num_drafts in spec.speculative.ladder:
-                rows = few_row_buckets(spec.max_step_rows) if num_drafts else row_buckets(spec.max_step_rows)
+        if graphs.has_full and can_be_full:
+            for num_drafts in ladder:
+                rows = few_row_buckets(max_step_rows) if num_drafts else row_buckets(max_step_rows)
                 sizes = (FullSize(num_rows, num_drafts) for num_rows in rows.sizes)
-                full += (size for size in sizes if size.num_tokens <= spec.max_step_tokens)
-        max_tokens = spec.graphs.max_piecewise_tokens
+                full += (size for size in sizes if size.num_tokens <= max_step_tokens)
+        max_tokens = graphs.max_piecewise_tokens
         piecewise = token_buckets(max_tokens).sizes if max_tokens else ()
         return cls(tuple(sorted(full, key=lambda size: -size.num_tokens)), tuple(reversed(piecewise)))
 

@@ -12,6 +12,7 @@ from recorded_plans import mixed_requests, record_plans
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.graph_plan import step_sizes
 from raypp.driver.hardware import Hardware
 from raypp.messages import StepPlan
 from raypp.stage.padded_forward import PaddedForward
@@ -26,6 +27,11 @@ DRAFTS = {"method": "ngram", "draft_ladder": [0, 2]}
 def _engine_plan(mode: str, num_stages: int = 1, **settings: object) -> EnginePlan:
     settings = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "max_piecewise_tokens": MAX_TOKENS} | settings
     return plan_engine(EngineConfig.from_flat("tiny", mode=mode, num_stages=num_stages, **settings), Hardware(1))
+
+
+def _wanted(mode: str, **settings: object) -> StepSizes:
+    plan = _engine_plan(mode, **settings)
+    return step_sizes(plan.config, plan.graphs)
 
 
 @cache
@@ -59,8 +65,7 @@ def _mixtures() -> list[StepPlan]:
 
 
 def test_only_uniform_decode_steps_are_full():
-    spec = _engine_plan("full_and_piecewise", speculative=DRAFTS).stage_spec(0)
-    sizes = StepSizes.wanted(spec)
+    sizes = _wanted("full_and_piecewise", speculative=DRAFTS)
     assert {size.num_drafts for size in sizes.full} == {0, 2}
     padding = StepPadding(sizes)
     num_full = num_piecewise = num_plain = 0
@@ -96,12 +101,13 @@ def test_only_uniform_decode_steps_are_full():
     ],
 )
 def test_modes_on_a_cpu(mode, has_full, has_piecewise):
-    sizes = StepSizes.wanted(_engine_plan(mode).stage_spec(0))
+    sizes = _wanted(mode)
     assert (bool(sizes.full), bool(sizes.piecewise)) == (has_full, has_piecewise)
     padding = StepPadding(sizes)
     assert (padding.full_rows(_plan(0, 3, ())) is not None) == has_full
     assert (padding.piecewise_tokens(5) is not None) == has_piecewise
-    assert not StepSizes.wanted(_engine_plan(mode).stage_spec(0), can_be_full=False).full
+    graphs = _engine_plan(mode).stage_spec(0).graphs
+    assert not StepSizes.wanted(graphs, (0,), max_step_rows=6, max_step_tokens=32, can_be_full=False).full
 
 
 def test_sizes_that_all_stages_have():
@@ -123,12 +129,12 @@ def test_steps_go_where_they_belong(monkeypatch, mode, num_stages):
         seen["full"] += 1
         return full(self, bucket, num_drafts)
 
-    def run_layers(self, hidden, positions, attention, bucket):
+    def run_layers(self, hidden, positions, attention, bucket, deepstack):
         seen["none" if bucket is None else "piecewise"] += 1
         assert (bucket is None) == (len(hidden) > MAX_TOKENS or mode == "full")
         if bucket is not None and not attention.prefill_query_lens:
             assert mode == "piecewise"
-        return layers(self, hidden, positions, attention, bucket)
+        return layers(self, hidden, positions, attention, bucket, deepstack)
 
     settings = {"num_stages": num_stages, "speculative": DRAFTS, "max_num_seqs": 12, "min_prefill_chunk_tokens": 24}
     prompts, params = mixed_requests(9, 260, 40)
