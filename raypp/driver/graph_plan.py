@@ -6,6 +6,7 @@ Measured on an H200 with torch 2.11; see docs/design/0042 and 0043.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from raypp.config.engine import EngineConfig
@@ -49,8 +50,7 @@ def graph_spec(config: EngineConfig, model: ModelConfig, device: str, dtype_byte
     )
     if device == "cpu":
         return spec
-    max_bytes = _graph_bytes(step_sizes(config, spec), config, model, dtype_bytes)
-    return GraphSpec(**(vars(spec) | {"max_bytes": max_bytes}))
+    return replace(spec, max_bytes=_graph_bytes(step_sizes(config, spec), config, model, dtype_bytes))
 
 
 def step_sizes(config: EngineConfig, spec: GraphSpec) -> StepSizes:

@@ -83,11 +83,11 @@ class CudaGraphManager:
         remaining, first_bytes = list(sizes), 0
         while remaining:
             size = remaining.pop(0)
-            known = set(self._recordings)
+            num_known = len(self._recordings)
             try:
                 record(size)
             except torch.OutOfMemoryError as error:
-                for key in set(self._recordings) - known:
+                for key in list(self._recordings)[num_known:]:
                     del self._recordings[key]
                 _LOG.warning("no memory to record %s of %s: %s", size, mode, str(error).split("\n", 1)[0])
                 continue

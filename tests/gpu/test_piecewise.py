@@ -135,3 +135,34 @@ def test_an_error_while_recording_leaves_the_device_usable():
     before = x.clone()
     manager.run("key")
     assert torch.equal(x, before + 1)
+
+
+def test_recordings_keep_to_their_share():
+    """Half of what all sizes would take is planned: evenly fewer are recorded."""
+    device = torch.device("cuda")
+    x = torch.ones(1 << 16, device=device)
+
+    def recorded(max_bytes: int | None) -> CudaGraphManager:
+        manager = CudaGraphManager(device, graph_maker(device), max_bytes=max_bytes)
+
+        def record(size: int) -> None:
+            def program() -> None:
+                for _ in range(200):
+                    x[: size << 8].mul_(1.0)
+
+            manager.record("full", size, program)
+
+        with manager.recording():
+            manager.record_sizes("full", list(range(64, 0, -1)), record)
+        return manager
+
+    everything = recorded(None)
+    assert everything.costs["full"].num_left_out == 0
+    half_bytes = everything.memory_bytes // 2
+    half = recorded(half_bytes)
+    print(f"\n64 graphs of 200 kernels: {everything.memory_bytes} bytes; half of that: {half.costs}")
+    if half_bytes:
+        assert 0 < half.costs["full"].num_left_out < 62
+        assert half.memory_bytes <= 1.3 * half_bytes
+    assert 1 in half
+    half.run(1)
