@@ -96,7 +96,7 @@ def main() -> None:
     with torch.inference_mode():
         model, kv_caches = build_stage_model(spec, plan.model, None), allocate_kv_caches(spec, plan.model)
         warm_up(spec, model, kv_caches)
-        graphs = CudaGraphManager(device, graph_maker(device))
+        graphs = CudaGraphManager(graph_maker(device))
         buckets = token_buckets(max_tokens)
         layers = PaddedForward(spec, model, kv_caches, graphs, buckets.sizes[::-1])
         with graphs.recording():

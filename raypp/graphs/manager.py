@@ -31,7 +31,6 @@ class CudaGraphManager:
     """Records programs and runs them by their keys.
 
     Args:
-        device: Where they run.
         maker: Makes graphs. None: programs are kept and called, which is all that a CPU can do.
         debug_every: Check all replays, and compare one of so many with the program itself; 0: trust them.
         max_bytes: What all recordings together may take; None: what there is.
@@ -39,13 +38,11 @@ class CudaGraphManager:
 
     def __init__(
         self,
-        device: torch.device,
         maker: GraphMaker | None,
         *,
         debug_every: int = 0,
         max_bytes: int | None = None,
     ) -> None:
-        self._device = device
         self._maker = maker
         self._max_bytes = max_bytes
         self._recorder = None if maker is None else PieceRecorder(maker)

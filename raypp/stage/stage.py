@@ -91,7 +91,6 @@ class Stage:
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches)
         self._graphs = graphs or CudaGraphManager(
-            self._device,
             graph_maker(self._device),
             debug_every=spec.graphs.debug_every,
             max_bytes=spec.graphs.max_bytes,

@@ -111,4 +111,4 @@ class OpTapes:
 
 def tape_graphs(spec: StageSpec) -> CudaGraphManager:
     """Return what keeps a stage's recordings on tapes; see `raypp.testing.LocalEngine`."""
-    return CudaGraphManager(torch.device(spec.device), OpTapes(), debug_every=spec.graphs.debug_every)
+    return CudaGraphManager(OpTapes(), debug_every=spec.graphs.debug_every)

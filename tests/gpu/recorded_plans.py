@@ -163,4 +163,4 @@ def _what_counts(result: StepResult, num_drafts: int) -> dict[str, NDArray[Any]]
 
 def called_graphs(spec: StageSpec) -> CudaGraphManager:
     """Return a manager that calls programs: the same padded steps, operation by operation."""
-    return CudaGraphManager(torch.device(spec.device), None)
+    return CudaGraphManager(None)

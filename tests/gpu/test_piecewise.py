@@ -51,7 +51,7 @@ def _plan(directory, shape: str, num_layers: int, num_stages: int, **settings: o
 
 def _graphs(spec: StageSpec) -> CudaGraphManager:
     device = torch.device(spec.device)
-    return CudaGraphManager(device, graph_maker(device), debug_every=spec.graphs.debug_every)
+    return CudaGraphManager(graph_maker(device), debug_every=spec.graphs.debug_every)
 
 
 @pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
@@ -111,7 +111,7 @@ def test_memory_that_a_break_point_borrows_is_used_again():
             temporary = out + 1
             scale(temporary, out)
 
-    manager = CudaGraphManager(device, graph_maker(device))
+    manager = CudaGraphManager(graph_maker(device))
     with manager.recording():
         manager.record("test", "key", program, breakable=True)
     for factor in (0.5, 2.0):
@@ -127,7 +127,7 @@ def test_memory_that_a_break_point_borrows_is_used_again():
 def test_an_error_while_recording_leaves_the_device_usable():
     device = torch.device("cuda")
     x = torch.ones(8, device=device)
-    manager = CudaGraphManager(device, graph_maker(device))
+    manager = CudaGraphManager(graph_maker(device))
     with manager.recording():
         with pytest.raises(RuntimeError):
             manager.record("test", "waits", lambda: x.sum().item())  # a graph cannot hold what waits for the device
@@ -143,7 +143,7 @@ def test_recordings_keep_to_their_share():
     x = torch.ones(1 << 16, device=device)
 
     def recorded(max_bytes: int | None) -> CudaGraphManager:
-        manager = CudaGraphManager(device, graph_maker(device), max_bytes=max_bytes)
+        manager = CudaGraphManager(graph_maker(device), max_bytes=max_bytes)
 
         def record(size: int) -> None:
             def program() -> None:

@@ -70,7 +70,7 @@ def _record(manager: CudaGraphManager, sizes: list[int]) -> list[int]:
 
 
 def test_all_fit():
-    manager = CudaGraphManager(CPU, CountedMaker(pool_bytes=1000, graph_bytes=10), max_bytes=1090)
+    manager = CudaGraphManager(CountedMaker(pool_bytes=1000, graph_bytes=10), max_bytes=1090)
     assert _record(manager, SIZES) == SIZES
     cost = manager.costs["full"]
     assert (cost.num_graphs, cost.memory_bytes, cost.num_left_out) == (9, 1090, 0)
@@ -79,7 +79,7 @@ def test_all_fit():
 def test_others_memory_is_not_ours():
     """Somebody else on the device allocates while we record."""
     maker = CountedMaker(pool_bytes=1000, graph_bytes=10)
-    manager = CudaGraphManager(CPU, maker, max_bytes=1100)
+    manager = CudaGraphManager(maker, max_bytes=1100)
 
     def record(size: int) -> None:
         manager.record("full", size, lambda: setattr(maker, "others_bytes", 1 << 30 if size < 32 else 0))
@@ -89,7 +89,7 @@ def test_others_memory_is_not_ours():
 
 
 def test_fewer_where_the_plan_has_no_more(caplog):
-    manager = CudaGraphManager(CPU, CountedMaker(pool_bytes=1000, graph_bytes=10), max_bytes=1050)
+    manager = CudaGraphManager(CountedMaker(pool_bytes=1000, graph_bytes=10), max_bytes=1050)
     with caplog.at_level(logging.WARNING):
         recorded = _record(manager, SIZES)
         manager.log_costs()
@@ -102,7 +102,7 @@ def test_fewer_where_the_plan_has_no_more(caplog):
 
 def test_what_there_is_no_memory_for_is_left_out(caplog):
     maker = CountedMaker(pool_bytes=0, graph_bytes=10, total_bytes=35)
-    manager = CudaGraphManager(CPU, maker)
+    manager = CudaGraphManager(maker)
     assert _record(manager, SIZES) == [64, 48, 32]
     assert manager.costs["full"].num_left_out == 6
     assert "Tried to allocate" in caplog.text
@@ -110,7 +110,7 @@ def test_what_there_is_no_memory_for_is_left_out(caplog):
 
 
 def test_a_size_is_recorded_as_a_whole_or_not_at_all():
-    manager = CudaGraphManager(CPU, CountedMaker(pool_bytes=0, graph_bytes=10, total_bytes=50))
+    manager = CudaGraphManager(CountedMaker(pool_bytes=0, graph_bytes=10, total_bytes=50))
 
     def record(size: int) -> None:
         for part in ("body", "tail"):
@@ -148,7 +148,7 @@ def _engine(mode: str, maker: CountedMaker | None) -> LocalEngine:
     plan = plan_engine(
         EngineConfig.from_flat("tiny", mode=mode, max_num_seqs=4, max_num_batched_tokens=16), Hardware(1)
     )
-    graphs = None if maker is None else (lambda spec: CudaGraphManager(torch.device(spec.device), maker))
+    graphs = None if maker is None else (lambda spec: CudaGraphManager(maker))
     return LocalEngine(plan, pipeline=build_local_pipeline(plan, make_graphs=graphs))
 
 
@@ -168,7 +168,7 @@ def test_stages_use_the_sizes_that_all_have():
     managers = []
 
     def make_graphs(spec: StageSpec) -> CudaGraphManager:
-        managers.append(_FewCalls(torch.device(spec.device), None))
+        managers.append(_FewCalls(None))
         managers[-1].max_calls = 2 + 2 * 4 + 1 if spec.stage_index else 1000
         return managers[-1]
 
