@@ -61,6 +61,9 @@ def main() -> None:
         figures: dict[str, Any] = {"start_s": time.perf_counter() - started, "plan": llm.plan()}
         config, vocab_size = resolved_config(llm), llm.plan()["vocab_size"]
         print(f"ready after {figures['start_s']:.1f} s", flush=True)
+        figures["recordings"] = [stage["graphs"] for stage in llm.stats()["stages"]]
+        for index, recordings in enumerate(figures["recordings"]):
+            print(f"stage {index}: {recordings}", flush=True)
         for num_requests in args.requests:
             prompts = random_prompts(num_requests, args.input_len, vocab_size, random.Random(-1))
             seconds_for(llm, prompts, _WARM_UP_TOKENS)

@@ -77,6 +77,7 @@ class Table:
             figures["start_s"] = time.perf_counter() - started
             figures["num_files_compiled"] = count_cached_files() - num_cached
             figures["layers"] = [stage["num_layers"] for stage in llm.plan()["stages"]]
+            figures["recordings"] = [stage["graphs"] for stage in llm.stats()["stages"]]
             print(
                 "  ready after {start_s:.1f} s, new files of kernels {num_files_compiled}, layers {layers}".format(
                     **figures

@@ -96,25 +96,26 @@ def main() -> None:
     with torch.inference_mode():
         model, kv_caches = build_stage_model(spec, plan.model, None), allocate_kv_caches(spec, plan.model)
         warm_up(spec, model, kv_caches)
-        graphs = CudaGraphManager(device, graph_maker(device))
-        plain = PaddedForward(spec, model, kv_caches, graphs, None)
-        padded = PaddedForward(spec, model, kv_caches, graphs, token_buckets(max_tokens))
+        graphs = CudaGraphManager(graph_maker(device))
+        buckets = token_buckets(max_tokens)
+        layers = PaddedForward(spec, model, kv_caches, graphs, buckets.sizes[::-1])
         with graphs.recording():
-            padded.record()
+            layers.record()
         for num_tokens in args.tokens:
             batch = _batch(args.rows, num_tokens, spec.block_size, 256, device)
             total = args.rows + num_tokens
             hidden = torch.randn(total, model.hidden_size, dtype=torch.bfloat16, device=device)
             positions = torch.arange(total, device=device)
 
-            def step(way: PaddedForward, batch=batch, hidden=hidden, positions=positions) -> None:
+            def step(bucket: int | None, batch=batch, hidden=hidden, positions=positions) -> None:
                 model.plan_attention(batch, 0)
-                way.run(hidden, positions, batch)
+                layers.run(hidden, positions, batch, bucket)
 
-            for way in (plain, padded):
+            ways = (None, buckets.fit(total))
+            for way in ways:
                 step(way)
-            plain_ms, padded_ms = (_milliseconds(lambda way=way: step(way)) for way in (plain, padded))
-            figures.append({"tokens": total, "bucket": padded.bucket_of(total)})
+            plain_ms, padded_ms = (_milliseconds(lambda way=way: step(way)) for way in ways)
+            figures.append({"tokens": total, "bucket": ways[1]})
             for name, (device_ms, host_ms) in (("plain", plain_ms), ("pieces", padded_ms)):
                 figures[-1] |= {f"{name}_ms": round(device_ms, 3), f"{name}_host_ms": round(host_ms, 3)}
             print(figures[-1], flush=True)

@@ -71,12 +71,15 @@ class DriverActor:
 
         channel = self._open_step_channel(num_stages)
         rendezvous = self._stages.load(deadline)
-        self._stages.connect(rendezvous, channel.stage_addresses, channel.result_address, channel.server_key, deadline)
+        recordings = self._stages.connect(
+            rendezvous, channel.stage_addresses, channel.result_address, channel.server_key, deadline
+        )
         failures = FailureReports()
         health = StageHealth(
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
         )
         self._pipeline = ChannelPipeline(channel, health, failures)
+        self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy())
         self._server = DriverServer(
             Engine(scheduler, self._pipeline, self._tracer),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from raypp.actors.processes import ActorProcess
+from raypp.config.log import log_to_stderr
 from raypp.driver.hardware import Hardware
 from raypp.models.registry import resolve_model_path
 from raypp.tracing import TraceEvent, Tracer
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from raypp.models.config import ModelConfig
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
+    from raypp.stage.step_sizes import StageRecordings, StepSizes
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
@@ -54,6 +56,7 @@ class StageActor:
     def __init__(
         self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None, share: NodeShare | None = None
     ) -> None:
+        log_to_stderr()
         if share is not None and share.num_stages is not None:
             spec = replace(spec, num_threads=Hardware.of_this_machine().threads_per_stage(share.num_stages))
         self._share = share
@@ -81,8 +84,8 @@ class StageActor:
             return self._rendezvous.address
         return None
 
-    def connect(self, addresses: StageAddresses, timeout_s: float) -> None:
-        """Open the links to the neighbours and the step channel to the driver."""
+    def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
+        """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
         from raypp.stage import build
         from raypp.transport.step_channel import StageChannel
 
@@ -104,6 +107,11 @@ class StageActor:
             num_stages=self._spec.num_stages,
             server_key=addresses.server_key,
         )
+        return self._stage.recordings
+
+    def pad_to(self, sizes: StepSizes) -> None:
+        """Pad steps to these sizes, which all stages have."""
+        self._stage.pad_to(sizes)
 
     def run(self, heartbeat_s: float, silence_timeout_s: float) -> None:
         """Execute plans until the driver says stop."""

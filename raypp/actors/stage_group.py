@@ -21,6 +21,7 @@ from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.stage.failure import name_failure
+from raypp.stage.step_sizes import StageRecordings, StepSizes
 from raypp.tracing import TraceEvent
 
 if TYPE_CHECKING:
@@ -85,11 +86,11 @@ class StageGroup:
         result_address: str,
         server_key: bytes | None,
         deadline: Deadline,
-    ) -> None:
-        """Have the stages open their links and step channels.
+    ) -> list[StageRecordings]:
+        """Have the stages open their links and step channels, record, and agree; return what each has recorded.
 
         Raises:
-            ConfigError, StageDiedError, DeadlineError: one does not come through.
+            ConfigError, ResourceError, StageDiedError, DeadlineError: one does not come through.
         """
         connecting = [
             actor.connect.remote(
@@ -104,7 +105,10 @@ class StageGroup:
             )
             for actor, host, plan_address in zip(self._actors, self._hosts(), plan_addresses, strict=True)
         ]
-        self._gather(connecting, "connecting to its neighbours", deadline)
+        recordings: list[StageRecordings] = self._gather(connecting, "connecting to its neighbours", deadline)
+        sizes = StepSizes.common([of_stage.sizes for of_stage in recordings])
+        self._gather([actor.pad_to.remote(sizes) for actor in self._actors], "agreeing about sizes", deadline)
+        return recordings
 
     def run(
         self, heartbeat_s: float, silence_timeout_s: float, on_failure: Callable[[RayppError, Witness], None]

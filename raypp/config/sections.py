@@ -138,9 +138,10 @@ class GraphsSection(Section):
     lies between the attention calls of any step, padded to one of a few numbers of tokens. `none` runs every step
     operation by operation. `auto` is `full_and_piecewise` on GPUs and `none` on CPUs, where the others run the same
     padded steps with plain calls."""
-    max_piecewise_tokens: int = Field(default=1024, ge=1)
-    """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch. At
-    most max_num_batched_tokens."""
+    max_piecewise_tokens: int | None = Field(default=None, ge=1)
+    """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch, and
+    padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048. At most
+    max_num_batched_tokens."""
     debug_every: int = Field(default=0, ge=0)
     """Check the addresses at every replay, and compare one of so many replays of each recording, the first among them,
     with what the same operations yield without graphs; a difference ends the engine with an error that names it. Slow.

@@ -12,6 +12,7 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
+from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.driver.speculation_plan import check_host_memory, draft_policy, ngram_window, table_bytes
@@ -61,17 +62,10 @@ class EnginePlan:
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     stages: tuple[StageLayout, ...]
 
-    def graph_spec(self) -> GraphSpec:
-        """Return which steps are recorded and replayed."""
-        graphs, mode = self.config.graphs, self.config.graphs.mode
-        if mode == "auto":
-            mode = "full_and_piecewise" if self.device == "cuda" else "none"
-        max_tokens = min(graphs.max_piecewise_tokens, self.config.scheduler.max_num_batched_tokens)
-        return GraphSpec(
-            has_full=mode in ("full", "full_and_piecewise"),
-            max_piecewise_tokens=max_tokens if mode in ("piecewise", "full_and_piecewise") else 0,
-            debug_every=graphs.debug_every,
-        )
+    @property
+    def graphs(self) -> GraphSpec:
+        """Which steps are recorded and replayed."""
+        return graph_spec(self.config, self.model, self.device, self.dtype_bytes)
 
     @property
     def dtype_bytes(self) -> int:
@@ -120,7 +114,7 @@ class EnginePlan:
             num_threads=self.num_threads,
             max_num_seqs=self.config.scheduler.max_num_seqs + NUM_PADDING_ROWS,
             max_step_rows=max_step_rows(self.config),
-            graphs=self.graph_spec(),
+            graphs=self.graphs,
             max_step_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             vocab_size=self.model.vocab_size,
@@ -142,6 +136,7 @@ class EnginePlan:
         speculative = {"ngram_window": self.ngram_window} if self.config.speculative.method else {}
         return self.config.with_settings(
             **speculative,
+            max_piecewise_tokens=self.graphs.max_piecewise_tokens or None,
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
@@ -165,6 +160,7 @@ class EnginePlan:
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
             "num_drafts": list(self.config.speculative.ladder),
+            "graphs": describe_graphs(self.config, self.graphs),
             "stages": [
                 {
                     "stage_index": stage.stage_index,

@@ -6,12 +6,12 @@ share of the device = weights + what a step's tensors take + graphs and librarie
 from __future__ import annotations
 
 from raypp.config.engine import EngineConfig
+from raypp.driver.graph_plan import graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
-_GRAPH_BYTES = 1 << 30  # captured graphs and their pool
 _SAMPLING_BYTES = 40  # per logit while a step samples: float32 copies, and what truncation sorts
 _COUNT_BYTES = 5  # per row and token, from the first request with penalties on; see `raypp.stage.token_history`
 
@@ -135,7 +135,7 @@ def _gpu_share(
 ) -> tuple[int, int, int]:
     """Return a stage's bytes of a GPU, and how many of them a step's tensors, and libraries and graphs take."""
     share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    library_bytes = _LIBRARY_BYTES + (0 if config.graphs.mode == "none" else _GRAPH_BYTES)
+    library_bytes = _LIBRARY_BYTES + (graph_spec(config, model, "cuda", dtype_bytes).max_bytes or 0)
     step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
     return int(hardware.gpu_memory_bytes * share), step_bytes, library_bytes
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from raypp.messages import Int32s, StageReport, StepPlan
 
@@ -16,6 +18,7 @@ _MAX_STEPS = 4096
 class _Stage:
     num_steps: int = 0
     busy_ns: int = 0
+    graphs: dict[str, dict[str, float]] = field(default_factory=dict)
     spans: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
 
 
@@ -42,6 +45,11 @@ class StageActivity:
         running_ns = time.monotonic_ns() - self._active_since_ns if self._num_in_flight else 0
         return (self._active_ns + running_ns) / 1e9
 
+    def note_recordings(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
+        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.manager.RecordingCost`."""
+        for stage, recordings in zip(self._stages, of_stages, strict=True):
+            stage.graphs = recordings
+
     def note_dispatched(self, plan: StepPlan) -> None:
         """Remember whose step this is."""
         if not self._num_in_flight:
@@ -62,9 +70,12 @@ class StageActivity:
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
         stage.spans.extend(zip(report.step_ids.tolist(), report.start_us.tolist(), report.end_us.tolist(), strict=True))
 
-    def sums(self) -> list[dict[str, float]]:
-        """Return num_steps and busy_s of every stage, since the start."""
-        return [{"num_steps": stage.num_steps, "busy_s": stage.busy_ns / 1e9} for stage in self._stages]
+    def sums(self) -> list[dict[str, Any]]:
+        """Return num_steps and busy_s of every stage, since the start, and what its graphs took."""
+        return [
+            {"num_steps": stage.num_steps, "busy_s": stage.busy_ns / 1e9, "graphs": stage.graphs}
+            for stage in self._stages
+        ]
 
     def spans_after(self, end_us: int) -> list[list[int]]:
         """Return the kept forwards that ended later, each [stage, step_id, start_us, end_us, cohort, rows, tokens].

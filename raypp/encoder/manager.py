@@ -54,7 +54,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._model = model
         self._budgets = budgets
         self._max_items = max_items
-        self._graphs = CudaGraphManager(device, graph_maker(device) if replay else None)
+        self._graphs = CudaGraphManager(graph_maker(device) if replay else None)
         self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
         self._outputs: dict[int, torch.Tensor] = {}  # by budget: where its output lies, [1 + L, T, H]
         self.stats = EncoderStats()

@@ -34,6 +34,14 @@ def row_buckets(max_rows: int) -> Buckets:
     return Buckets({size for size in sizes if size <= max_rows})
 
 
+def few_row_buckets(max_rows: int) -> Buckets:
+    """Return fewer sizes for up to `max_rows` rows, at most half as large again as the next smaller from 16 on."""
+    sizes = {1, 2, 4, 8, max_rows}
+    for power in range(4, max_rows.bit_length()):
+        sizes |= {1 << power, 3 << power - 1}
+    return Buckets({size for size in sizes if size <= max_rows})
+
+
 def token_buckets(max_tokens: int) -> Buckets:
     """Return sizes for steps of up to `max_tokens` tokens: finer where a token's time counts less than a launch's.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from raypp.graphs.pieces import Replay
+from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.transport.dlpack import tensor_at
 
 
@@ -65,6 +65,16 @@ class CudaGraphs:
             with suppress(RuntimeError):
                 self._graph.capture_end()
             self._graph = None
+
+    def memory(self) -> MemoryUse:
+        """Return the device's memory in use."""
+        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+        own_bytes = torch.cuda.memory_reserved(self._device)
+        return MemoryUse(own_bytes, total_bytes - free_bytes - own_bytes)
+
+    def trim(self) -> None:
+        """Give back what the first, unrecorded runs of programs took on the stream for recording."""
+        torch.cuda.empty_cache()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same memory that does not own it."""

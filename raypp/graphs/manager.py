@@ -9,45 +9,47 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from raypp.graphs.cost import RecordingCost
 from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
+from raypp.graphs.memory_meter import MemoryMeter
 from raypp.graphs.pieces import GraphMaker, PieceRecorder, Program
+from raypp.graphs.thinning import thinned
 
 _LOG = logging.getLogger(__name__)
 
-
-@dataclass
-class RecordingCost:
-    """What recording the graphs of a mode took."""
-
-    num_graphs: int = 0
-    seconds: float = 0.0
-    memory_bytes: int = 0
+T = TypeVar("T")
 
 
 class CudaGraphManager:
     """Records programs and runs them by their keys.
 
     Args:
-        device: Where they run.
         maker: Makes graphs. None: programs are kept and called, which is all that a CPU can do.
         debug_every: Check all replays, and compare one of so many with the program itself; 0: trust them.
+        max_bytes: What all recordings together may take; None: what there is.
     """
 
-    def __init__(self, device: torch.device, maker: GraphMaker | None, *, debug_every: int = 0) -> None:
-        self._device = device
+    def __init__(
+        self,
+        maker: GraphMaker | None,
+        *,
+        debug_every: int = 0,
+        max_bytes: int | None = None,
+    ) -> None:
         self._maker = maker
+        self._max_bytes = max_bytes
         self._recorder = None if maker is None else PieceRecorder(maker)
         self._check = ReplayCheck(debug_every) if debug_every else None
         self._recordings: dict[Hashable, Recording] = {}
         self._programs: dict[Hashable, Program] = {}  # where there are no graphs
+        self._meters: dict[str, MemoryMeter] = {}
         self.costs: dict[str, RecordingCost] = {}
         """By mode."""
 
@@ -59,6 +61,47 @@ class CudaGraphManager:
         else:
             with self._maker.recording():
                 yield
+
+    def record_sizes(self, mode: str, sizes: Sequence[T], record: Callable[[T], None]) -> list[T]:
+        """Record as many sizes as memory allows; return them.
+
+        A size that there is no memory for is left out. When what is still to come would exceed `max_bytes`, evenly
+        fewer are recorded: a step is then padded to the next larger one.
+
+        Args:
+            mode: What they are accounted to.
+            sizes: The largest first: the others use its memory again.
+            record: Records one of them, by calls of `record`.
+        """
+        if not sizes:
+            return []
+        cost, meter = self._account(mode)
+        recorded: list[T] = []
+        remaining, first_bytes = list(sizes), 0
+        while remaining:
+            size = remaining.pop(0)
+            num_known = len(self._recordings)
+            try:
+                record(size)
+            except torch.OutOfMemoryError as error:
+                for key in list(self._recordings)[num_known:]:
+                    del self._recordings[key]
+                _LOG.warning("no memory to record %s of %s: %s", size, mode, str(error).split("\n", 1)[0])
+                continue
+            recorded.append(size)
+            if len(recorded) == 1:
+                first_bytes = cost.memory_bytes
+            elif self._max_bytes is not None:
+                bytes_each = (cost.memory_bytes - first_bytes) / (len(recorded) - 1)
+                remaining = thinned(remaining, self._max_bytes - self.memory_bytes, bytes_each)
+        cost.num_left_out += len(sizes) - len(recorded)
+        cost.memory_bytes = meter.trim()
+        return recorded
+
+    @property
+    def memory_bytes(self) -> int:
+        """What all recordings take."""
+        return sum(cost.memory_bytes for cost in self.costs.values())
 
     def record(
         self,
@@ -79,8 +122,9 @@ class CudaGraphManager:
             watched: For debug mode.
         """
         assert key not in self, f"{key} is recorded already"
-        cost = self.costs.setdefault(mode, RecordingCost())
-        started, free_bytes = time.perf_counter(), self._free_bytes()
+        cost, meter = self._account(mode)
+        started = time.perf_counter()
+        meter.begin()
         program()  # compiles kernels, fills caches, makes what libraries need: none of that may be in a graph
         if self._recorder is None:
             self._programs[key] = program
@@ -89,7 +133,7 @@ class CudaGraphManager:
             self._recordings[key] = Recording(key, program, replay, result, watched)
         cost.num_graphs += 1
         cost.seconds += time.perf_counter() - started
-        cost.memory_bytes += max(0, free_bytes - self._free_bytes())
+        cost.memory_bytes = meter.end()
 
     def run(self, key: Hashable) -> Any:
         """Run what was recorded under `key`, on the current stream; return what the program returns.
@@ -120,16 +164,26 @@ class CudaGraphManager:
     def log_costs(self) -> None:
         """Say what the recordings cost."""
         for mode, cost in self.costs.items():
-            _LOG.info(
-                "%d %s recordings took %.1f s and %.2f GiB",
+            _LOG.log(
+                logging.WARNING if cost.num_left_out else logging.INFO,
+                "%d %s recordings took %.1f s and %.2f GiB%s",
                 cost.num_graphs,
                 mode,
                 cost.seconds,
                 cost.memory_bytes / 2**30,
+                f"; {cost.num_left_out} sizes were left out for lack of memory" if cost.num_left_out else "",
+            )
+        if self._max_bytes is not None and self.memory_bytes > self._max_bytes:
+            _LOG.warning(
+                "the recordings take %.2f GiB, and were planned to take %.2f",
+                self.memory_bytes / 2**30,
+                self._max_bytes / 2**30,
             )
 
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+    def _account(self, mode: str) -> tuple[RecordingCost, MemoryMeter]:
+        if mode not in self.costs:
+            self.costs[mode], self._meters[mode] = RecordingCost(), MemoryMeter(self._maker)
+        return self.costs[mode], self._meters[mode]
 
 
 def graph_maker(device: torch.device) -> GraphMaker | None:

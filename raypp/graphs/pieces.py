@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,6 +26,15 @@ Program = Callable[[], Any]
 replay, is what it returned while it was recorded: tensors that the replay fills anew."""
 
 Replay = Callable[[], object]
+
+
+class MemoryUse(NamedTuple):
+    """The device's memory in use."""
+
+    own_bytes: int
+    """By this process's tensors, and kept for them."""
+    other_bytes: int
+    """By all else: graphs and kernels, which nobody counts, and other processes."""
 
 
 class GraphMaker(Protocol):
@@ -45,6 +54,12 @@ class GraphMaker(Protocol):
 
     def abandon(self) -> None:
         """End it after an error; nothing is kept."""
+
+    def memory(self) -> MemoryUse:
+        """Return the device's memory in use."""
+
+    def trim(self) -> None:
+        """Give back memory that is kept for nothing."""
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor at the same memory that does not keep it from being used by later pieces."""

@@ -13,12 +13,12 @@ from functools import partial
 
 import torch
 
-from raypp.graphs.buckets import Buckets
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
+from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.padding_step import padding_step
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
@@ -34,7 +34,7 @@ class PaddedForward:
         model: Its layers.
         kv_caches: Theirs.
         graphs: Keeps the recordings.
-        buckets: Numbers of tokens to record for; None: every step runs plainly.
+        sizes: Numbers of tokens to record for, the largest first; none: every step runs plainly.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class PaddedForward:
         model: StageModel,
         kv_caches: Sequence[torch.Tensor],
         graphs: CudaGraphManager,
-        buckets: Buckets | None,
+        sizes: Sequence[int],
     ) -> None:
         self._spec = spec
         self._model = model
         self._kv_caches = kv_caches
         self._graphs = graphs
-        self._buckets = buckets
+        self._sizes = sizes
         self._num_tokens = 0  # of the step that ran last
-        if buckets is None:
+        if not sizes:
             return
-        size, device, dtype = buckets.sizes[-1], torch.device(spec.device), getattr(torch, spec.dtype)
+        size, device, dtype = sizes[0], torch.device(spec.device), getattr(torch, spec.dtype)
         self._hidden = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._positions = torch.zeros(size, dtype=torch.int64, device=device)
         self._slots = torch.full((size,), NULL_BLOCK * spec.block_size, dtype=torch.int64, device=device)
@@ -61,24 +61,30 @@ class PaddedForward:
         self._output = torch.zeros(size, model.hidden_size, dtype=dtype, device=device)
         self._batches: dict[int, AttentionBatch] = {}  # by bucket: the same object for all steps, as recorded
 
-    def record(self) -> None:
-        """Record all sizes, the largest first. All rows are padding meanwhile."""
-        for bucket in reversed(self._buckets.sizes if self._buckets is not None else ()):
-            self._record(bucket)
+    def record(self) -> tuple[int, ...]:
+        """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
+        return tuple(self._graphs.record_sizes(PIECEWISE, self._sizes, self._record))
 
     def run(
         self,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         attention: AttentionBatch,
+        bucket: int | None,
         deepstack: Deepstack | None = None,
     ) -> torch.Tensor:
         """Return the residual stream after the layers, [T, H]; valid until the next step.
 
         Shapes: hidden [T, H], may be overwritten; positions [T] int64, or [T, 3] along axes: such a step runs plainly.
+
+        Args:
+            hidden: The residual stream.
+            positions: Of the tokens.
+            attention: The step, its attention planned.
+            bucket: A size that was recorded, at least T; None: run plainly.
+            deepstack: What the first layers add; such a step runs plainly, too.
         """
-        bucket = self.bucket_of(len(hidden)) if positions.ndim == 1 else None
-        if bucket is None:
+        if bucket is None or positions.ndim > 1 or deepstack is not None:
             return self._model.forward(hidden, positions, attention, self._kv_caches, deepstack)
         self._num_tokens = num_tokens = len(hidden)
         self._batches[bucket].follow(attention)
@@ -93,10 +99,6 @@ class PaddedForward:
                 buffer[num_tokens:bucket].zero_()
         self._graphs.run((PIECEWISE, bucket))
         return self._output[:num_tokens]
-
-    def bucket_of(self, num_tokens: int) -> int | None:
-        """Return the size that a step is padded to; None if it runs plainly. Depends on its tokens alone."""
-        return None if self._buckets is None else self._buckets.fit(num_tokens)
 
     def _record(self, bucket: int) -> None:
         step = padding_step(self._spec, bucket)
@@ -137,4 +139,5 @@ class PaddedForward:
         return {"hidden states": self._hidden}  # a layer may overwrite its input
 
     def _yields(self, result: None) -> dict[str, torch.Tensor]:
-        return {"output": self._output[: self._num_tokens]}
+        num_tokens = self._num_tokens
+        return {"output": only(owned_tokens(self._slots[:num_tokens], self._spec), self._output[:num_tokens])}

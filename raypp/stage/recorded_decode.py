@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from raypp.graphs.buckets import row_buckets
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.choose import Choice, LastHidden, choose_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.item_rows import ItemRows
@@ -33,13 +34,24 @@ from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import write_feedback
 from raypp.stage.upload_ring import UploadRing
 
 FULL = "full"
 
 _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
+_MAX_SORTED_LOGITS = 1 << 23
+"""Truncation sorts logits, in about 40 bytes for each. A recording keeps them for ever; and what sorts more than this
+takes longer than its launches do."""
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
+
+
+class RanBody(NamedTuple):
+    """What a body leaves, besides its message to the next stage."""
+
+    slot_mapping: torch.Tensor  # [B * (1 + K)] int64, for debug mode
+    last: LastHidden | None = None  # of the last stage
 
 
 class RecordedDecode:
@@ -57,6 +69,7 @@ class RecordedDecode:
         speculation: Speculation | None,
         graphs: CudaGraphManager,
         item_rows: ItemRows | None,
+        sizes: Sequence[FullSize],
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -68,7 +81,7 @@ class RecordedDecode:
         self._sampler = sampler
         self._speculation = speculation
         self._item_rows = item_rows
-        self._buckets = row_buckets(spec.max_step_rows)
+        self._sizes = sizes
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
@@ -80,45 +93,35 @@ class RecordedDecode:
         """What it writes: the message to the next stage; on the last stage the feedback."""
         self._kept_logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
-        self._shapes = {
-            (bucket, num_drafts): self._shape(bucket, num_drafts, column=0)
-            for num_drafts in spec.speculative.ladder
-            for bucket in self._buckets.sizes
-            if bucket * (1 + num_drafts) <= spec.max_step_tokens
-        }
+        self._shapes = {size: self._shape(*size, column=0) for size in sizes}
         # What is fed back may be a step of any K.
-        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in self._buckets.sizes}
+        buckets = {size.num_rows for size in sizes}
+        self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
 
-    def record(self) -> None:
-        """Record everything, the largest first. All rows are padding meanwhile."""
-        for bucket, num_drafts in sorted(self._shapes, key=lambda key: -key[0] * (1 + key[1])):
-            self._write_padding(self._uploads.entry(0), bucket)
-            self._uploads.upload(0, _COLUMNS * bucket)
-            self._num_rows = bucket
-            body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
-            self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
-            self.run(bucket, num_drafts)  # the tails read what it leaves
-            for needs in _TAILS if self._spec.is_last else ():
-                tail = partial(self._tail, bucket, num_drafts, needs)
-                watched = self._watched_tail(bucket, num_drafts)
-                self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
+    def record(self) -> tuple[FullSize, ...]:
+        """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
+        return tuple(self._graphs.record_sizes(FULL, self._sizes, self._record))
 
-    def bucket_of(self, plan: StepPlan) -> int | None:
-        """Return the size that the plan's rows are padded to; None for a step that cannot be a recording.
-
-        Depends on the plan alone, so all stages answer alike.
-        """
-        if plan.num_decode_rows != len(plan.rows) or len(plan.start_rows):
-            return None
-        bucket = self._buckets.fit(len(plan.rows))
-        return bucket if bucket is not None and (bucket, plan.num_drafts) in self._shapes else None
+    def _record(self, size: FullSize) -> None:
+        bucket, num_drafts = size
+        self._write_padding(self._uploads.entry(0), bucket)
+        self._uploads.upload(0, _COLUMNS * bucket)
+        self._num_rows = bucket
+        body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
+        self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
+        self.run(bucket, num_drafts)  # the tails read what it leaves
+        for needs in _TAILS if self._spec.is_last else ():
+            if Needs.TRUNCATE in needs and size.num_tokens * self._spec.vocab_size > _MAX_SORTED_LOGITS:
+                continue
+            tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
+            self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
 
         Args:
             plan: The step.
-            bucket: Of `bucket_of`.
+            bucket: The rows that it is padded to.
             fed_back: The feedback message that lies in `input`, on the first stage; None if there is none.
         """
         entry = self._uploads.entry(plan.step_id)
@@ -142,17 +145,18 @@ class RecordedDecode:
 
     def run(self, bucket: int, num_drafts: int) -> None:
         """Run the step, up to the logits on the last stage."""
-        last = self._graphs.run(("body", bucket, num_drafts))
-        if last is not None:
-            self._last = last
+        ran: RanBody = self._graphs.run(("body", bucket, num_drafts))
+        if ran.last is not None:
+            self._last = ran.last
 
     def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
         for recorded in _TAILS:
-            if needs | recorded == recorded:
-                choice: Choice = self._graphs.run(("tail", bucket, num_drafts, recorded))
+            key = ("tail", bucket, num_drafts, recorded)
+            if needs | recorded == recorded and key in self._graphs:
+                choice: Choice = self._graphs.run(key)
                 return choice
-        # Its tables appear when they are first needed, so nobody could record it.
+        # Its tables appear when they are first needed, so nobody could record it; or it sorts too much.
         return self._tail(bucket, num_drafts, needs)
 
     @property
@@ -173,8 +177,8 @@ class RecordedDecode:
         columns[3] = NULL_BLOCK
         columns[4] = spec.scrap_row
 
-    def _body(self, bucket: int, num_drafts: int) -> LastHidden | None:
-        spec, shape = self._spec, self._shapes[bucket, num_drafts]
+    def _body(self, bucket: int, num_drafts: int) -> RanBody:
+        spec, shape = self._spec, self._shapes[FullSize(bucket, num_drafts)]
         _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
         if self._next_inputs is not None:
             feedback = self._schemas.feedback.views(self.input, bucket, bucket)
@@ -210,11 +214,12 @@ class RecordedDecode:
         hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
         if spec.is_last:
             logits = self._keep_logits(self._model.compute_logits(hidden))
-            return LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
+            last = LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
+            return RanBody(inputs.slot_mapping, last)
         leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
         leaving["num_computed_tokens"].copy_(num_computed_tokens)
         leaving["hidden_states"].copy_(hidden)
-        return None
+        return RanBody(inputs.slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
         first = self._next_inputs
@@ -226,14 +231,15 @@ class RecordedDecode:
         def changes() -> dict[str, torch.Tensor]:
             return {"input": self.input, **({} if first is None else first.tensors())}
 
-        def yields(last: LastHidden | None) -> dict[str, torch.Tensor]:
-            width, num_rows = 1 + num_drafts, self._num_rows
-            if last is not None:
-                return {"logits": last.logits[: num_rows * width]}
-            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * width)
+        def yields(ran: RanBody) -> dict[str, torch.Tensor]:
+            num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
+            counts = owned_tokens(ran.slot_mapping, self._spec)[:num_tokens]
+            if ran.last is not None:
+                return {"logits": only(counts, ran.last.logits[:num_tokens])}
+            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * (1 + num_drafts))
             return {
                 "num_computed_tokens": leaving["num_computed_tokens"][:num_rows],
-                "hidden_states": leaving["hidden_states"][: num_rows * width],
+                "hidden_states": only(counts, leaving["hidden_states"][:num_tokens]),
             }
 
         return Watched(reads=reads, changes=changes, yields=yields)
@@ -243,9 +249,12 @@ class RecordedDecode:
         assert sampler is not None
 
         def yields(choice: Choice) -> dict[str, torch.Tensor]:
+            num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
+            counts = owned_tokens(self._last.hidden.attention.slot_mapping, self._spec)[:num_tokens]
             feedback = self._schemas.feedback.views(self.output, bucket, bucket)
-            rows = {name: column[: self._num_rows] for name, column in feedback.items()}
-            return {"chosen": choice.chosen[: self._num_rows * (1 + num_drafts)], **rows}
+            rows = {name: column[:num_rows] for name, column in feedback.items()}
+            tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
+            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, choice.chosen[:num_tokens])}
 
         return Watched(
             reads=lambda: {"output": self.output, **sampler.rows.tensors()},
@@ -260,7 +269,7 @@ class RecordedDecode:
         return self._kept_logits[: len(logits)].copy_(logits)
 
     def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
-        shape, last, sampler = self._shapes[bucket, num_drafts], self._last, self._sampler
+        shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
         max_length = self._spec.max_seq_len + 1
         choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())

@@ -17,6 +17,8 @@ class GraphSpec:
 
     has_full: bool = False  # decode steps
     max_piecewise_tokens: int = 0  # any other step of at most so many tokens, in pieces; 0: none
+    is_required: bool = False  # whether a stage without memory for any refuses to start
+    max_bytes: int | None = None  # of device memory for all recordings; None: what there is
     debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
 
 

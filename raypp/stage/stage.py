@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from raypp.graphs.buckets import token_buckets
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import StartExtras, StepPlan, unpack
 from raypp.models.decoder import Deepstack
@@ -36,6 +35,7 @@ from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
+from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
 from raypp.stage.step_tokens import pending_result, write_feedback
 from raypp.stage.warm_up import warm_up
 from raypp.tracing import HOST, Tracer, now_ns
@@ -90,13 +90,21 @@ class Stage:
         if self._device.type == "cuda":
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches)
-        if graphs is None:
-            graphs = CudaGraphManager(self._device, graph_maker(self._device), debug_every=spec.graphs.debug_every)
-        max_tokens = spec.graphs.max_piecewise_tokens
-        token_sizes = token_buckets(max_tokens) if max_tokens else None
-        self._layers = PaddedForward(spec, model, kv_caches, graphs, token_sizes)
+        self._graphs = graphs or CudaGraphManager(
+            graph_maker(self._device),
+            debug_every=spec.graphs.debug_every,
+            max_bytes=spec.graphs.max_bytes,
+        )
+        wanted = StepSizes.wanted(
+            spec.graphs,
+            spec.speculative.ladder,
+            max_step_rows=spec.max_step_rows,
+            max_step_tokens=spec.max_step_tokens,
+            can_be_full=model.can_be_recorded,
+        )
+        self._layers = PaddedForward(spec, model, kv_caches, self._graphs, wanted.piecewise)
         self._recorded: RecordedDecode | None = None
-        if spec.graphs.has_full and model.can_be_recorded:
+        if wanted.full:
             self._recorded = RecordedDecode(
                 spec,
                 model,
@@ -106,14 +114,24 @@ class Stage:
                 self._next_inputs if spec.is_first else None,
                 self._sampler if spec.is_last else None,
                 self._speculation,
-                graphs,
+                self._graphs,
                 self._item_rows,
+                wanted.full,
             )
-        with torch.inference_mode(), graphs.recording():
-            self._layers.record()
-            if self._recorded is not None:
-                self._recorded.record()
-        graphs.log_costs()
+        with torch.inference_mode(), self._graphs.recording():
+            piecewise = self._layers.record()
+            full = () if self._recorded is None else self._recorded.record()
+        self._graphs.log_costs()
+        recorded = StepSizes(full, piecewise)
+        if spec.graphs.is_required:
+            check_required(spec.stage_index, wanted, recorded, self._graphs.costs)
+        self.recordings = StageRecordings(recorded, self._graphs.costs)
+        """What this stage has recorded."""
+        self.pad_to(self.recordings.sizes)
+
+    def pad_to(self, sizes: StepSizes) -> None:
+        """Pad steps to these sizes, which all stages have. Before any step."""
+        self._padding = StepPadding(sizes)
 
     def bind_thread(self) -> None:
         """Make what the calling thread does on a GPU go to the stage's own, in a stream of its own. Before any step."""
@@ -128,7 +146,7 @@ class Stage:
         From another thread than `step`, if need be.
         """
         if self._links.previous is not None:
-            bucket = self._bucket_of(plan)
+            bucket = self._padding.full_rows(plan)
             num_rows = len(plan.rows) if bucket is None else bucket
             num_tokens = int(plan.num_scheduled_tokens.sum()) if bucket is None else bucket * (1 + plan.num_drafts)
             num_bytes = self._schemas.hidden_states.num_bytes(num_rows, num_tokens, plan.num_item_tokens)
@@ -144,11 +162,8 @@ class Stage:
         Raises:
             DeadlineError, StageDiedError: a neighbour does not answer.
         """
-        bucket = self._bucket_of(plan)
+        bucket = self._padding.full_rows(plan)
         return self._step(plan) if bucket is None else self._step_recorded(plan, bucket)
-
-    def _bucket_of(self, plan: StepPlan) -> int | None:
-        return self._recorded.bucket_of(plan) if self._recorded is not None else None
 
     def _step_recorded(self, plan: StepPlan, bucket: int) -> PendingResult | None:
         """Execute a decode step as a recording, padded to `bucket` rows."""
@@ -237,7 +252,8 @@ class Stage:
         hidden = self._model.embed(entering) if self._spec.is_first else entering
         if self._spec.is_first and items is not None:
             hidden, deepstack = place_items(hidden, items, self.items)
-        hidden = self._layers.run(hidden, rope_positions, attention, deepstack)
+        bucket = self._padding.piecewise_tokens(shape.num_tokens)
+        hidden = self._layers.run(hidden, rope_positions, attention, bucket, deepstack)
         if self._spec.is_last:
             logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
         self._clock.end()

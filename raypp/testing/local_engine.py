@@ -20,6 +20,7 @@ from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_mode
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage import Stage
+from raypp.stage.step_sizes import StepSizes
 from raypp.testing.local_encoder import LocalEncoder
 from raypp.testing.local_pipeline import LocalPipeline
 from raypp.tracing import Tracer
@@ -64,6 +65,9 @@ def build_local_stages(
         kv_caches = allocate_kv_caches(spec, config)
         graphs = None if make_graphs is None else make_graphs(spec)
         stages.append(LocalStage(Stage(spec, model, kv_caches, of_stage, schemas, silent, graphs), kv_caches))
+    sizes = StepSizes.common([local.stage.recordings.sizes for local in stages])
+    for local in stages:
+        local.stage.pad_to(sizes)
     return stages
 
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypp.graphs.manager import CudaGraphManager
-from raypp.graphs.pieces import Replay
+from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.stage.spec import StageSpec
 
 
@@ -97,6 +97,13 @@ class OpTapes:
         if self._tape is not None:
             self.end()
 
+    def memory(self) -> MemoryUse:
+        """Nobody counts main memory."""
+        return MemoryUse(0, 0)
+
+    def trim(self) -> None:
+        """Nothing is kept."""
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor: a tape keeps what it uses."""
         return tensor
@@ -104,4 +111,4 @@ class OpTapes:
 
 def tape_graphs(spec: StageSpec) -> CudaGraphManager:
     """Return what keeps a stage's recordings on tapes; see `raypp.testing.LocalEngine`."""
-    return CudaGraphManager(torch.device(spec.device), OpTapes(), debug_every=spec.graphs.debug_every)
+    return CudaGraphManager(OpTapes(), debug_every=spec.graphs.debug_every)

@@ -29,6 +29,7 @@ from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_mode
 from raypp.stage.loop import run_stage_loop
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
+from raypp.stage.step_sizes import StepSizes
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.open import open_local_links
 from raypp.transport.step_channel import DriverChannel, StageChannel
@@ -128,10 +129,17 @@ class ThreadedEngine:
             deadline_s=plan.config.faults.step_timeout_s,
         )
 
+        tracers = [Tracer(f"stage {index}", enabled=False) for index in range(num_stages)]
+        stages = [
+            Stage(spec, model, allocate_kv_caches(spec, plan.model), links, schemas, tracer)
+            for spec, model, links, tracer in zip(specs, models, self._links, tracers, strict=True)
+        ]
+        sizes = StepSizes.common([stage.recordings.sizes for stage in stages])
+        for stage in stages:
+            stage.pad_to(sizes)
+        self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
+
         def loop(index: int) -> Callable[[], None]:
-            tracer = Tracer(f"stage {index}", enabled=False)
-            caches = allocate_kv_caches(specs[index], plan.model)
-            stage = Stage(specs[index], models[index], caches, self._links[index], schemas, tracer)
             channel = StageChannel(
                 index,
                 driver.stage_addresses[index],
@@ -139,7 +147,7 @@ class ThreadedEngine:
                 num_stages=num_stages,
                 context=self._context,
             )
-            return lambda: _run_stage(plan, index, stage, channel, tracer)
+            return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
 
         return [loop(index) for index in range(num_stages)]
 

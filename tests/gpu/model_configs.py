@@ -57,9 +57,9 @@ _SHAPES: dict[str, dict[str, Any]] = {
 SHAPES = tuple(_SHAPES)
 
 
-def write_config(shape: str, num_layers: int, directory: Path) -> Path:
+def write_config(shape: str, num_layers: int, directory: Path, **changes: Any) -> Path:
     """Write the config.json of a model with `num_layers` layers of that shape to `directory`, and return it."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = _QWEN3 | _SHAPES[shape] | {"num_hidden_layers": num_layers, "max_window_layers": num_layers}
+    config = _QWEN3 | _SHAPES[shape] | {"num_hidden_layers": num_layers, "max_window_layers": num_layers} | changes
     (directory / "config.json").write_text(json.dumps(config))
     return directory

@@ -5,13 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from raypp.driver.engine_plan import EnginePlan
 from raypp.graphs.manager import CudaGraphManager
-from raypp.messages import StepPlan, StepResult, pack
+from raypp.messages import StepPlan, StepResult
+from raypp.models.config import ModelConfig
+from raypp.stage.build import StageFactory, build_stage_model
 from raypp.stage.spec import GraphSpec, StageSpec
+from raypp.stage.stage_model import StageModel
 from raypp.testing import LocalEngine, LocalPipeline, build_local_pipeline, build_local_stages
 from raypp.testing.local_engine import MakeGraphs
 from raypp.types import SamplingParams
@@ -21,14 +27,20 @@ from raypp.types import SamplingParams
 class Ran:
     """What a list of plans left behind."""
 
-    results: list[bytes]
+    results: list[dict[str, NDArray[Any]]]  # what counts of them
     kv_caches: list[torch.Tensor]  # of all layers, without the null block
     num_compared: int  # replays that debug mode compared
+    costs: list[dict]  # what each stage's recordings took
 
     def assert_equals(self, other: Ran, *, kv_caches: bool = True) -> None:
         """Compare everything, bit by bit; what a padded step leaves behind the rows' ends lies in the null block."""
-        differing = [step for step, (a, b) in enumerate(zip(self.results, other.results, strict=True)) if a != b]
-        assert not differing, f"the results of {len(differing)} of {len(self.results)} steps differ: {differing[:5]}"
+        differing = [
+            (step, field)
+            for step, (a, b) in enumerate(zip(self.results, other.results, strict=True))
+            for field in a
+            if not np.array_equal(a[field], b[field])
+        ]
+        assert not differing, f"{len(differing)} fields of the {len(self.results)} results differ: {differing[:9]}"
         if kv_caches:
             for layer, (a, b) in enumerate(zip(self.kv_caches, other.kv_caches, strict=True)):
                 assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"the KV cache of layer {layer} differs"
@@ -94,6 +106,7 @@ def run_plans(
     *,
     max_step_rows: int | None = None,
     make_graphs: MakeGraphs | None = None,
+    factory: StageFactory | None = None,
 ) -> Ran:
     """Run plans on the stages of `plan`, whatever pipeline they were made for.
 
@@ -103,6 +116,7 @@ def run_plans(
         graphs: Which of them are padded.
         max_step_rows: Of the pipeline that the plans were made for: it says what they are padded to.
         make_graphs: None: CUDA graphs where there is CUDA.
+        factory: Of the stages' models.
     """
     managers: list[CudaGraphManager] = []
 
@@ -114,15 +128,39 @@ def run_plans(
     specs = [replace(plan.stage_spec(index), graphs=graphs) for index in range(len(plan.stages))]
     if max_step_rows is not None:
         specs = [replace(spec, max_step_rows=max_step_rows) for spec in specs]
-    stages = build_local_stages(specs, plan.model, None, None if make_graphs is None else make)
+    stages = build_local_stages(specs, plan.model, factory, None if make_graphs is None else make)
     pipeline, results = LocalPipeline([local.stage for local in stages]), []
     for step in plans:
         pipeline.submit(step)
-        results += [pack(result) for result in pipeline.collect()]
+        results += [_what_counts(result, step.num_drafts) for result in pipeline.collect()]
     caches = [cache[:, 1:].clone() for local in stages for cache in local.kv_caches]
-    return Ran(results, caches, sum(manager.num_compared for manager in managers))
+    costs = [local.stage.recordings.describe() for local in stages]
+    return Ran(results, caches, sum(manager.num_compared for manager in managers), costs)
+
+
+class StageModels:
+    """The models of a plan's stages, loaded once: a `StageFactory`."""
+
+    def __init__(self, plan: EnginePlan) -> None:
+        specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
+        self._models = [build_stage_model(spec, plan.model, None) for spec in specs]
+
+    def __call__(self, spec: StageSpec, config: ModelConfig) -> StageModel:
+        return self._models[spec.stage_index]
+
+
+def _what_counts(result: StepResult, num_drafts: int) -> dict[str, NDArray[Any]]:
+    """Return a result without what nobody reads: tokens past a row's end, which saw the null block, are noise."""
+    is_valid = np.arange(result.token_ids.shape[1]) < result.num_valid[:, None]
+    fields = {"num_valid": result.num_valid, "token_ids": np.where(is_valid, result.token_ids, -1)}
+    if not num_drafts:
+        return fields | {"logprobs": result.logprobs, "num_matched": result.num_matched}
+    return fields | {
+        "num_drafted": result.num_drafted,
+        "num_matched": np.minimum(result.num_matched, result.num_valid - 1),
+    }
 
 
 def called_graphs(spec: StageSpec) -> CudaGraphManager:
     """Return a manager that calls programs: the same padded steps, operation by operation."""
-    return CudaGraphManager(torch.device(spec.device), None)
+    return CudaGraphManager(None)

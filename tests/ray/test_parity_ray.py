@@ -28,6 +28,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             max_model_len=160,
             skip_tokenizer_init=True,
             num_kv_blocks=41,
+            mode="full_and_piecewise" if seed == 2 else "none",  # padded steps, called
             **options,
         ) as llm:
             vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
@@ -43,4 +44,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             assert len(llm.processes()["stages"]) == wanted_stages
             assert stats["num_prefill_chunks"] > stats["num_prefills"]
             assert stats["num_preemptions"] > 0
+            assert all(
+                set(stage["graphs"]) == ({"full", "piecewise"} if seed == 2 else set()) for stage in stats["stages"]
+            )
     comparison.assert_rare()

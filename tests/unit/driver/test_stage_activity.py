@@ -73,7 +73,11 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
         [1, 0, 140, 150, 0, 2, 2],
     ]
     assert activity.spans_after(150) == [[0, 1, 190, 200, 1, 2, 31]]
-    assert activity.sums() == [{"num_steps": 2, "busy_s": 2e-5}, {"num_steps": 1, "busy_s": 1e-5}]
+    activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
+    assert activity.sums() == [
+        {"num_steps": 2, "busy_s": 2e-5, "graphs": {"full": {"num_graphs": 3}}},
+        {"num_steps": 1, "busy_s": 1e-5, "graphs": {}},
+    ]
 
 
 def test_only_the_last_steps_are_kept() -> None:

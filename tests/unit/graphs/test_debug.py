@@ -78,7 +78,7 @@ class Doubler:
 
 @pytest.mark.parametrize("name", ["with_break_point", "with_result"])
 def test_break_points_see_what_the_host_knows_now(name):
-    doubler, graphs = Doubler(), CudaGraphManager(CPU, OpTapes(), debug_every=1)
+    doubler, graphs = Doubler(), CudaGraphManager(OpTapes(), debug_every=1)
     graphs.record("test", "key", getattr(doubler, name), breakable=True, watched=doubler.watched)
     doubler.output.zero_()
     for factor in (2, 5):
@@ -91,7 +91,7 @@ def test_break_points_see_what_the_host_knows_now(name):
 
 def test_constants_are_replayed_and_caught():
     doubler = Doubler()
-    plain, checked = (CudaGraphManager(CPU, OpTapes(), debug_every=every) for every in (0, 2))
+    plain, checked = (CudaGraphManager(OpTapes(), debug_every=every) for every in (0, 2))
     for graphs in (plain, checked):
         graphs.record("test", "key", doubler.with_constant, watched=doubler.watched)
     doubler.input.fill_(1)
@@ -105,7 +105,7 @@ def test_constants_are_replayed_and_caught():
 
 
 def test_memory_that_moved():
-    doubler, graphs = Doubler(), CudaGraphManager(CPU, OpTapes(), debug_every=1000)
+    doubler, graphs = Doubler(), CudaGraphManager(OpTapes(), debug_every=1000)
     graphs.record("test", "key", doubler.with_constant, watched=doubler.watched)
     graphs.run("key")
     doubler.input = doubler.input.clone()
@@ -114,7 +114,7 @@ def test_memory_that_moved():
 
 
 def test_not_a_number_equals_itself():
-    doubler, graphs = Doubler(), CudaGraphManager(CPU, OpTapes(), debug_every=1)
+    doubler, graphs = Doubler(), CudaGraphManager(OpTapes(), debug_every=1)
     graphs.record("test", "key", doubler.with_constant, watched=doubler.watched)
     doubler.input.fill_(torch.nan)
     graphs.run("key")
@@ -122,7 +122,7 @@ def test_not_a_number_equals_itself():
 
 
 def test_an_error_while_recording_leaves_nothing():
-    doubler, graphs = Doubler(), CudaGraphManager(CPU, OpTapes())
+    doubler, graphs = Doubler(), CudaGraphManager(OpTapes())
     calls = iter((None, ValueError("the second time")))
 
     @break_point

@@ -1,0 +1,101 @@
+"""CUDA graphs before there are any: which steps are worth recording, and what the recordings will take.
+
+Measured on an H200 with torch 2.11; see docs/design/0042 and 0043.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from raypp.config.engine import EngineConfig
+from raypp.models.config import ModelConfig
+from raypp.models.sizes import layer_weight_bytes
+from raypp.stage.spec import GraphSpec
+from raypp.stage.step_sizes import StepSizes
+
+_BREAK_EVEN = 100e9
+"""Weights of a layer times tokens of a step, from which on the device takes longer for the layer than the host does to
+launch it: about 270 us for two times as many operations."""
+_PIECEWISE_TOKENS = (128, 2048)  # at least, at most
+_PIECEWISE_GRAIN = 64
+
+_PIECE_BYTES = 640 << 10  # a graph between two attention calls
+_BODY_BYTES = 3 << 20  # a graph of a whole stage, without its sampling
+_TAIL_BYTES = 1 << 20  # one of sampling
+_NUM_TAILS = 3
+_SORTING_BYTES = 512 << 20  # of the largest sampling that is recorded, see `raypp.stage.recorded_decode`
+_KERNEL_BYTES = 256 << 20  # that are loaded meanwhile
+
+
+def graph_spec(config: EngineConfig, model: ModelConfig, device: str, dtype_bytes: int) -> GraphSpec:
+    """Return which steps are recorded and replayed.
+
+    Args:
+        config: What is asked for.
+        model: Its sizes.
+        device: `cpu` or `cuda`.
+        dtype_bytes: Of weights and activations.
+    """
+    mode = config.graphs.mode
+    if mode == "auto":
+        mode = "full_and_piecewise" if device == "cuda" else "none"
+    has_pieces = mode in ("piecewise", "full_and_piecewise")
+    spec = GraphSpec(
+        has_full=mode in ("full", "full_and_piecewise"),
+        max_piecewise_tokens=_max_piecewise_tokens(config, model) if has_pieces else 0,
+        is_required=config.graphs.mode != "auto",
+        debug_every=config.graphs.debug_every,
+    )
+    if device == "cpu":
+        return spec
+    return replace(spec, max_bytes=_graph_bytes(step_sizes(config, spec), config, model, dtype_bytes))
+
+
+def step_sizes(config: EngineConfig, spec: GraphSpec) -> StepSizes:
+    """Return what every stage is to record."""
+    return StepSizes.wanted(
+        spec,
+        config.speculative.ladder,
+        max_step_rows=-(-config.scheduler.max_num_seqs // config.parallel.num_stages),
+        max_step_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def describe_graphs(config: EngineConfig, spec: GraphSpec) -> dict[str, Any]:
+    """Return the sizes and the planned memory, as plain data."""
+    sizes = step_sizes(config, spec)
+    return {
+        "full_rows": {
+            str(num_drafts): sorted(size.num_rows for size in sizes.full if size.num_drafts == num_drafts)
+            for num_drafts in sorted({size.num_drafts for size in sizes.full})
+        },
+        "piecewise_tokens": sorted(sizes.piecewise),
+        "planned_bytes": spec.max_bytes or 0,
+    }
+
+
+def _max_piecewise_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    asked, most = config.graphs.max_piecewise_tokens, config.scheduler.max_num_batched_tokens
+    if asked is None:
+        at_least, at_most = _PIECEWISE_TOKENS
+        tokens = _BREAK_EVEN / layer_weight_bytes(model, 1)
+        asked = min(max(round(tokens / _PIECEWISE_GRAIN) * _PIECEWISE_GRAIN, at_least), at_most)
+    return min(asked, most)
+
+
+def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
+    """Return what all recordings of a stage take, and the buffers around them; 0 if there are none."""
+    if not sizes.full and not sizes.piecewise:
+        return 0
+    num_layers = math.ceil(model.num_layers / config.parallel.num_stages)
+    graphs = len(sizes.piecewise) * (num_layers + 1) * _PIECE_BYTES
+    graphs += len(sizes.full) * (_BODY_BYTES + _NUM_TAILS * _TAIL_BYTES)
+    most_pieces = max(sizes.piecewise, default=0)
+    most_full = max((size.num_tokens for size in sizes.full), default=0)
+    attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + 3 * model.intermediate_size)
+    buffers = most_pieces * (2 * model.hidden_size + attention)
+    logits = most_full * model.vocab_size
+    return graphs + (pool + buffers + logits) * dtype_bytes + _SORTING_BYTES + _KERNEL_BYTES

@@ -1,0 +1,87 @@
+"""The engine on GPUs against transformers, token by token in float32: one stage and several, in one process and more.
+
+Stages of one process are joined by local links, Ray actors by `ipc`: two on one GPU, and one on each of two.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from exactness import ExactComparison
+from hf_models import FAMILIES, make_checkpoint
+
+from raypp import LLM
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+NUM_NEW_TOKENS = 32
+SETTINGS = {
+    "device": "cuda",
+    "dtype": "float32",
+    "block_size": 8,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "max_piecewise_tokens": 32,
+    "min_prefill_chunk_tokens": 8,
+    "max_model_len": 160,
+    "num_kv_blocks": 200,
+}
+
+
+def _prompts(seed: int, vocab_size: int = 128) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(6)]
+
+
+def _params(max_tokens: list[int]) -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in max_tokens]
+
+
+@pytest.mark.parametrize("mode", ["none", "auto"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_of_one_process(tmp_path, family, mode):
+    comparison = ExactComparison()
+    hardware = Hardware(4, 1 << 34, 1, "this one", torch.cuda.get_device_properties(0).total_memory)
+    for seed in range(6):
+        num_stages = 1 + seed % 3
+        path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=num_stages)
+        settings = SETTINGS | {"num_stages": num_stages, "mode": mode, "stage_num_gpus": 1 / num_stages}
+        plan = plan_engine(EngineConfig.from_flat(str(path), **settings), hardware)
+        engine = LocalEngine(plan)
+        comparison.compare(
+            path, _prompts(seed), NUM_NEW_TOKENS, lambda p, n, engine=engine: engine.generate(p, _params(n))
+        )
+    comparison.assert_rare()
+
+
+@pytest.mark.parametrize("place", ["one stage", "two stages on one GPU", "two stages on two GPUs"])
+def test_stages_as_actors(tmp_path, place):
+    if place == "two stages on two GPUs" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    comparison = ExactComparison()
+    settings = SETTINGS | {"num_stages": 1 if place == "one stage" else 2, "skip_tokenizer_init": True}
+    if place == "two stages on one GPU":
+        settings |= {"stage_num_gpus": 0.5}
+    if place != "one stage":
+        settings |= {"transport": "ipc"}
+    for seed, family in enumerate(FAMILIES):
+        path: Path = make_checkpoint(family, seed, tmp_path / family)
+        with LLM(str(path), **settings) as llm:
+
+            def generate(prompts: list[list[int]], max_tokens: list[int], llm: LLM = llm) -> list[list[int]]:
+                outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], _params(max_tokens))
+                return [list(output.outputs[0].token_ids) for output in outputs]
+
+            comparison.compare(path, _prompts(seed), NUM_NEW_TOKENS, generate)
+            print([stage["graphs"] for stage in llm.stats()["stages"]])
+    comparison.assert_rare()
