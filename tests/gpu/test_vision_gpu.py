@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kernel_checks as checks
 import numpy as np
 import pytest
 import torch
@@ -66,6 +67,12 @@ def test_the_tower_computes_in_bf16_what_it_does_in_float32():
         error = ((found - exact).norm() / exact.norm()).item()
         print(f"\n{device} {dtype}: relative error {error:.2e}")
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_patches", "num_heads", "head_dim"), [(784, 16, 72), (1, 16, 64), (33, 3, 80)])
+def test_heads_of_a_vision_tower(dtype, num_patches, num_heads, head_dim):
+    checks.check_vision_heads(dtype, num_patches, num_heads, head_dim)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 72, 80])
