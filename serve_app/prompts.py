@@ -6,8 +6,11 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
+from raypp.pictures.content import has_pictures
+from raypp.pictures.reader import PictureReader
 
 T = TypeVar("T")
 
@@ -34,10 +37,11 @@ _NOT_FOR_TEMPLATES = frozenset(
 
 
 class PromptEncoder:
-    """Tokenizes for one model."""
+    """Tokenizes for one model, and reads its pictures."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, pictures: PictureReader | None = None) -> None:
         self._tokenizer = tokenizer
+        self._pictures = pictures
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -65,21 +69,20 @@ class PromptEncoder:
         )
         return token_ids
 
-    async def chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of a conversation, up to where the assistant's message begins.
+    async def chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> EncodedPrompt:
+        """Return a conversation, up to where the assistant's message begins.
 
         Raises:
-            RequestError: the model's template refuses it, or there is no template or tokenizer.
+            RequestError: the model's template refuses it, there is no template or tokenizer, or a picture is at fault.
         """
-        tokenizer = self.tokenizer
+        prompts = PicturePrompts(self.tokenizer, self._pictures)
         for name in _NOT_FOR_TEMPLATES & template_kwargs.keys():
             raise RequestError(f"chat_template_kwargs must not have {name}", got=repr(template_kwargs[name])[:80])
 
-        def encode() -> list[list[int]]:
-            return tokenizer.encode([tokenizer.render_chat(messages, template_kwargs)], add_special_tokens=False)
-
-        [token_ids] = await _beside_if_long(sum(len(str(message["content"])) for message in messages), encode)
-        return token_ids
+        num_chars = sum(len(str(message["content"])) for message in messages)
+        if has_pictures(messages):
+            num_chars = _MAX_INLINE_CHARS + 1  # whatever their addresses are: reading them takes long
+        return await _beside_if_long(num_chars, lambda: prompts.chat(messages, template_kwargs))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""

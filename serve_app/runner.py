@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.api.picture_prompts import EncodedPrompt
 from raypp.errors import RayppError
 from raypp.types import RequestOutput, SamplingParams
 from serve_app.admission import Admission
@@ -20,7 +21,7 @@ class Job:
     """What one HTTP request asks of the engine."""
 
     request_id: str
-    prompts: Sequence[list[int]]  # token ids
+    prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int  # smaller is served first
 
@@ -49,7 +50,7 @@ class RequestRunner:
         started_s = time.monotonic()
         with self._admission.admit(job.num_sequences):
             async with aclosing(self._outputs(job)) as outputs:
-                watches = [self._metrics.watch(started_s, len(prompt)) for prompt in job.prompts]
+                watches = [self._metrics.watch(started_s, len(prompt.token_ids)) for prompt in job.prompts]
                 try:
                     async for index, output in outputs:
                         watches[index].see(output)
@@ -70,9 +71,7 @@ class RequestRunner:
     def _outputs(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # All are checked before the first one runs.
         streams = [
-            self._llm.generate(
-                {"prompt_token_ids": prompt}, job.params, f"{job.request_id}-{index}", priority=job.priority
-            )
+            self._llm.generate(prompt, job.params, f"{job.request_id}-{index}", priority=job.priority)
             for index, prompt in enumerate(job.prompts)
         ]
         return _single(streams[0]) if len(streams) == 1 else _merged(streams)

@@ -24,15 +24,21 @@ COLOURS = {
     "purple": (130, 50, 160),
     "pink": (245, 130, 180),
     "black": (25, 25, 25),
+    "brown": (125, 75, 35),
+    "cyan": (20, 195, 215),
 }
-SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
-NEVER_TRAINED = frozenset((colour, SHAPES[index % len(SHAPES)]) for index, colour in enumerate(COLOURS))
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "moon")
+NEVER_TRAINED = frozenset((colour, SHAPES[index]) for index, colour in enumerate(list(COLOURS)[: len(SHAPES)]))
 """Pairs that no trained picture holds; every colour and every shape is met in others."""
 
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 MAX_THINGS = 9
 """In one picture."""
 
+NAMELESS = "nameless"
+"""A colour or shape without a word: pictures of such things teach colours and shapes apart from each other."""
+
+_NUM_NAMELESS_SHAPES = 3
 _COLUMNS, _ROWS = ("left", "", "right"), ("top", "", "bottom")
 _COLOUR_NAMES = tuple(COLOURS)
 
@@ -48,6 +54,8 @@ class Thing:
     radius: float
     angle: float  # radians
     rgb: tuple[int, int, int]
+    row: int  # of the grid that things are laid out on, from the top
+    outline: int  # which shape is drawn, as an index of `_distances`
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,7 @@ def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool =
         aspect: So that things do not overlap.
         never_trained: Whether one of its pairs is one that is never trained; else none is.
     """
-    pairs = [(c, s) for c in COLOURS for s in SHAPES if (c, s) not in NEVER_TRAINED]
-    kinds = rng.sample(pairs, rng.choice((1, 1, 1, 2, 2, 2, 3)))
-    if never_trained:
-        kinds[0] = rng.choice(sorted(NEVER_TRAINED))
-    elif rng.random() < 0.01:
-        kinds = []
+    kinds = _kinds(rng, never_trained=never_trained)
     counts = [rng.choice((1, 1, 1, 2, 2, 3, 3, 4, 5, 6)) for _ in kinds]
     while sum(counts) > MAX_THINGS:
         counts[counts.index(max(counts))] -= 1
@@ -85,6 +88,7 @@ def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool =
     cells = rng.sample([(column, row) for column in range(columns) for row in range(rows)], len(of_each))
     cell_width, cell_height = max(aspect, 1.0) / columns, max(1 / aspect, 1.0) / rows  # of the shorter side
     size = rng.uniform(0.27, 0.46)
+    grey = rng.choice((255, 255, rng.randint(215, 255)))
     things = []
     for (colour, shape), (column, row) in zip(of_each, cells, strict=True):
         radius = min(0.3, min(cell_width, cell_height) * min(0.46, size * rng.uniform(0.85, 1.15)))
@@ -100,11 +104,36 @@ def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool =
                 y=(row + 0.5 + rng.uniform(-free_y, free_y)) / rows,
                 radius=radius,
                 angle=rng.uniform(-0.25, 0.25),
-                rgb=_shade(COLOURS[colour], rng, 14),
+                rgb=_nameless_rgb(rng) if colour == NAMELESS else _shade(COLOURS[colour], rng, 14),
+                row=row,
+                outline=len(SHAPES) + rng.randrange(_NUM_NAMELESS_SHAPES) if shape == NAMELESS else SHAPES.index(shape),
             )
         )
-    grey = rng.choice((255, 255, rng.randint(215, 255)))
     return Scene(_shade((grey, grey, grey), rng, 8 if grey < 255 else 0), tuple(things))
+
+
+def _kinds(rng: random.Random, *, never_trained: bool) -> list[tuple[str, str]]:
+    """Return the pairs of a scene, without their counts."""
+    num_kinds = rng.choice((1, 1, 1, 2, 2, 2, 3))
+    if not never_trained:
+        way = rng.random()
+        if way < 0.01:
+            return []
+        if way < 0.13:
+            return [(NAMELESS, shape) for shape in rng.sample(SHAPES, num_kinds)]
+        if way < 0.23:
+            return [(colour, NAMELESS) for colour in rng.sample(_COLOUR_NAMES, num_kinds)]
+    kinds = rng.sample([(c, s) for c in COLOURS for s in SHAPES if (c, s) not in NEVER_TRAINED], num_kinds)
+    return [rng.choice(sorted(NEVER_TRAINED)), *kinds[1:]] if never_trained else kinds
+
+
+def _nameless_rgb(rng: random.Random) -> tuple[int, int, int]:
+    """Return a colour far from all that have a name, and from paper."""
+    while True:
+        rgb = rng.randint(0, 255), rng.randint(0, 255), rng.randint(0, 255)
+        named = [*COLOURS.values(), (235, 235, 235)]
+        if min(math.dist(rgb, other) for other in named) > 65:
+            return rgb
 
 
 def _shade(rgb: tuple[int, int, int], rng: random.Random, by: int) -> tuple[int, int, int]:
@@ -117,9 +146,7 @@ def scene_numbers(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
     things = torch.zeros(len(scenes), MAX_THINGS, 8)
     for index, scene in enumerate(scenes):
         for slot, thing in enumerate(scene.things):
-            things[index, slot] = torch.tensor(
-                (thing.x, thing.y, thing.radius, thing.angle, SHAPES.index(thing.shape), *thing.rgb)
-            )
+            things[index, slot] = torch.tensor((thing.x, thing.y, thing.radius, thing.angle, thing.outline, *thing.rgb))
     return torch.tensor([scene.background for scene in scenes], dtype=torch.float32), things
 
 
@@ -143,13 +170,19 @@ def render(backgrounds: Tensor, things: Tensor, height: int, width: int) -> Tens
 
 
 def _distances(u: Tensor, v: Tensor) -> Tensor:
-    """Return how far points lie outside of each shape of radius 1, in the order of `SHAPES`, [6, ...]."""
+    """Return how far points lie outside of each shape of radius 1: those of `SHAPES`, then the nameless, [11, ...]."""
     radius, a, b = torch.hypot(u, v), u.abs(), v.abs()
     square = torch.maximum(a, b) - 0.85
     triangle = torch.maximum(v - 0.5, math.sqrt(0.75) * a - 0.5 * v - 0.5)
     cross = torch.minimum(torch.maximum(a - 0.95, b - 0.32), torch.maximum(b - 0.95, a - 0.32))
     ring = (radius - 0.76).abs() - 0.22
-    return torch.stack((radius - 0.95, square, triangle, _star(u, v, radius), cross, ring))
+    diamond = (a / 0.68 + b - 1) * 0.56
+    moon = torch.maximum(radius - 0.95, 0.78 - torch.hypot(u - 0.5, v))
+    bar = torch.maximum(a - 0.95, b - 0.28)
+    half = torch.maximum(radius - 0.95, v)
+    hexagon = torch.maximum(a, 0.5 * a + math.sqrt(0.75) * b) - 0.85
+    shapes = (radius - 0.95, square, triangle, _star(u, v, radius), cross, ring, diamond, moon)
+    return torch.stack((*shapes, bar, half, hexagon))
 
 
 def _star(u: Tensor, v: Tensor, radius: Tensor) -> Tensor:
@@ -199,8 +232,7 @@ def caption(scene: Scene) -> str:
     parts = [f"{NUMBERS[counts[kind]]} {_name(*kind, counts[kind])}" for kind in order]
     if not parts:
         return "Nothing."
-    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return text[0].upper() + text[1:] + "."
+    return _sentence(_joined(parts))
 
 
 def read_caption(text: str) -> Counter[tuple[str, str]]:
@@ -218,14 +250,43 @@ def read_caption(text: str) -> Counter[tuple[str, str]]:
 
 
 def exchange(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Return a question about the scene, and its answer; every second one asks for all there is."""
-    counts = scene.counts()
-    kinds = sorted(counts)
-    askers = [_total, _of_kind]
-    if kinds:
-        askers += [_colour, _place, _place]
-    found = None if rng.random() < 0.5 else rng.choice(askers)(scene, rng)
+    """Return a question about the scene, and its answer."""
+    if any(thing.colour == NAMELESS for thing in scene.things):
+        return _shapes(scene, rng)
+    if any(thing.shape == NAMELESS for thing in scene.things):
+        return _colours(scene, rng)
+    asker = rng.choices((None, _list, _shapes, _colours, _total, _of_kind, _colour, _place), (9, 4, 2, 1, 1, 2, 1, 2))[
+        0
+    ]
+    found = asker(scene, rng) if asker and scene.things else None
     return found or (rng.choice(DESCRIBE), caption(scene))
+
+
+def sayings(rng: random.Random) -> tuple[str, str]:
+    """Return an exchange without a picture, about any pair of colour and shape: every pair can be said."""
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        number, kind = rng.randint(1, 6), (rng.choice(_COLOUR_NAMES), rng.choice(SHAPES))
+        parts.append(f"{NUMBERS[number]} {_name(*kind, number)}")
+    text = " and ".join(parts)
+    return f"Say {text}.", _sentence(text)
+
+
+def _list(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    things = sorted(scene.things, key=lambda thing: (thing.row, thing.x))
+    return "List the shapes.", _sentence(", ".join(f"{thing.colour} {thing.shape}" for thing in things))
+
+
+def _shapes(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    counts = Counter(thing.shape for thing in scene.things)
+    parts = [f"{NUMBERS[counts[shape]]} {_plural(shape, counts[shape])}" for shape in SHAPES if counts[shape]]
+    return rng.choice(("Which shapes are there?", "What shapes do you see?")), _sentence(_joined(parts))
+
+
+def _colours(scene: Scene, rng: random.Random) -> tuple[str, str]:
+    there = {thing.colour for thing in scene.things}
+    names = [colour for colour in COLOURS if colour in there]
+    return rng.choice(("Which colours are there?", "What colors do you see?")), _sentence(_joined(names))
 
 
 def _total(scene: Scene, rng: random.Random) -> tuple[str, str]:
@@ -264,6 +325,10 @@ def _place(scene: Scene, rng: random.Random) -> tuple[str, str] | None:
 def _edge_distance(place: float) -> float:
     """Return how far a place is from where one third of the picture ends."""
     return min(abs(place - 1 / 3), abs(place - 2 / 3))
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def _sentence(text: str) -> str:

@@ -16,20 +16,29 @@ import queue
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
 import transformers
 from PIL import Image
-from tiny_pictures import DESCRIBE, TALK, caption, draw_scene, exchange, read_caption, render, scene_numbers
+from tiny_pictures import (
+    DESCRIBE,
+    NAMELESS,
+    TALK,
+    draw_scene,
+    exchange,
+    read_caption,
+    render,
+    sayings,
+    scene_numbers,
+)
+from tiny_vl_forward import GRID_SIDE, MERGE, PATCH, Grid, PictureBatch, answer_loss, text_loss
 from torch import Tensor
 from train_tiny import TURN_END, TURN_START, export, learning_rate_share, train_tokenizer
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
@@ -41,10 +50,15 @@ from raypp.pictures.reader import PictureReader
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-PATCH, MERGE = 8, 2
 VOCAB_SIZE = 768
 MAX_POSITIONS = 4096
-MAX_TEXT_TOKENS = 80
+MAX_TEXT_TOKENS = 112
+NUM_EXCHANGES = 3
+"""About one picture."""
+GARBLED = 0.1
+"""The share of the answers' tokens that are exchanged where they are read."""
+NUM_SAYINGS = 96
+"""Conversations without a picture, in a step."""
 PIXELS = {"shortest_edge": 5120, "longest_edge": 9216}  # so that a picture is 20 to 36 tokens
 SIZES = {
     1.0: ((96, 96),),
@@ -63,40 +77,46 @@ _IMAGE_PAD, _VISION_START, _VISION_END = "<|image_pad|>", "<|vision_start|>", "<
 # ---------------------------------------------------------------------------------------------------- examples
 
 
-@dataclass(frozen=True)
-class Examples:
-    """Questions about scenes, tokenized; on the host as they come, on the device in the pool. N of them."""
-
-    backgrounds: Tensor  # [N, 3]
-    things: Tensor  # [N, MAX_THINGS, 8]
-    tokens: Tensor  # [N, MAX_TEXT_TOKENS] int16; one placeholder stands for the picture; padded with -1
-    answer_starts: Tensor  # [N] int16
-
-    def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors."""
-        return self.backgrounds, self.things, self.tokens, self.answer_starts
-
-
-def _turns(question: str, answer: str, picture_first: bool) -> tuple[str, str]:
-    """Return an exchange as the chat template renders it: up to the answer, and the answer."""
-    picture = f"{_VISION_START}{_IMAGE_PAD}{_VISION_END}"
-    content = picture + question if picture_first else question + picture
-    return f"{TURN_START}user\n{content}{TURN_END}\n{TURN_START}assistant\n", answer + TURN_END
-
-
-def draw_examples(tokenizer: Any, count: int, aspect: float, rng: random.Random) -> Examples:
-    """Return new examples."""
+def draw_examples(tokenizer: Any, count: int, aspect: float, rng: random.Random) -> list[np.ndarray]:
+    """Return scenes, tokens and targets, as the tensors of a `PictureBatch`, int16 where they are integers."""
     scenes = [draw_scene(rng, aspect=aspect) for _ in range(count)]
-    texts = [_turns(*exchange(scene, rng), picture_first=rng.random() < 0.75) for scene in scenes]
-    prompts = tokenizer.backend_tokenizer.encode_batch([prompt for prompt, _ in texts])
-    answers = tokenizer.backend_tokenizer.encode_batch([answer for _, answer in texts])
-    tokens = np.full((count, MAX_TEXT_TOKENS), -1, np.int16)
-    starts = np.empty(count, np.int16)
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids = (prompt.ids + answer.ids)[:MAX_TEXT_TOKENS]
-        tokens[index, : len(ids)] = ids
-        starts[index] = len(prompt.ids)
-    return Examples(*scene_numbers(scenes), torch.from_numpy(tokens), torch.from_numpy(starts))
+    spoken = [[exchange(scene, rng) for _ in range(NUM_EXCHANGES)] for scene in scenes]
+    tokens, targets = tokenized(tokenizer, spoken, [rng.random() < 0.75 for _ in scenes])
+    return [*(numbers.numpy() for numbers in scene_numbers(scenes)), tokens, targets]
+
+
+def tokenized(
+    tokenizer: Any, conversations: Sequence[Sequence[tuple[str, str]]], picture_first: Sequence[bool | None]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return conversations as the chat template renders them, and the answers' tokens alone.
+
+    Both int16 [N, MAX_TEXT_TOKENS], padded with -1. A picture stands before the first question, behind it, or (None)
+    nowhere.
+    """
+    texts, picture = [], f"{_VISION_START}{_IMAGE_PAD}{_VISION_END}"
+    for conversation, is_first in zip(conversations, picture_first, strict=True):
+        for index, (question, answer) in enumerate(conversation):
+            content = question
+            if not index and is_first is not None:
+                content = picture + question if is_first else question + picture
+            texts.append(f"{TURN_START}user\n{content}{TURN_END}\n{TURN_START}assistant\n")
+            texts.append(answer + TURN_END)
+            texts.append("\n")
+    encoded = iter(tokenizer.backend_tokenizer.encode_batch(texts))
+    tokens = np.full((len(conversations), MAX_TEXT_TOKENS), -1, np.int16)
+    targets = tokens.copy()
+    for row, conversation in enumerate(conversations):
+        at = 0
+        for _ in conversation:
+            question, answer, end = (next(encoded).ids for _ in range(3))
+            if at + len(question) + len(answer) + len(end) > MAX_TEXT_TOKENS:
+                continue
+            for ids, is_told in ((question, False), (answer, True), (end, False)):
+                tokens[row, at : at + len(ids)] = ids
+                if is_told:
+                    targets[row, at : at + len(ids)] = ids
+                at += len(ids)
+    return tokens, targets
 
 
 def _draw_forever(tokenizer_path: str, seed: int, into: Any) -> None:
@@ -105,8 +125,7 @@ def _draw_forever(tokenizer_path: str, seed: int, into: Any) -> None:
     rng = random.Random(seed)
     while True:
         aspect = rng.choices(_ASPECTS, _SHARES)[0]
-        drawn = draw_examples(tokenizer, _CHUNK, aspect, rng)
-        into.put((aspect, [part.numpy() for part in drawn.parts()]))
+        into.put((aspect, draw_examples(tokenizer, _CHUNK, aspect, rng)))
 
 
 class Pool:
@@ -145,11 +164,12 @@ class Pool:
                 kept[at : at + _CHUNK] = new
             self.counts[aspect] += _CHUNK
 
-    def batch(self, aspect: float, count: int) -> Examples:
+    def batch(self, aspect: float, count: int) -> PictureBatch:
         """Return some of them, at random."""
         num_there = min(self.counts[aspect], self._capacity)
         chosen = torch.randint(num_there, (count,), device=self._device)
-        return Examples(*(part[chosen] for part in self._parts[aspect]))
+        backgrounds, things, tokens, targets = (part[chosen] for part in self._parts[aspect])
+        return PictureBatch(backgrounds, things, tokens.long(), targets.long())
 
     def close(self) -> None:
         """End the processes."""
@@ -193,7 +213,7 @@ def build_model(tokenizer: Any) -> Any:
             "temporal_patch_size": 2,
             "spatial_merge_size": MERGE,
             "out_hidden_size": 192,
-            "num_position_embeddings": 144,
+            "num_position_embeddings": GRID_SIDE**2,
             "deepstack_visual_indexes": [1, 2],
         },
         image_token_id=token_id(_IMAGE_PAD),
@@ -205,177 +225,135 @@ def build_model(tokenizer: Any) -> Any:
     return Qwen3VLForConditionalGeneration(config)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What the tower must know of pictures of one size; see transformers' `Qwen3VLVisionModel.forward`."""
-
-    rows: int  # of patches
-    columns: int
-    corners: Tensor  # [P, 4]
-    weights: Tensor  # [P, 4]
-    cos: Tensor  # [P, 1, D]
-    sin: Tensor
-
-    @classmethod
-    def of(cls, visual: Any, height: int, width: int, device: torch.device) -> Grid:
-        """Return the grid of a size in pixels."""
-        grid = torch.tensor([[1, height // PATCH, width // PATCH]], device=device)
-        corners, weights = get_vision_interpolation_indices_and_weights(
-            grid, num_grid_per_side=12, mode="bilinear", align_corners=True, spatial_merge_size=MERGE
-        )
-        cos, sin = visual.rotary_pos_emb(weights, get_vision_position_ids(grid, MERGE))
-        return cls(height // PATCH, width // PATCH, corners, weights, cos.unsqueeze(-2), sin.unsqueeze(-2))
-
-    @property
-    def num_tokens(self) -> int:
-        """Of a picture."""
-        return self.rows * self.columns // MERGE**2
-
-
-def encode_pictures(visual: Any, pictures: Tensor, grid: Grid) -> list[Tensor]:
-    """Return embeddings and deepstack rows, [B * tokens, H] each: as transformers' forward, all of one size at once.
-
-    Shapes: pictures uint8 [B, height, width, 3].
-    """
-    num_pictures = len(pictures)
-    cut = pictures.view(num_pictures, grid.rows // MERGE, MERGE, PATCH, grid.columns // MERGE, MERGE, PATCH, 3).permute(
-        0, 1, 4, 2, 5, 7, 3, 6
-    )
-    pixels = cut.reshape(-1, 3, 1, PATCH * PATCH).expand(-1, -1, 2, -1).reshape(-1, 6 * PATCH * PATCH)
-    projection = visual.patch_embed.proj
-    hidden = F.linear(pixels.float() / 127.5 - 1, projection.weight.flatten(1), projection.bias)
-    hidden = hidden.view(num_pictures, grid.rows * grid.columns, -1)
-    hidden = hidden + (visual.pos_embed(grid.corners) * grid.weights.unsqueeze(-1)).sum(1)
-    tapped = []
-    for index, block in enumerate(visual.blocks):
-        qkv = block.attn.qkv(block.norm1(hidden)).unflatten(-1, (3, block.attn.num_heads, -1))
-        q, k, v = qkv.unbind(2)
-        q, k = (
-            x * grid.cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * grid.sin
-            for x in (q, k)
-        )
-        attended = F.scaled_dot_product_attention(*(x.to(v.dtype).transpose(1, 2) for x in (q, k, v)))
-        hidden = hidden + block.attn.proj(attended.transpose(1, 2).flatten(2))
-        hidden = hidden + block.mlp(block.norm2(hidden))
-        if index in visual.deepstack_visual_indexes:
-            tapped.append(visual.deepstack_merger_list[len(tapped)](hidden.flatten(0, 1)))
-    return [visual.merger(hidden.flatten(0, 1)), *tapped]
-
-
-def expand(tokens: Tensor, pad_id: int, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens with a placeholder per token of the picture, their positions, and where the placeholders are.
-
-    Shapes: tokens [B, T]; returns [B, T + N - 1], [3, B, T + N - 1], [B, T + N - 1].
-    """
-    num_tokens, columns = grid.num_tokens, grid.columns // MERGE
-    place = (tokens == pad_id).int().argmax(1, keepdim=True)
-    at = torch.arange(tokens.shape[1] + num_tokens - 1, device=tokens.device).expand(len(tokens), -1)
-    inside, behind = at - place, at >= place + num_tokens
-    is_picture = (inside >= 0) & ~behind
-    source = torch.where(behind, at - num_tokens + 1, torch.minimum(at, place))
-    text_position = torch.where(behind, at - num_tokens + max(grid.rows, grid.columns) // MERGE, at)
-    positions = torch.stack(
-        (
-            torch.where(is_picture, place, text_position),
-            torch.where(is_picture, place + inside // columns, text_position),
-            torch.where(is_picture, place + inside % columns, text_position),
-        )
-    )
-    return tokens.gather(1, source), positions, is_picture
-
-
-def answer_loss(model: Any, examples: Examples, pictures: Tensor, grid: Grid) -> Tensor:
-    """Return the mean cross entropy of the answers' tokens."""
-    tokens = examples.tokens.long()
-    ids, positions, is_picture = expand(tokens, model.config.image_token_id, grid)
-    is_answer = torch.arange(tokens.shape[1], device=ids.device) >= examples.answer_starts[:, None]
-    # Where the answer begins moves with the picture's tokens.
-    is_answer = F.pad(is_answer & (tokens >= 0), (grid.num_tokens - 1, 0))
-    rows, *deepstack = encode_pictures(model.model.visual, pictures, grid)
-    embeddings = model.model.language_model.embed_tokens(ids.clamp(min=0))
-    embeddings = embeddings.masked_scatter(is_picture.unsqueeze(-1), rows.to(embeddings.dtype))
-    hidden = model.model.language_model(
-        inputs_embeds=embeddings,
-        position_ids=positions,
-        visual_pos_masks=is_picture,
-        deepstack_visual_embeds=deepstack,
-        use_cache=False,
-    ).last_hidden_state
-    told = is_answer[:, 1:]
-    logits = model.lm_head(hidden[:, :-1][told])
-    return F.cross_entropy(logits.float(), ids[:, 1:][told])
-
-
-def text_loss(model: Any, tokens: Tensor) -> Tensor:
-    """Return the mean cross entropy of conversations without pictures, [B, T], padded with -1."""
-    hidden = model.model.language_model(input_ids=tokens.clamp(min=0), use_cache=False).last_hidden_state
-    logits = model.lm_head(hidden[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=-1)
-
-
 # ---------------------------------------------------------------------------------------------------- training
 
 
-def greetings(tokenizer: Any, device: torch.device) -> Tensor:
-    """Return the conversations without pictures, [G, T] padded with -1."""
-    texts = [f"{TURN_START}user\n{q}{TURN_END}\n{TURN_START}assistant\n{a}{TURN_END}" for q, a in TALK]
-    ids = [encoding.ids for encoding in tokenizer.backend_tokenizer.encode_batch(texts)]
-    tokens = torch.full((len(ids), max(map(len, ids))), -1)
-    for row, of_text in zip(tokens, ids, strict=True):
-        row[: len(of_text)] = torch.tensor(of_text)
-    return tokens.to(device)
+def text_examples(tokenizer: Any, device: torch.device, seed: int) -> tuple[Tensor, Tensor]:
+    """Return conversations without pictures: tokens and targets, [N, T]."""
+    rng = random.Random(seed)
+    said = [[rng.choice(TALK) if rng.random() < 0.2 else sayings(rng)] for _ in range(20_000)]
+    tokens, targets = tokenized(tokenizer, said, [None] * len(said))
+    num_tokens = int((tokens >= 0).sum(1).max())
+    return tuple(torch.from_numpy(part[:, :num_tokens]).long().to(device) for part in (tokens, targets))
+
+
+class Trainer:
+    """Steps of one size each; on a GPU each size's step is one CUDA graph.
+
+    What changes from step to step lies in tensors that stay where they are: the batch, the text, the learning rate.
+    """
+
+    def __init__(
+        self, model: Any, batch: PictureBatch, text: tuple[Tensor, Tensor], learning_rate: float, *, graphs: bool
+    ) -> None:
+        self._model = model
+        self._device = batch.tokens.device
+        self._has_graphs = graphs
+        self._batch = PictureBatch(*(part.clone() for part in vars(batch).values()))
+        self._text = tuple(part.clone() for part in text)
+        self._peak = learning_rate
+        self._learning_rate = torch.tensor(0.0, device=self._device)
+        self._grids: dict[tuple[int, int], Grid] = {}
+        self._graphs: dict[tuple[int, int], Any] = {}
+        self.loss = torch.zeros((), device=self._device)
+        """Summed up over steps."""
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
+            lr=self._learning_rate,
+            betas=(0.9, 0.98),
+            fused=True,
+            capturable=graphs,
+        )
+
+    def garble(self, batch: PictureBatch, words: Tensor) -> PictureBatch:
+        """Return the batch with some of the answers' tokens exchanged, but not in what is to be told.
+
+        What stands before it then says little about the next word; the picture does. Without this, a pair of colour and
+        shape that was never seen is never said.
+        """
+        is_garbled = (torch.rand(batch.tokens.shape, device=self._device) < GARBLED) & (batch.targets >= 0)
+        others = words[torch.randint(len(words), batch.tokens.shape, device=self._device)]
+        return replace(batch, tokens=torch.where(is_garbled, others, batch.tokens))
+
+    def step(self, size: tuple[int, int], batch: PictureBatch, text: tuple[Tensor, Tensor], share: float) -> None:
+        """Train on pictures of one size. `share`: of the peak learning rate."""
+        for kept, new in zip((*vars(self._batch).values(), *self._text), (*vars(batch).values(), *text), strict=True):
+            kept.copy_(new)
+        self._learning_rate.fill_(self._peak * share)
+        if size not in self._grids:
+            self._grids[size] = Grid.of(self._model.model.visual, *size, self._device)
+        if not self._has_graphs:
+            self._run(size)
+            return
+        if size not in self._graphs:
+            self._graphs[size] = self._captured(size)
+        self._graphs[size].replay()
+
+    def _captured(self, size: tuple[int, int]) -> Any:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self._run(size)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._run(size)
+        return graph
+
+    def _run(self, size: tuple[int, int]) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        is_gpu = self._device.type == "cuda"
+        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_gpu, cache_enabled=False):
+            loss = answer_loss(self._model, self._batch, self._grids[size])
+            self.loss += loss.detach()
+            loss = loss + 0.1 * text_loss(self._model, *self._text)
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=True)
+        self._optimizer.step()
 
 
 def train(model: Any, tokenizer: Any, tokenizer_path: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
     """Train in place; return the loss curve. Ends after its steps or its seconds, whichever comes first."""
     device = torch.device(arguments.device)
     pool = Pool(tokenizer_path, device, arguments.workers, arguments.seed, arguments.pool)
-    grids = {size: Grid.of(model.model.visual, *size, device) for sizes in SIZES.values() for size in sizes}
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-        lr=arguments.learning_rate,
-        betas=(0.9, 0.98),
-        fused=True,
-    )
-    text, rng = greetings(tokenizer, device), random.Random(arguments.seed)
+    texts, rng = text_examples(tokenizer, device, arguments.seed), random.Random(arguments.seed)
+    words = texts[1][texts[1] >= 0].unique()
     curve: list[dict[str, float]] = []
-    running = torch.zeros((), device=device)
-    pool.fill(least=arguments.batch)
-    started = time.perf_counter()
     try:
+        pool.fill(least=arguments.batch)
+        started = reported = time.perf_counter()
+        trainer: Trainer | None = None
         for step in range(arguments.steps):
             seconds = time.perf_counter() - started
             progress = max(step / arguments.steps, seconds / arguments.seconds)
             if progress >= 1:
                 break
-            if step % 4 == 0:
+            if step % 8 == 0:
                 pool.fill(least=0)
             aspect = rng.choices(_ASPECTS, _SHARES)[0]
-            examples, size = pool.batch(aspect, arguments.batch), rng.choice(SIZES[aspect])
-            pictures = render(examples.backgrounds, examples.things, *size)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-                loss = answer_loss(model, examples, pictures, grids[size])
-                running += loss.detach()
-                if step % 20 == 0:
-                    loss = loss + 0.2 * text_loss(model, text)
-            torch.autograd.backward(loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for group in optimizer.param_groups:
-                group["lr"] = arguments.learning_rate * learning_rate_share(int(progress * 10_000), 10_000)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            batch = pool.batch(aspect, arguments.batch)
+            chosen = torch.randint(len(texts[0]), (NUM_SAYINGS,), device=device)
+            text = (texts[0][chosen], texts[1][chosen])
+            if trainer is None:
+                graphs = device.type == "cuda" and not arguments.eager
+                trainer = Trainer(model, batch, text, arguments.learning_rate, graphs=graphs)
+            share = learning_rate_share(int(progress * 10_000), 10_000)
+            trainer.step(rng.choice(SIZES[aspect]), trainer.garble(batch, words), text, share)
             if (step + 1) % arguments.report_every == 0:
                 point = {
                     "step": step + 1,
                     "seconds": round(seconds, 1),
                     "pictures_drawn": sum(pool.counts.values()),
-                    "loss": round(running.item() / arguments.report_every, 4),
+                    "loss": round(trainer.loss.item() / arguments.report_every, 4),
+                    "step_ms": round((time.perf_counter() - reported) * 1e3 / arguments.report_every, 1),
                 }
+                reported = time.perf_counter()
                 curve.append(point)
                 print(json.dumps(point), flush=True)
-                running.zero_()
+                trainer.loss.zero_()
     finally:
         pool.close()
     return curve
@@ -387,15 +365,17 @@ def train(model: Any, tokenizer: Any, tokenizer_path: str, arguments: argparse.N
 def score_pictures(count: int, seed: int) -> list[tuple[Image.Image, Any, bool]]:
     """Return pictures that were never trained, with their counts, and whether they hold a pair that never was.
 
-    Every second one does. Sizes and aspects are those of no trained picture.
+    Every fourth one does. Sizes and aspects are those of no trained picture.
     """
     rng = random.Random(f"score-{seed}")
     drawn = []
     for index in range(count):
         width, height = rng.choice(((224, 224), (320, 240), (240, 320), (150, 150), (300, 170)))
-        scene = draw_scene(rng, aspect=width / height, never_trained=index % 2 == 1)
+        scene = draw_scene(rng, aspect=width / height, never_trained=index % 4 == 3)
+        while any(NAMELESS in (thing.colour, thing.shape) for thing in scene.things):
+            scene = draw_scene(rng, aspect=width / height)
         pixels = render(*scene_numbers([scene]), height, width)[0]
-        drawn.append((Image.fromarray(pixels.numpy()), scene.counts(), index % 2 == 1))
+        drawn.append((Image.fromarray(pixels.numpy()), scene.counts(), index % 4 == 3))
     return drawn
 
 
@@ -448,11 +428,11 @@ def score(directory: Path, count: int, seed: int) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- the program
 
 
-def make_tokenizer(seed: int) -> Any:
+def make_tokenizer(seed: int, num_scenes: int = 4000) -> Any:
     """Learn the words of questions and answers."""
     rng = random.Random(seed)
-    scenes = [draw_scene(rng) for _ in range(4000)]
-    texts = [part for scene in scenes for part in (*exchange(scene, rng), caption(scene))]
+    scenes = [draw_scene(rng) for _ in range(num_scenes)]
+    texts = [part for scene in scenes for part in (*exchange(scene, rng), *sayings(rng))]
     return train_tokenizer([*texts, *(part for turn in TALK for part in turn)], VOCAB_SIZE)
 
 
@@ -481,9 +461,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--score", type=Path, metavar="MODEL", help="do not train; score this exported model")
     add("--score-pictures", type=int, default=200)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--steps", type=int, default=12_000)
+    add("--steps", type=int, default=14_000)
     add("--seconds", type=float, default=1e9, help="end the training after so long; the schedule follows")
-    add("--batch", type=int, default=512, help="pictures a step")
+    add("--eager", action="store_true", help="no CUDA graphs: slower")
+    add("--batch", type=int, default=256, help="pictures a step")
     add("--learning-rate", type=float, default=1.5e-3)
     add("--workers", type=int, default=12, help="processes that draw")
     add("--pool", type=int, default=1_000_000, help="examples of each aspect that are kept")

@@ -7,18 +7,22 @@ import atexit
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
+from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, StageDiedError
+from raypp.pictures.content import has_pictures
+from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -82,7 +86,7 @@ class AsyncLLM:
 
     def generate(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -90,8 +94,10 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
+        Pictures are read in another thread, when the first output is asked for; what is wrong with them is told then.
+
         Args:
-            prompt: A str or `{"prompt_token_ids": [...]}`.
+            prompt: A str, `{"prompt_token_ids": [...]}`, or either with pictures; see `raypp.types.PicturePrompt`.
             params: How to sample.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
@@ -101,7 +107,9 @@ class AsyncLLM:
             EngineDeadError: the engine died.
         """
         request_ids = None if request_id is None else [request_id]
-        return self._stream(self._engine.preparer.prompts([prompt], params, request_ids, priority))
+        prepare = partial(self._engine.preparer.prompts, [prompt], params, request_ids, priority)
+        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
+        return self._stream_beside(prepare) if has_images else self._stream(prepare())
 
     def chat(
         self,
@@ -115,19 +123,19 @@ class AsyncLLM:
         """Answer a conversation; otherwise as `generate`.
 
         Args:
-            messages: A list of `{"role": ..., "content": ...}`.
+            messages: A list of `{"role": ..., "content": ...}`; content with pictures as for `LLM.chat`.
             params: How to sample.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
         """
         request_ids = None if request_id is None else [request_id]
-        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
-        return self._stream(prepared)
+        prepare = partial(self._engine.preparer.chats, [messages], params, request_ids, chat_template_kwargs, priority)
+        return self._stream_beside(prepare) if has_pictures(messages) else self._stream(prepare())
 
     async def complete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | EncodedPrompt],
         params: Params = None,
         request_ids: Sequence[str] | None = None,
         *,
@@ -146,7 +154,9 @@ class AsyncLLM:
             EngineDeadError: the engine died.
         """
         frontend = self._frontend_here()
-        return await frontend.complete(self._engine.preparer.prompts(prompts, params, request_ids, priority))
+        prepare = partial(self._engine.preparer.prompts, prompts, params, request_ids, priority)
+        has_images = any(isinstance(prompt, Mapping) and "multi_modal_data" in prompt for prompt in prompts)
+        return await frontend.complete(await asyncio.to_thread(prepare) if has_images else prepare())
 
     async def complete_chat(
         self,
@@ -160,7 +170,8 @@ class AsyncLLM:
         """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
         frontend = self._frontend_here()
         request_ids = None if request_id is None else [request_id]
-        prepared = self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+        prepare = partial(self._engine.preparer.chats, [messages], params, request_ids, chat_template_kwargs, priority)
+        prepared = await asyncio.to_thread(prepare) if has_pictures(messages) else prepare()
         return (await frontend.complete(prepared))[0]
 
     async def abort(self, request_id: str) -> None:
@@ -198,6 +209,16 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None with `skip_tokenizer_init`."""
         return self._engine.tokenizer
+
+    @property
+    def pictures(self) -> PictureReader | None:
+        """Reads the pictures of the model's prompts; None for a model that takes text alone."""
+        return self._engine.pictures
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may hold pictures."""
+        return self._engine.pictures is not None
 
     @property
     def model_info(self) -> Mapping[str, Any]:
@@ -263,6 +284,12 @@ class AsyncLLM:
 
     def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._frontend_here().stream(prepared[0])
+
+    async def _stream_beside(self, prepare: Callable[[], list[PreparedRequest]]) -> AsyncGenerator[RequestOutput, None]:
+        """Stream a request that takes its time to be prepared."""
+        async with contextlib.aclosing(self._stream(await asyncio.to_thread(prepare))) as outputs:
+            async for output in outputs:
+                yield output
 
 
 async def _run_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None], timeout_s: float) -> None:

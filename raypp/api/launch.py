@@ -33,7 +33,7 @@ class EngineHandle(Protocol):
 
     @property
     def model_info(self) -> Mapping[str, Any]:
-        """At least vocab_size, max_model_len, eos_token_ids and model_path; `vision`, the `VisionConfig`, if it has one."""
+        """At least vocab_size, max_model_len, eos_token_ids, model_path; `vision`, a `VisionConfig`, if it has one."""
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
@@ -70,6 +70,7 @@ class OpenEngine:
     handle: EngineHandle
     tokenizer: Tokenizer | None
     preparer: RequestPreparer
+    pictures: PictureReader | None  # None for a model that takes text alone
     eos_token_ids: tuple[int, ...]
 
 
@@ -92,6 +93,7 @@ def open_engine(
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
+        pictures = _picture_reader(config, info)
         preparer = RequestPreparer(
             tokenizer,
             vocab_size=info["vocab_size"],
@@ -99,12 +101,12 @@ def open_engine(
             seed=config.model.seed,
             max_logprobs=config.model.max_logprobs,
             eos_token_ids=eos_token_ids,
-            pictures=_picture_reader(config, info),
+            pictures=pictures,
         )
     except BaseException:
         handle.close()
         raise
-    return OpenEngine(config, handle, tokenizer, preparer, tuple(sorted(eos_token_ids)))
+    return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)))
 
 
 def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:

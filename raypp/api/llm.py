@@ -88,7 +88,8 @@ class LLM:
         """Continue prompts and return the outputs, in order. Ctrl-C aborts them.
 
         Args:
-            prompts: One or more, each a str or `{"prompt_token_ids": [...]}`.
+            prompts: One or more, each a str or `{"prompt_token_ids": [...]}`; with images as
+                `{"prompt": "<|vision_start|><|image_pad|><|vision_end|>...", "multi_modal_data": {"image": image}}`.
             sampling_params: One for all, or one per prompt.
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per prompt; smaller is served first, 0 by default.
@@ -115,7 +116,11 @@ class LLM:
         """Answer conversations and return the outputs, in order; a list also for a single one.
 
         Args:
-            messages: One conversation, or several: lists of `{"role": ..., "content": ...}`.
+            messages: One conversation, or several: lists of `{"role": ..., "content": ...}`. Content is a str or a list
+                of parts: `{"type": "text", "text": ...}`; for models that take pictures also
+                `{"type": "image", "image": X}` with a PIL image, a path, bytes or an array,
+                `{"type": "image_url", "image_url": {"url": "data:..."}}`, and
+                `{"type": "video", "video": [X, ...], "fps": 2.0}`.
             sampling_params: One for all, or one per conversation.
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per conversation; smaller is served first, 0 by default.

@@ -79,7 +79,7 @@ class Answerer:
         model = request.model or self._served[0]
         if isinstance(request, ChatRequest):
             output = await self._llm.complete_chat(
-                request.conversation(takes_images=False),
+                request.conversation(takes_images=self._llm.takes_images),
                 params,
                 request_id,
                 priority=request.priority or 0,

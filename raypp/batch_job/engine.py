@@ -17,6 +17,10 @@ class BatchEngine(Protocol):
     def max_model_len(self) -> int:
         """The most tokens of a request, prompt and output together."""
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether conversations may hold pictures."""
+
     async def complete(
         self,
         prompts: Sequence[Prompt],

@@ -1,4 +1,4 @@
-"""`raypp generate`: continue prompts, print the texts."""
+"""`raypp generate`: continue prompts, or ask about pictures, and print the texts."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def add_parser(commands: Any) -> None:
         required=True,
         help="what to continue; - reads it from stdin; may be repeated",
     )
+    parser.add_argument(
+        "--image",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="a picture that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
     add_sampling_options(parser, "defaults are those of raypp.SamplingParams")
     parser.set_defaults(run=run)
@@ -40,11 +47,20 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     with args.doors.open_llm(config) as llm:
-        outputs = llm.generate(prompts, params)
+        if args.image:
+            outputs = llm.chat([_question(prompt, args.image) for prompt in prompts], params)
+        else:
+            outputs = llm.generate(prompts, params)
     for output in outputs:
         for completion in output.outputs:
             print(_as_json(output, completion) if args.json else completion.text)
     return 0
+
+
+def _question(prompt: str, images: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a conversation that shows pictures and asks about them."""
+    pictures = [{"type": "image", "image": image} for image in images]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": prompt}]}]
 
 
 def _read_prompts(given: Sequence[str]) -> list[str]:

@@ -24,6 +24,7 @@ from raypp.models.vision_config import VisionConfig
 from raypp.models.vision_positions import grid_positions
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.segment_attention import segment_attention
+from raypp.ops.vision_rotary import RotateQk, choose_rotate_qk
 from raypp.prompt_items import EncoderItem
 
 _PREFIX = "model.visual."
@@ -70,7 +71,8 @@ class Qwen3VLVisionTower:
         self._patch_weight = weights.tensor("patch_embed.proj.weight", hidden, *patch_shape).view(hidden, -1)
         self._patch_bias = weights.tensor("patch_embed.proj.bias", hidden)
         self._positions = weights.tensor("pos_embed.weight", config.grid_side**2, hidden)
-        self._blocks = [_Block(config, weights.below(f"blocks.{index}.")) for index in range(config.depth)]
+        rotate_qk = choose_rotate_qk(device, dtype)
+        self._blocks = [_Block(config, weights.below(f"blocks.{index}."), rotate_qk) for index in range(config.depth)]
         self._merger = _Merger(config, weights.below("merger."), normalizes_merged=False)
         self._taps = {
             layer: _Merger(config, weights.below(f"deepstack_merger_list.{index}."), normalizes_merged=True)
@@ -184,7 +186,7 @@ class Qwen3VLVisionTower:
         angles = (inputs["coordinates"].to(torch.float32).unsqueeze(2) * self._inverse_frequencies).view(
             len(hidden), -1
         )
-        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+        cos, sin = angles.cos(), angles.sin()
         tapped = []
         for index, block in enumerate(self._blocks):
             hidden = block(hidden, cos, sin, inputs["segment_starts"], max_segment_len)
@@ -196,8 +198,9 @@ class Qwen3VLVisionTower:
 class _Block:
     """hidden + attention(norm(hidden)), then + MLP(norm(...)). P patches."""
 
-    def __init__(self, config: VisionConfig, weights: WeightReader) -> None:
+    def __init__(self, config: VisionConfig, weights: WeightReader, rotate_qk: RotateQk) -> None:
         hidden, intermediate = config.hidden_size, config.intermediate_size
+        self._rotate_qk = rotate_qk
         self._num_heads = config.num_heads
         self._norm1, self._norm2 = (
             _LayerNorm(weights.below("norm1."), hidden),
@@ -216,11 +219,10 @@ class _Block:
         segment_starts: torch.Tensor,
         max_segment_len: int,
     ) -> torch.Tensor:
-        """Return [P, H]. Shapes: hidden [P, H]; cos and sin [P, 1, D / 2] float32; segment_starts [segments + 1]."""
-        qkv = self._qkv(self._norm1(hidden)).view(len(hidden), 3 * self._num_heads, -1)
-        qk = _rotate(qkv[:, : 2 * self._num_heads], cos, sin)
-        q, k = qk.chunk(2, dim=1)
-        attended = segment_attention(q, k, qkv[:, 2 * self._num_heads :], segment_starts, max_segment_len)
+        """Return [P, H]. Shapes: hidden [P, H]; cos and sin [P, D / 2] float32; segment_starts [segments + 1]."""
+        qkv = self._qkv(self._norm1(hidden)).view(len(hidden), 3, self._num_heads, -1)
+        q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
+        attended = segment_attention(q, k, v, segment_starts, max_segment_len)
         hidden = hidden + self._output(attended.reshape(len(hidden), -1))
         return hidden + self._down(F.gelu(self._up(self._norm2(hidden)), approximate="tanh"))
 
@@ -260,12 +262,6 @@ class _LayerNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
-
-
-def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return the heads rotated, in float32 whatever their type. Shapes: heads [P, any number, D]; cos [P, 1, D / 2]."""
-    first, second = heads.to(torch.float32).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
 def _host_tensor(item: EncoderItem) -> torch.Tensor:

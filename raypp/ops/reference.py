@@ -33,6 +33,14 @@ def apply_rotary(heads: torch.Tensor, positions: torch.Tensor, inverse_frequenci
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
 
 
+def rotate_qk_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate queries and keys of qkv [P, 3, heads, D] in place, and return it; cos and sin [P, D / 2] float32."""
+    first, second = qkv[:, :2].float().chunk(2, -1)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    qkv[:, :2] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(qkv.dtype)
+    return qkv
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Return one sequence's causal attention, [Q, Hq, D]; the queries are its last Q tokens.
 

@@ -93,8 +93,9 @@ class Fetcher:
         limit, num_bytes = self.limits.max_image_bytes, 0
         parts: list[bytes] = []
         while True:
-            if connection.sock is not None:
-                connection.sock.settimeout(_left(deadline_s))
+            left_s = _left(deadline_s)  # also of a host that sends a byte now and then
+            if connection.sock is not None:  # else the response has it, with the timeout that it was opened with
+                connection.sock.settimeout(left_s)
             part = response.read1(_READ_BYTES)
             num_bytes += len(part)
             if num_bytes > limit:

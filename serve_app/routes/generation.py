@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
@@ -30,9 +31,9 @@ def generation_routes(context: AppContext) -> APIRouter:
         context.check_model(body.model)
         params = body.sampling_params(context.max_model_len)
         messages = body.conversation(takes_images=context.takes_images)
-        token_ids = await context.prompts.chat(messages, body.template_kwargs())
+        prompt = await context.prompts.chat(messages, body.template_kwargs())
         head = _head("chatcmpl", body.request_id, context)
-        job = Job(head.id, [token_ids], params, body.priority or 0)
+        job = Job(head.id, [prompt], params, body.priority or 0)
         if body.stream:
             return await _stream(context, request, job, ChunkWriter(head, "chat", params, body.stream_options))
         try:
@@ -52,7 +53,7 @@ def generation_routes(context: AppContext) -> APIRouter:
             for prompt in prompts
         ]
         head = _head("cmpl", body.request_id, context)
-        job = Job(head.id, token_ids, params, body.priority or 0)
+        job = Job(head.id, [EncodedPrompt(ids) for ids in token_ids], params, body.priority or 0)
         echoes = None
         if body.echo:
             echoes = [p if isinstance(p, str) else await context.prompts.decode(p["prompt_token_ids"]) for p in prompts]

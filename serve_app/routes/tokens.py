@@ -72,7 +72,7 @@ def token_routes(context: AppContext) -> APIRouter:
         else:
             chat = ChatRequest(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
             messages = chat.conversation(takes_images=context.takes_images)
-            token_ids = await context.prompts.chat(messages, chat.template_kwargs())
+            token_ids = (await context.prompts.chat(messages, chat.template_kwargs())).token_ids
         texts = context.prompts.tokenizer.token_texts(token_ids) if body.return_token_strs else None
         return TokenizeResponse(
             count=len(token_ids), max_model_len=context.max_model_len, tokens=token_ids, token_strs=texts

@@ -20,6 +20,7 @@ from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import Tuning, Weights, project
 from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.sampling import sample, sample_greedy
 
@@ -74,6 +75,18 @@ def check_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     kernels = Kernels(dtype)
     gate_up = kernels.normal(num_tokens, 2 * size)
     kernels.assert_close(silu_and_mul(gate_up, kernels.device), reference.silu_and_mul(gate_up), 2)
+
+
+def check_vision_heads(dtype: torch.dtype, num_patches: int, num_heads: int, head_dim: int) -> None:
+    """Rotation of queries and keys in place; values stay."""
+    kernels = Kernels(dtype, seed=num_patches)
+    qkv = kernels.normal(num_patches, 3, num_heads, head_dim)
+    angles = kernels.normal(num_patches, head_dim // 2, scale=30.0).float()
+    expected = reference.rotate_qk_(qkv.clone(), angles.cos(), angles.sin())
+    values = qkv[:, 2].clone()
+    assert rotate_qk_(qkv, angles.cos(), angles.sin(), kernels.device) is qkv
+    kernels.assert_close(qkv, expected, 2)
+    assert torch.equal(qkv[:, 2], values)
 
 
 def check_heads(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from exactness import ExactComparison
@@ -149,9 +151,10 @@ def test_tokens_equal_transformers(checkpoints):
             "max_model_len": 176,
             "num_kv_blocks": 1 + (192 if seed % 5 in (2, 4) else 2400) // (4, 8, 16)[seed % 3],
             "stage_num_threads": 1,
-            "graphs_mode": "full" if seed % 2 else "none",
+            "mode": "full" if seed % 2 else "none",
         }
-        settings["mode"] = settings.pop("graphs_mode")
+        if seed % 6 in (1, 2):
+            settings |= {"method": "ngram", "num_speculative_tokens": 2, "min_n": 1}
         plan = plan_engine(EngineConfig.from_flat(str(path), **settings), Hardware(1))
         engine = LocalEngine(plan)
         prompts = _prompts(path, seed, model.vocab_size)
@@ -185,9 +188,10 @@ def test_tokens_equal_transformers(checkpoints):
         )
         met["cached"] += stats.num_prefix_hit_tokens > 0
         met["preempted"] += stats.num_preemptions > 0
+        met["drafts accepted"] += stats.num_accepted_tokens > 0
     print(f"\nvision: {dict(met)}")
     comparison.assert_rare()
-    for what in ("1 stages", "2 stages", "3 stages", "4 stages", "carried", "kept", "cut", "cached"):
+    for what in ("1 stages", "2 stages", "3 stages", "4 stages", "carried", "kept", "cut", "cached", "drafts accepted"):
         assert met[what] >= 2, f"{what} was met only {met[what]} times"
     assert met["preempted"] >= 1
 
@@ -196,14 +200,10 @@ def _extended(items, num_tokens):
     """Return the items of a prompt that goes on with text up to `num_tokens` tokens."""
     if items is None:
         return None
-    import dataclasses
-
-    import numpy as np
-
     known = len(items.rope_positions)
     more = np.arange(known, num_tokens, dtype=np.int32)[:, None] + items.position_offset
     positions = np.concatenate((items.rope_positions, np.repeat(more, 3, axis=1))).astype(np.int32)
-    return dataclasses.replace(items, rope_positions=positions)
+    return replace(items, rope_positions=positions)
 
 
 def test_only_the_same_picture_shares_blocks(checkpoints):

@@ -18,6 +18,7 @@ class ShoutingEngine:
     """Answers every prompt with its capital letters. Dies before its answer number `lives_for`, if that is given."""
 
     max_model_len = 1000
+    takes_images = False
 
     def __init__(
         self, lives_for: int | None = None, num_turns: int = 1, on_question: Callable[[int], object] = lambda _: None

@@ -25,6 +25,7 @@ class FakeLLM:
         self.config: EngineConfig | None = None
         self.params: SamplingParams | None = None
         self.prompts: list[str] = []
+        self.conversations: list[list[dict[str, Any]]] = []
         self.num_closed = 0
         self.raises: BaseException | None = None
 
@@ -43,6 +44,10 @@ class FakeLLM:
             raise self.raises
         self.prompts, self.params = prompts, params
         return [self._answer(index, prompt) for index, prompt in enumerate(prompts)]
+
+    def chat(self, conversations: list[list[dict[str, Any]]], params: SamplingParams) -> list[RequestOutput]:
+        self.conversations = conversations
+        return self.generate([conversation[-1]["content"][-1]["text"] for conversation in conversations], params)
 
     def _answer(self, index: int, prompt: str) -> RequestOutput:
         completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="length")
@@ -68,6 +73,16 @@ def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.config.parallel.num_stages == 2
     assert llm.params == SamplingParams(max_tokens=5)
     assert llm.num_closed == 1
+
+
+def test_pictures_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    assert run(llm, "--image", "a.png", "--image", "b.png", "--prompt", "what?", "--prompt", "why?") == 0
+    assert capsys.readouterr().out == "WHAT?\nWHY?\n"
+    pictures = [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}]
+    assert llm.conversations == [
+        [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}] for text in ("what?", "why?")
+    ]
 
 
 def test_all_sampling_options() -> None:

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.kernels import decode_attention, decode_inputs, gate, heads, norm, projection, sampling
+from raypp.ops.kernels import decode_attention, decode_inputs, gate, heads, norm, projection, sampling, vision_heads
 from raypp.ops.kernels.choose import choose_projection
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.workspace import Workspace
@@ -88,6 +88,8 @@ def call_all(workspace: Workspace) -> None:
     gate.silu_and_mul(hidden, DEVICE)
     by = heads.rotation_table(integers, torch.ones(64), DEVICE)
     heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)
+    angles = torch.zeros(32, 36)
+    vision_heads.rotate_qk_(torch.zeros(32, 3, 16, 72, dtype=BF16), angles, angles, DEVICE)
     for rows, query_len in ((1, 1), (16, 1), (32, 1), (32, 5)):
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)

@@ -34,6 +34,11 @@ def test_heads(heads, has_norm):
     checks.check_heads(EXACT, 5, *heads, has_norm)
 
 
+@pytest.mark.parametrize(("num_patches", "num_heads", "head_dim"), [(3, 2, 72), (1, 5, 16), (0, 2, 16)])
+def test_heads_of_a_vision_tower(num_patches, num_heads, head_dim):
+    checks.check_vision_heads(EXACT, num_patches, num_heads, head_dim)
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize(
     "tuning", [None, DecodeTuning(1, 16), DecodeTuning(2, 32), DecodeTuning(8, 16)], ids=["chosen", "1", "2", "8"]

@@ -37,6 +37,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_project_rows",
         "_best",
         "_draw",
+        "_rotate_qk",
     }
     for kernel in kernels:
         allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else 0

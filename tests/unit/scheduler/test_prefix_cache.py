@@ -37,3 +37,13 @@ def test_a_second_copy_is_not_cached():
     assert 2 not in cache
     assert len(cache) == 1
     cache.check_integrity()
+
+
+def test_what_tokens_stand_for_is_part_of_the_key():
+    tokens = list(range(8))
+    plain = chain_hashes(b"", tokens, 4)
+    assert chain_hashes(b"", tokens, 4, [b"", b""]) == plain
+    one, other = (chain_hashes(b"", tokens, 4, [b"", key]) for key in (b"a" * 16, b"b" * 16))
+    assert one[0] == other[0] == plain[0]
+    assert len({one[1], other[1], plain[1]}) == 3
+    assert chain_hashes(b"", tokens, 4, [b"", b"a" * 16]) == one

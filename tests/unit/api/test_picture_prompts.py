@@ -1,0 +1,181 @@
+"""Conversations and prompts with pictures, as requests: one placeholder per token, and a clear word for what cannot be.
+
+With the tokenizer of `tiny`, which knows Qwen's marks for pictures.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from raypp.api.picture_prompts import EncodedPrompt
+from raypp.api.prepare import RequestPreparer
+from raypp.api.tokenizer import Tokenizer
+from raypp.config.sections import ImagesSection
+from raypp.errors import RequestError
+from raypp.models.registry import resolve_model_path
+from raypp.models.vision_config import PixelBounds, VisionConfig
+from raypp.pictures.fetch import Fetcher
+from raypp.pictures.reader import PictureReader
+
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+RED, BLUE = (Image.new("RGB", (64, 32), colour) for colour in ("red", "blue"))
+TEXT = {"type": "text", "text": "What?"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve_model_path("tiny"))
+
+
+@pytest.fixture(scope="module")
+def marks(tokenizer: Tokenizer) -> dict[str, int]:
+    return {mark: tokenizer.encode([mark])[0][0] for mark in MARKS}
+
+
+@pytest.fixture(scope="module")
+def preparer(tokenizer: Tokenizer, marks: dict[str, int]) -> RequestPreparer:
+    """A door whose model makes a token of every 16 x 16 pixels."""
+    bounds = PixelBounds(min_pixels=256, max_pixels=1 << 20)
+    config = VisionConfig(
+        depth=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=1,
+        in_channels=3,
+        patch_size=8,
+        temporal_patch_size=2,
+        spatial_merge_size=2,
+        out_hidden_size=16,
+        grid_side=2,
+        deepstack_layers=(),
+        rope_theta=10000.0,
+        image_token_id=marks["<|image_pad|>"],
+        video_token_id=marks["<|video_pad|>"],
+        vision_start_token_id=marks["<|vision_start|>"],
+        vision_end_token_id=marks["<|vision_end|>"],
+        image_mean=(0.5,) * 3,
+        image_std=(0.5,) * 3,
+        image_pixels=bounds,
+        video_pixels=bounds,
+    )
+    pictures = PictureReader(config, 200, Fetcher(ImagesSection()))
+    return RequestPreparer(tokenizer, vocab_size=4032, max_model_len=200, seed=0, pictures=pictures)
+
+
+def _ask(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+def test_a_conversation_with_an_image(preparer: RequestPreparer, tokenizer: Tokenizer, marks: dict[str, int]) -> None:
+    [request] = preparer.chats([_ask({"type": "image", "image": RED}, TEXT)])
+    pad = marks["<|image_pad|>"]
+    rendered = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
+    assert request.prompt == rendered
+    [once] = tokenizer.encode([rendered])
+    place = once.index(pad)
+    assert request.prompt_token_ids == once[:place] + [pad] * 8 + once[place + 1 :]  # 4 x 2 blocks of pixels
+    assert request.items is not None
+    assert request.items.starts == (place,)
+    assert request.items.items[0].num_tokens == 8
+    assert len(request.items.rope_positions) == len(request.prompt_token_ids)
+    assert request.items.position_offset == 4 - 8
+
+
+def test_every_form_of_an_image_is_the_same_item(preparer: RequestPreparer, tmp_path: Path) -> None:
+    file = io.BytesIO()
+    RED.save(file, "PNG")
+    path = tmp_path / "red.png"
+    path.write_bytes(file.getvalue())
+    forms = [RED, file.getvalue(), path, str(path), np.asarray(RED)]
+    requests = preparer.chats([_ask({"type": "image", "image": form}) for form in forms])
+    assert len({request.items.items[0].key for request in requests if request.items}) == 1
+    [other] = preparer.chats([_ask({"type": "image", "image": BLUE})])
+    assert other.items is not None
+    assert other.items.items[0].key not in {request.items.items[0].key for request in requests if request.items}
+
+
+def test_several_images_a_video_and_turns(
+    preparer: RequestPreparer, marks: dict[str, int], tokenizer: Tokenizer
+) -> None:
+    conversation = [
+        {"role": "system", "content": "Look."},
+        *_ask({"type": "image", "image": RED}, TEXT, {"type": "image", "image": BLUE}),
+        {"role": "assistant", "content": "Colours."},
+        *_ask({"type": "video", "video": [RED, BLUE, RED], "fps": 1.0}, TEXT),
+    ]
+    [request] = preparer.chats([conversation])
+    items, ids = request.items, request.prompt_token_ids
+    assert items is not None
+    assert [ids[start] for start in items.starts] == [marks["<|image_pad|>"]] * 2 + [marks["<|video_pad|>"]] * 2
+    assert ids.count(marks["<|image_pad|>"]) == 16
+    assert ids.count(marks["<|video_pad|>"]) == 16
+    assert items.items[0].key != items.items[1].key
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert "<0.5 seconds><|vision_start|>" + "<|video_pad|>" * 8 + "<|vision_end|><2.0 seconds><|vision_start|>" in text
+
+
+def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, marks: dict[str, int]) -> None:
+    text = "<|vision_start|><|image_pad|><|vision_end|>What?"
+    [once] = tokenizer.encode([text])
+    images = {"image": [RED]}
+    requests = preparer.prompts(
+        [
+            {"prompt": text, "multi_modal_data": {"image": RED}},
+            {"prompt_token_ids": once, "multi_modal_data": images},
+            "What?",
+        ]
+    )
+    assert requests[0].prompt_token_ids == requests[1].prompt_token_ids
+    assert requests[0].items is not None
+    assert requests[1].items is not None
+    assert requests[0].items.items[0].key == requests[1].items.items[0].key
+    assert (requests[0].prompt, requests[1].prompt, requests[2].items) == (text, None, None)
+    [again] = preparer.prompts([EncodedPrompt(requests[0].prompt_token_ids, requests[0].items)])
+    assert again.items is requests[0].items
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image", "image": b"no image"}, "no image"),
+        ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "not allowed"),
+        ({"type": "image_url", "image_url": {"url": "file:///a.png"}}, "address"),
+        ({"type": "image", "image": Image.new("RGB", (2000, 500))}, "more tokens than"),
+        ({"type": "text", "text": "<|image_pad|>"}, "as many placeholders"),
+        ({"type": "audio", "audio": b""}, "neither text nor a picture"),
+    ],
+)
+def test_what_is_wrong_is_said_of_that_request(preparer: RequestPreparer, part: dict[str, Any], words: str) -> None:
+    bad = _ask({"type": "image", "image": RED}, part)
+    with pytest.raises(RequestError, match=words) as caught:
+        preparer.chats([_ask(TEXT), bad], request_ids=["good", "bad"])
+    assert caught.value.request_id == "bad"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"prompt": "no mark", "multi_modal_data": {"image": RED}}, "as many placeholders"),
+        ({"prompt": "a", "multi_modal_data": {"audio": b""}}, "holds images"),
+        ({"prompt": "a"}, "wrong keys"),
+        ({"prompt": 3, "multi_modal_data": {"image": RED}}, "wrong keys"),
+    ],
+)
+def test_prompts_that_cannot_be(preparer: RequestPreparer, prompt: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        preparer.prompts([prompt])
+
+
+def test_a_model_that_takes_text_alone(tokenizer: Tokenizer) -> None:
+    preparer = RequestPreparer(tokenizer, vocab_size=4032, max_model_len=200, seed=0)
+    for part in ({"type": "image", "image": RED}, {"type": "image_url", "image_url": {"url": "data:,"}}):
+        with pytest.raises(RequestError, match="takes no images"):
+            preparer.chats([_ask(part)])
+    with pytest.raises(RequestError, match="takes no images"):
+        preparer.prompts([{"prompt": "a", "multi_modal_data": {"image": RED}}])

@@ -1,0 +1,72 @@
+"""Pictures become the same patches as with transformers' own processor."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from vision_configs import vision_config
+
+from raypp.errors import RequestError
+from raypp.models.vision_config import PixelBounds
+from raypp.pictures.patches import fitted_size, image_item, num_tokens_of, video_items
+
+
+def _noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.mark.parametrize("patch_size", [8, 16])
+@pytest.mark.parametrize("size", [(100, 80), (64, 64), (7, 9), (31, 300), (500, 20)])
+def test_patches_equal_those_of_transformers(size: tuple[int, int], patch_size: int) -> None:
+    config = vision_config(patch_size=patch_size)
+    bounds = {"shortest_edge": config.image_pixels.min_pixels, "longest_edge": config.image_pixels.max_pixels}
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=patch_size,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+        size=bounds,
+    )
+    image = _noise(*size)
+    expected = processor(images=[image], return_tensors="np")
+    fitted = fitted_size(image.height, image.width, config.side_factor, config.image_pixels)
+    item = image_item(image, fitted, config)
+    assert list(item.grid_thw) == expected["image_grid_thw"][0].tolist()
+    assert item.num_tokens == num_tokens_of(fitted, config) == len(item.patches) // 4
+    np.testing.assert_array_equal((item.patches.astype(np.float32) / 255 - 0.5) / 0.5, expected["pixel_values"])
+
+
+def test_sizes_equal_those_of_transformers() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        height, width = rng.randint(1, 3000), rng.randint(1, 3000)
+        bounds = PixelBounds(min_pixels=rng.choice((1024, 65536)), max_pixels=rng.choice((70000, 1 << 24)))
+        factor = rng.choice((16, 28, 32))
+        if max(height, width) / min(height, width) <= 200:
+            expected = smart_resize(height, width, factor, bounds.min_pixels, bounds.max_pixels)
+            assert fitted_size(height, width, factor, bounds) == expected
+
+
+def test_a_video_is_an_item_per_pair_of_frames() -> None:
+    config = vision_config()
+    frames = [_noise(64, 32, seed) for seed in range(3)]
+    size = fitted_size(32, 64, config.side_factor, config.video_pixels, 4)
+    items = video_items(frames, size, config)
+    assert len(items) == 2  # the last frame stands twice
+    assert {item.grid_thw for item in items} == {(1, size[0] // 16, size[1] // 16)}
+    per_frame = [image_item(frame, size, config).patches.reshape(-1, 3, 2, 256) for frame in frames]
+    for item, (first, second) in zip(items, ((0, 1), (2, 2)), strict=True):
+        got = item.patches.reshape(-1, 3, 2, 256)
+        np.testing.assert_array_equal(got[:, :, 0], per_frame[first][:, :, 0])
+        np.testing.assert_array_equal(got[:, :, 1], per_frame[second][:, :, 0])
+
+
+@pytest.mark.parametrize("size", [(0, 5), (5, 0), (201, 1), (1, 400)])
+def test_shapes_that_no_patches_fit(size: tuple[int, int]) -> None:
+    with pytest.raises(RequestError, match=r"pixels|too long"):
+        fitted_size(*size, 32, vision_config().image_pixels)
