@@ -12,8 +12,10 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/raypp generate --model tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 
+# Ray's tests follow one after the other: they use fixed ports, and look for what others leave behind.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --ignore tests/ray --numprocesses logical --maxprocesses 8 --dist loadfile; \
+	  status=$$?; $(BIN)/python -m pytest tests/ray && exit $$status
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

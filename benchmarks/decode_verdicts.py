@@ -13,7 +13,21 @@ _OVER_LINE = 1.15
 """How far a number of requests between those of the table may lie above the line through its points."""
 _FORCED_SPEEDUP = {1: 2.2, 16: 2.2, 64: 1.6}
 _ADAPTIVE_LOSS = 1.03
-_GRAPH_SPEEDUP = 2.0
+_GRAPH_SPEEDUP = {("qwen3-0.6b", 1): 2.0}
+
+_COLUMNS = (
+    "requests",
+    "ITL, ms",
+    "at most",
+    "peer",
+    "even layers",
+    "eager",
+    "tok/s",
+    "peer",
+    "first token of all, ms",
+    "device and host per step and stage, ms",
+    "",
+)
 
 Figures = Mapping[str, Any]
 
@@ -29,27 +43,29 @@ def print_point(run: EngineRun, point: DecodePoint) -> None:
 
 
 def print_verdicts(model: str, figures: Mapping[str, Figures]) -> None:
-    """Print the model's table, with a verdict for everything that there is a figure to compare with."""
+    """Print the model's table as Markdown, with a verdict for everything that there is a figure to compare with."""
     compared, graphs = COMPARED.get(model, Compared()), figures.get(f"{model} graphs")
     if graphs is None:
         return
     itls = itl_by_requests(graphs)
-    print(f"\n{model}: requests | ITL | at most | peer | even layers | eager | tok/s | peer")
+    print(f"\n{model}\n\n| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}")
     line = {count: itls[count] for count in compared.at_most_ms if count in itls}
     for count in sorted(itls):
+        figures_of_point = graphs[f"{count} requests"]
         at_most, peer = compared.at_most_ms.get(count), compared.peer.get(count)
-        others = [_other(figures, model, part, count) for part in ("even", "eager")]
-        tokens_per_s = graphs[f"{count} requests"]["tokens_per_s"]
         verdicts = []
         if at_most is not None:
             verdicts.append(_verdict("ITL", itls[count], at_most))
         elif len(line) == len(compared.at_most_ms) and line:
             verdicts.append(_verdict("line", itls[count], _OVER_LINE * on_line(line, count)))
         if peer is not None:
-            verdicts.append(_verdict("tok/s", -tokens_per_s, -peer.tokens_per_s))
-        cells = [f"{count}", f"{itls[count]:.3f}", _cell(at_most), _cell(peer and peer.itl_ms), *others]
-        cells += [f"{tokens_per_s:.0f}", _cell(peer and peer.tokens_per_s), ", ".join(verdicts)]
-        print(" | ".join(cells))
+            verdicts.append(_verdict("tok/s", -figures_of_point["tokens_per_s"], -peer.tokens_per_s))
+        cells = [str(count), f"{itls[count]:.2f}", _cell(at_most), _cell(peer and peer.itl_ms)]
+        cells += [_other(figures, model, part, count) for part in ("even", "eager")]
+        cells += [f"{figures_of_point['tokens_per_s']:,.0f}", _cell(peer and peer.tokens_per_s)]
+        cells += [f"{figures_of_point['first_token_ms']:.0f}", _stages(figures_of_point), ", ".join(verdicts)]
+        print(f"| {' | '.join(cells)} |")
+    print()
     for part in ("graphs", "start again"):
         if (start := figures.get(f"{model} {part}")) is not None:
             cache = "compiled" if start["num_files_compiled"] else "found all kernels"
@@ -57,7 +73,9 @@ def print_verdicts(model: str, figures: Mapping[str, Figures]) -> None:
     if (eager := figures.get(f"{model} eager")) is not None:
         for count, itl_ms in itl_by_requests(eager).items():
             if count in itls:
-                print(f"eager / graphs at {count}: {itl_ms / itls[count]:.2f}x")
+                speedup, at_least = itl_ms / itls[count], _GRAPH_SPEEDUP.get((model, count))
+                verdict = "" if at_least is None else _verdict(f"at least {at_least}x", -speedup, -at_least)
+                print(f"eager / graphs at {count}: {speedup:.2f}x {verdict}")
 
 
 def print_speculation(model: str, figures: Mapping[str, Figures]) -> None:
@@ -90,9 +108,17 @@ def itl_by_requests(figures: Figures) -> dict[int, float]:
     }
 
 
+def _stages(figures_of_point: Figures) -> str:
+    return ", ".join(
+        f"{stage['forward_us'] / 1e3:.2f} and {stage['host_us'] / 1e3:.2f}"
+        for stage in figures_of_point.get("stages", [])
+        if {"forward_us", "host_us"} <= set(stage)
+    )
+
+
 def _other(figures: Mapping[str, Figures], model: str, part: str, count: int) -> str:
     itl_ms = itl_by_requests(figures.get(f"{model} {part}", {})).get(count)
-    return "-" if itl_ms is None else f"{itl_ms:.3f}"
+    return "-" if itl_ms is None else f"{itl_ms:.2f}"
 
 
 def _verdict(what: str, value: float, at_most: float) -> str:
@@ -100,4 +126,4 @@ def _verdict(what: str, value: float, at_most: float) -> str:
 
 
 def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
+    return "-" if value is None else f"{value:,g}"

@@ -7,7 +7,12 @@ gather then copies `block_size * head_dim` elements in a row, into the order in 
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
+
+_ALIGNMENT = 64  # bytes; as torch aligns its own
 
 
 def allocate_kv_cache(
@@ -22,7 +27,18 @@ def allocate_kv_cache(
 
     All zeros: attention reads whole blocks, and what it masks must still be finite.
     """
-    return torch.zeros(2, num_blocks, num_kv_heads, block_size, head_dim, dtype=dtype, device=device)
+    shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+    if device.type == "cpu":
+        return _zeros_on_demand(math.prod(shape), dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _zeros_on_demand(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros that the system finds memory for when they are first written; torch would write all of them now."""
+    num_bytes = count * dtype.itemsize
+    memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype)
 
 
 def write_kv_cache(

@@ -3,10 +3,14 @@
 What comes out without speculation is compared with transformers elsewhere; here it is the reference. The requests of
 a cell arrive one after the other, so that prompts ride with rows that verify drafts, and in half of the cells the KV
 cache is too small for all of them at once.
+
+By default a cell has half of the numbers of drafts, so that each of them meets every family and every number of stages;
+with TEST_SPECULATION=all it has all of them.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -28,6 +32,7 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_TOKENS = 28
+TESTS_ALL = os.environ.get("TEST_SPECULATION") == "all"
 CHECKPOINT_SEEDS = {"qwen3": 4, "qwen2": 4, "llama": 4}  # float32, and text that repeats itself
 
 
@@ -101,8 +106,8 @@ def margin(path: Path, one: Asked, output: list[int]) -> float:
 class Comparison:
     """Holds outputs against the reference's, and excuses near-ties, which must be rare."""
 
-    def __init__(self, path: Path, asked: list[Asked], reference: list[Request]) -> None:
-        self.path, self.asked, self.reference = path, asked, reference
+    def __init__(self, family: str, path: Path, asked: list[Asked], reference: list[Request]) -> None:
+        self.family, self.path, self.asked, self.reference = family, path, asked, reference
         self.num_tokens = self.num_excused = 0
 
     def compare(self, requests: list[Request]) -> None:
@@ -125,13 +130,18 @@ def family(request, tmp_path_factory) -> Comparison:
     asked = make_requests(vocab_size=128)
     reference, stats = run(path, asked, max_num_batched_tokens=64)
     assert stats.num_draft_tokens == 0
-    return Comparison(path, asked, reference)
+    return Comparison(request.param, path, asked, reference)
+
+
+def drafts_of_cell(family: str, num_stages: int) -> list[int]:
+    parity = (FAMILIES.index(family) + num_stages) % 2
+    return [count for count in range(1, 9) if TESTS_ALL or count % 2 == parity]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     met: Counter[str] = Counter()
-    for num_drafts in (*range(1, 9), None):
+    for num_drafts in (*drafts_of_cell(family.family, num_stages), None):
         requests, stats = run(
             family.path,
             family.asked,
@@ -139,7 +149,7 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
             speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": num_drafts},
             max_num_batched_tokens=(40, 80)[num_stages % 2],
             min_prefill_chunk_tokens=8,
-            num_kv_blocks=56 if (num_stages + (num_drafts or 0)) % 2 else 400,
+            num_kv_blocks=56 if (num_stages + (num_drafts or 0) // 2) % 2 else 400,
             mode="full" if num_drafts in (None, 2, 5, 8) else "none",
         )
         family.compare(requests)
@@ -155,7 +165,7 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     print(f"\n{family.num_tokens} tokens equal to those without drafts, {family.num_excused} near-ties excused; {met}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
     for what in ("preempted", "chunked", "missed"):
-        assert met[what] >= 2, f"{what} was met only {met[what]} times"
+        assert met[what] >= 1 + TESTS_ALL, f"{what} was met only {met[what]} times"
 
 
 def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypatch):
@@ -170,4 +180,4 @@ def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypat
     monkeypatch.setattr(draft_tables, "verify_drafts", wrong)
     requests, _ = run(family.path, family.asked, speculative={"method": "ngram", "num_speculative_tokens": 3})
     with pytest.raises(AssertionError, match="instead of"):
-        Comparison(family.path, family.asked, family.reference).compare(requests)
+        Comparison(family.family, family.path, family.asked, family.reference).compare(requests)

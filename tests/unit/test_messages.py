@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from raypp.messages import (
     OutputBatch,
@@ -26,20 +26,25 @@ from raypp.messages import (
 DTYPES = {"Int32s": np.int32, "Int64s": np.int64, "Float32s": np.float32, "Bools": np.bool_, "Bytes": np.uint8}
 
 
-def messages(cls):
-    """Return a strategy for messages of a class, whose arrays have any lengths."""
-    values = {}
+def any_array(dtype, shape, rng):
+    """Return an array of any bits at all; drawn at once, since hypothesis would draw each element."""
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(np.bool_)
+    return np.frombuffer(rng.bytes(math.prod(shape) * np.dtype(dtype).itemsize), dtype).reshape(shape)
+
+
+@st.composite
+def messages(draw, cls):
+    """Draw a message of a class, whose arrays have any lengths."""
+    values, rng = {}, np.random.default_rng(draw(st.integers(0, 2**32)))
     for field in fields(cls):
         if field.type == "int":
-            values[field.name] = st.integers(-(2**40), 2**40)
+            values[field.name] = draw(st.integers(-(2**40), 2**40))
         else:
-            shape = (
-                st.tuples(st.integers(0, 9), st.integers(1, 4))
-                if (field.name == "token_ids" and cls is StepResult) or field.name.endswith("_by_position")
-                else st.tuples(st.integers(0, 9))
-            )
-            values[field.name] = hnp.arrays(DTYPES[field.type], shape)
-    return st.builds(cls, **values)
+            has_rows = (field.name == "token_ids" and cls is StepResult) or field.name.endswith("_by_position")
+            shape = (draw(st.integers(0, 9)), *([draw(st.integers(1, 4))] if has_rows else []))
+            values[field.name] = any_array(DTYPES[field.type], shape, rng)
+    return cls(**values)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PROMPT = [*range(10, 60), 10, 11, 12]  # what follows 12 was seen before: 13, 14
 
 def make_engine(num_drafts: int | None, num_stages: int = 1, **settings) -> LocalEngine:
     speculative = {"method": "ngram", "num_speculative_tokens": num_drafts} if num_drafts else {}
-    fixed = {"stage_num_threads": 1, "max_model_len": 128, "max_num_seqs": 4, "block_size": 4}
+    fixed = {"stage_num_threads": 1, "max_model_len": 128, "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 800}
     config = EngineConfig.from_flat("tiny", num_stages=num_stages, speculative=speculative, **(fixed | settings))
     return LocalEngine(plan_engine(config, Hardware(1)), FakeStage(step_ms=0))
 
