@@ -117,9 +117,10 @@ def measure(kind: str, num_rows: int, length: int, flush: torch.Tensor, bytes_pe
 
 
 def read_rate(flush: torch.Tensor) -> float:
-    """Return how fast the GPU reads memory, bytes per microsecond."""
+    """Return how fast the GPU moves memory, bytes per microsecond, read and written bytes counted."""
     large = torch.ones(1 << 28, dtype=torch.int32, device="cuda")
-    return large.numel() * large.element_size() / graph_us(lambda: large.sum(), flush, repeats=5)
+    copied = torch.empty_like(large)
+    return 2 * large.nbytes / graph_us(lambda: copied.copy_(large), flush, repeats=5)
 
 
 def main() -> None:
