@@ -150,20 +150,28 @@ def scene_numbers(scenes: Sequence[Scene]) -> tuple[Tensor, Tensor]:
     return torch.tensor([scene.background for scene in scenes], dtype=torch.float32), things
 
 
-def render(backgrounds: Tensor, things: Tensor, height: int, width: int) -> Tensor:
-    """Return scenes as pictures, uint8 [B, height, width, 3], their edges smoothed. On the device of the numbers."""
+def render(
+    backgrounds: Tensor, things: Tensor, height: int, width: int, aspect: Tensor | float | None = None
+) -> Tensor:
+    """Return scenes as pictures, uint8 [B, height, width, 3], their edges smoothed. On the device of the numbers.
+
+    With `aspect`, pictures of that width / height, as they look when they are brought to this size.
+    """
     pictures = backgrounds[:, None, None].expand(-1, height, width, -1).contiguous()
-    short, device = min(height, width), things.device
-    ys = (torch.arange(height, device=device) + 0.5)[:, None]
-    xs = (torch.arange(width, device=device) + 0.5)[None, :]
+    device = things.device
+    ratio = torch.as_tensor(width / height if aspect is None else aspect, dtype=torch.float32, device=device)
+    whole_width, whole_height = ratio.clamp(min=1), (1 / ratio).clamp(min=1)  # the shorter side is 1
+    ys = ((torch.arange(height, device=device) + 0.5) / height * whole_height)[:, None]
+    xs = ((torch.arange(width, device=device) + 0.5) / width * whole_width)[None, :]
+    pixels_per_unit = (height / whole_height + width / whole_width) / 2
     for slot in range(things.shape[1]):
         x, y, radius, angle, shape, *rgb = (column[:, None, None] for column in things[:, slot].unbind(1))
-        radius = (radius * short).clamp(min=1e-3)
-        across, down = (xs - x * width) / radius, (ys - y * height) / radius
+        size = radius.clamp(min=1e-3)
+        across, down = (xs - x * whole_width) / size, (ys - y * whole_height) / size
         u = across * angle.cos() + down * angle.sin()
         v = down * angle.cos() - across * angle.sin()
         distance = _distances(u, v).gather(0, shape.long().expand(1, -1, height, width))[0]
-        share = (0.5 - distance * radius).clamp(0, 1) * (radius > 0.5)
+        share = (0.5 - distance * size * pixels_per_unit).clamp(0, 1) * (radius > 0)
         colour = torch.stack(rgb, -1).expand_as(pictures)
         pictures = torch.lerp(pictures, colour, share.unsqueeze(-1))
     return pictures.round().to(torch.uint8)

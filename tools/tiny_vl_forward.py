@@ -29,6 +29,7 @@ class PictureBatch:
     things: Tensor  # [B, things, 8]
     tokens: Tensor  # [B, T] int64; one placeholder stands for the picture; padded with -1
     targets: Tensor  # [B, T] int64; the answers' tokens, -1 elsewhere
+    aspect: Tensor  # [] of all pictures, before they were brought to one size
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def answer_loss(model: Any, batch: PictureBatch, grid: Grid) -> Tensor:
     """Return the mean cross entropy of the answers' tokens."""
-    pictures = render(batch.backgrounds, batch.things, grid.rows * PATCH, grid.columns * PATCH)
+    pictures = render(batch.backgrounds, batch.things, grid.rows * PATCH, grid.columns * PATCH, batch.aspect)
     ids, positions, is_picture = expand(batch.tokens, model.config.image_token_id, grid)
     targets = expand(batch.targets, -1, grid, place=batch.tokens == model.config.image_token_id)[0]
     place = (batch.tokens == model.config.image_token_id).int().argmax(1, keepdim=True)

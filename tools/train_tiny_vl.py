@@ -141,6 +141,7 @@ class Pool:
         for worker in self._workers:
             worker.start()
         self._device = device
+        self._rng = random.Random(seed)
         self._capacity = capacity // _CHUNK * _CHUNK
         self._parts: dict[float, tuple[Tensor, ...]] = {}
         self.counts = dict.fromkeys(_ASPECTS, 0)
@@ -169,7 +170,8 @@ class Pool:
         num_there = min(self.counts[aspect], self._capacity)
         chosen = torch.randint(num_there, (count,), device=self._device)
         backgrounds, things, tokens, targets = (part[chosen] for part in self._parts[aspect])
-        return PictureBatch(backgrounds, things, tokens.long(), targets.long())
+        seen_at = torch.tensor(aspect * self._rng.uniform(0.88, 1.14), device=self._device)
+        return PictureBatch(backgrounds, things, tokens.long(), targets.long(), seen_at)
 
     def close(self) -> None:
         """End the processes."""

@@ -51,6 +51,10 @@ class ItemRows:
         self._offsets = torch.zeros(spec.max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, _Prompt] = {}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables, which keep their addresses."""
+        return {"position offsets": self._offsets}
+
     def apply(self, plan: StepPlan) -> None:
         """Take over the rows that start."""
         if not len(plan.start_rows):

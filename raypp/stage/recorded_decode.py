@@ -222,11 +222,13 @@ class RecordedDecode:
         return RanBody(inputs.slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
-        first = self._next_inputs
+        first, tables = self._next_inputs, self._block_tables.tensors()
+        if self._item_rows is not None:
+            tables |= self._item_rows.tensors()
 
         def reads() -> dict[str, torch.Tensor]:
             caches = {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
-            return {"output": self.output, "uploads": self._uploads.values, **self._block_tables.tensors(), **caches}
+            return {"output": self.output, "uploads": self._uploads.values, **tables, **caches}
 
         def changes() -> dict[str, torch.Tensor]:
             return {"input": self.input, **({} if first is None else first.tensors())}

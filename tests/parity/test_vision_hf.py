@@ -151,7 +151,7 @@ def test_tokens_equal_transformers(checkpoints):
             "max_model_len": 176,
             "num_kv_blocks": 1 + (192 if seed % 5 in (2, 4) else 2400) // (4, 8, 16)[seed % 3],
             "stage_num_threads": 1,
-            "mode": "full" if seed % 2 else "none",
+            "mode": ("none", "full", "full_and_piecewise")[seed // 4],
         }
         if seed % 6 in (1, 2):
             settings |= {"method": "ngram", "num_speculative_tokens": 2, "min_n": 1}

@@ -37,11 +37,13 @@ def model(tokenizer):
 def test_the_forward_is_that_of_transformers(model, tokenizer):
     height, width = 80, 112
     parts = [torch.from_numpy(part) for part in draw_examples(tokenizer, 4, 1.4, random.Random(0))]
-    batch = PictureBatch(*parts[:2], parts[2].long(), parts[3].long())
+    batch = PictureBatch(*parts[:2], parts[2].long(), parts[3].long(), torch.tensor(1.3))
     grid = Grid.of(model.model.visual, height, width, CPU)
     loss, pad = answer_loss(model, batch, grid), model.config.image_token_id
     total, count = 0.0, 0
-    for picture, padded, targets in zip(render(*parts[:2], height, width), batch.tokens, batch.targets, strict=True):
+    for picture, padded, targets in zip(
+        render(*parts[:2], height, width, 1.3), batch.tokens, batch.targets, strict=True
+    ):
         tokens = padded[padded >= 0]
         place = int((tokens == pad).nonzero()[0])
         ids = torch.cat([tokens[:place], torch.full((grid.num_tokens,), pad), tokens[place + 1 :]]).unsqueeze(0)
