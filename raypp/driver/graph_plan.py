@@ -81,7 +81,7 @@ def _max_piecewise_tokens(config: EngineConfig, model: ModelConfig) -> int:
     if asked is None:
         at_least, at_most = _PIECEWISE_TOKENS
         tokens = _BREAK_EVEN / layer_weight_bytes(model, 1)
-        asked = min(max(round(tokens / _PIECEWISE_GRAIN) * _PIECEWISE_GRAIN, at_least), at_most)
+        asked = min(max(math.ceil(tokens / _PIECEWISE_GRAIN) * _PIECEWISE_GRAIN, at_least), at_most)
     return min(asked, most)
 
 

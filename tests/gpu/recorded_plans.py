@@ -82,11 +82,11 @@ def mixed_requests(num_requests: int, vocab_size: int, max_prompt: int, seed: in
     return prompts, params
 
 
-def record_plans(plan: EnginePlan, num_requests: int, max_prompt: int) -> list[StepPlan]:
+def record_plans(plan: EnginePlan, num_requests: int, max_prompt: int, seed: int = 0) -> list[StepPlan]:
     """Return the plans of a run of mixed requests, half of which come while the others are under way."""
     noting = _Noting(build_local_pipeline(plan))
     engine = LocalEngine(plan, pipeline=noting)
-    prompts, params = mixed_requests(num_requests, plan.model.vocab_size, max_prompt)
+    prompts, params = mixed_requests(num_requests, plan.model.vocab_size, max_prompt, seed)
     half = num_requests // 2
     for prompt, of_prompt in zip(prompts[:half], params[:half], strict=True):
         engine.submit(prompt, of_prompt)

@@ -54,8 +54,9 @@ def _graphs(spec: StageSpec) -> CudaGraphManager:
     return CudaGraphManager(graph_maker(device), debug_every=spec.graphs.debug_every)
 
 
-@pytest.mark.parametrize("settings", [{}, DRAFTS], ids=["plain", "drafts"])
-@pytest.mark.parametrize(("shape", "num_layers"), [("small", 4), ("qwen3-8b", 2)])
+@pytest.mark.parametrize(
+    ("shape", "num_layers", "settings"), [("small", 4, DRAFTS), ("qwen3-8b", 2, {})], ids=["small-drafts", "8b-plain"]
+)
 def test_replays_and_calls_on_one_stage_and_two(tmp_path, shape, num_layers, settings):
     """One list of mixed plans, bit by bit: graphs against calls on the same padded sizes, two stages against one."""
     two, one = (_plan(tmp_path, shape, num_layers, num_stages, **settings) for num_stages in (2, 1))

@@ -5,38 +5,60 @@ Without a GPU a tape of operations stands for a graph (`raypp.testing.op_tape`).
 
 from __future__ import annotations
 
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.engine_plan import plan_engine
 from raypp.driver.hardware import Hardware
 from raypp.stage.spec import GraphSpec
 from raypp.testing.op_tape import tape_graphs
 
-BOTH = GraphSpec(has_full=True, max_piecewise_tokens=64)
-CHECKED = GraphSpec(has_full=True, max_piecewise_tokens=64, debug_every=2)
+# A campaign of many seeds: TEST_GRAPH_SEEDS=50 pytest tests/unit/graphs/test_same_bits.py -s
+SEEDS = range(int(os.environ.get("TEST_GRAPH_SEEDS", "4")))
 
 
-def _plan(num_stages: int, dtype: str, **settings: object) -> EnginePlan:
-    settings = {"max_num_seqs": 12, "max_num_batched_tokens": 64, "block_size": 4, "max_model_len": 128} | settings
-    config = EngineConfig.from_flat("tiny", num_stages=num_stages, dtype=dtype, num_kv_blocks=300, **settings)
-    return plan_engine(config, Hardware(1))
+def _settings(seed: int) -> dict[str, Any]:
+    """Return an engine's configuration; over the seeds there are drafts or none, both types, preemption."""
+    rng = random.Random(seed)
+    block_size = rng.choice((4, 8))
+    settings: dict[str, Any] = {
+        "dtype": ("float32", "bfloat16")[seed % 2],
+        "max_num_seqs": rng.choice((8, 12)),
+        "max_num_batched_tokens": rng.choice((48, 64)),
+        "block_size": block_size,
+        "max_model_len": 128,
+        "num_kv_blocks": (1200, 160)[rng.randrange(2)] // block_size,
+        "enable_prefix_caching": rng.random() < 0.5,
+    }
+    if num_drafts := (0, 0, 3, 1)[seed % 4]:
+        settings["speculative"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    return settings
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_replays_and_calls_on_one_stage_and_two(dtype, num_drafts):
-    settings = {"speculative": {"method": "ngram", "num_speculative_tokens": num_drafts}} if num_drafts else {}
-    two, one = (_plan(num_stages, dtype, **settings) for num_stages in (2, 1))
-    plans = record_plans(two, num_requests=14, max_prompt=40)
-    assert len(plans) > 40
-    assert sum(plan.num_decode_rows < len(plan.rows) for plan in plans) > 5
-    max_step_rows = two.stage_spec(0).max_step_rows
-    called = run_plans(two, plans, BOTH, make_graphs=called_graphs)
-    replayed = run_plans(two, plans, BOTH, make_graphs=tape_graphs)
-    replayed.assert_equals(called)
-    run_plans(one, plans, BOTH, max_step_rows=max_step_rows, make_graphs=tape_graphs).assert_equals(called)
-    checked = run_plans(two, plans, CHECKED, make_graphs=tape_graphs)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_replays_and_calls_on_one_stage_and_several(seed):
+    settings, num_stages = _settings(seed), 2 + seed // 4 % 3
+    several, one = (
+        plan_engine(EngineConfig.from_flat("tiny", num_stages=count, **settings), Hardware(1))
+        for count in (num_stages, 1)
+    )
+    plans = record_plans(several, num_requests=12, max_prompt=40, seed=seed)
+    num_mixed = sum(0 < plan.num_decode_rows < len(plan.rows) for plan in plans)
+    graphs = GraphSpec(has_full=True, max_piecewise_tokens=40)
+    max_step_rows = several.stage_spec(0).max_step_rows
+    called = run_plans(several, plans, graphs, make_graphs=called_graphs)
+    run_plans(several, plans, graphs, make_graphs=tape_graphs).assert_equals(called)
+    run_plans(one, plans, graphs, max_step_rows=max_step_rows, make_graphs=tape_graphs).assert_equals(called)
+    checked = run_plans(several, plans, replace(graphs, debug_every=2), make_graphs=tape_graphs)
     checked.assert_equals(called)
     assert checked.num_compared > 20
+    print(
+        f"\nseed {seed}: {len(plans)} plans, {num_mixed} mixed, {num_stages} stages: the same bits; "
+        f"{checked.num_compared} replays compared"
+    )
