@@ -69,7 +69,7 @@ def open_links(case: Case, stage_index: int, rendezvous: Rendezvous, num_bytes: 
         case.link,  # type: ignore[arg-type]
         stage_index,
         2,
-        forward=message,
+        forward=[message],
         feedback=message,
         rendezvous=rendezvous,
         open_timeout_s=DEADLINE_S,

@@ -58,6 +58,7 @@ class StepPlan:
     num_scheduled_tokens: Int32s  # [R] decode rows: 1 + K
     num_computed_tokens: Int32s  # [R] before this step; exact for prefill rows, an upper bound for decode rows
     samples: Bools  # [R] whether the row yields tokens: decode rows, and the last chunk of a prefill
+    drafting: Bools  # [R] whether a draft head must see the row's hidden states; empty when it must see all
 
     start_rows: Int32s  # [S] rows that a request takes over with this step
     start_prompt_lens: Int32s  # [S]
@@ -75,6 +76,12 @@ class StepPlan:
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
     block_ids: Int32s  # [B] KV block
+
+    @property
+    def num_drafting_tokens(self) -> int:
+        """Tokens whose hidden states a draft head must see."""
+        counts = self.num_scheduled_tokens
+        return int((counts[self.drafting] if len(self.drafting) else counts).sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name that everybody uses)
+import train_tiny_head
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -502,6 +503,22 @@ def score_export(directory: Path, held_out: dict[str, str], device: torch.device
     return result
 
 
+def make_head(arguments: argparse.Namespace, training: dict[str, str]) -> None:
+    """Train a head for an exported model on a CPU, and write it with a record of how."""
+    torch.manual_seed(arguments.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.head)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(arguments.head, dtype=torch.float32).eval()
+    cpu, rng = torch.device("cpu"), random.Random(arguments.seed)
+    code = make_stream(list(training.values()), tokenizer, cpu)
+    chat = make_stream(conversations(training, tokenizer, rng), tokenizer, cpu)
+    head, vocabulary, curve = train_tiny_head.train_head(model, code, chat, arguments)
+    train_tiny_head.export_head(head, vocabulary, model.config, arguments.out)
+    settings = {name: value for name, value in vars(arguments).items() if name.startswith("head_")}
+    record = {"settings": settings, "torch": torch.__version__, "curve": curve}
+    path = arguments.record or arguments.out / "training.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -518,6 +535,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--chat-share", type=float, default=0.05, help="share of the windows that hold conversations")
     add("--evaluate-every", type=int, default=100, metavar="STEPS")
     add("--seed", type=int, default=0)
+    add("--head", type=Path, metavar="MODEL", help="train no model, but an EAGLE-3 head for this exported one")
+    add("--head-steps", type=int, default=4000)
+    add("--head-seconds", type=float, default=0.0, help="end by then, whatever the steps; 0: no limit")
+    add("--head-batch", type=int, default=16, help="windows a step; half of them are texts that the model wrote")
+    add("--head-context", type=int, default=192, help="tokens a window")
+    add("--head-learning-rate", type=float, default=1e-3)
+    add("--head-written", type=int, default=1600, metavar="TEXTS", help="texts that the model writes for its head")
     add("--part-tokens", type=int, help="tokens a backward pass, for memory; default: 131072 on a GPU, 8192 on a CPU")
     arguments = parser.parse_args()
     if arguments.part_tokens is None:
@@ -537,6 +561,9 @@ def main() -> None:
     training, held_out = split_held_out(read_sources(arguments.corpus))
     if arguments.score:
         score_export(arguments.score, held_out, device)
+        return
+    if arguments.head:
+        make_head(arguments, training)
         return
 
     torch.manual_seed(arguments.seed)

@@ -30,7 +30,7 @@ SPEC = MessageSpec(Schema((TensorSpec("bytes", torch.uint8, (1,), "row"),)), max
 
 def open_links(stage_index: int, rendezvous: Rendezvous) -> StageLinks:
     """Join two stages: forward there, feedback back."""
-    return open_stage_links("gloo", stage_index, 2, forward=SPEC, feedback=SPEC, rendezvous=rendezvous)
+    return open_stage_links("gloo", stage_index, 2, forward=[SPEC], feedback=SPEC, rendezvous=rendezvous)
 
 
 def echo_links(rendezvous: Rendezvous, steps: int) -> None:

@@ -11,7 +11,7 @@ import ray
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
 from raypp.driver.hardware import Hardware
-from raypp.models.registry import resolve_model_path
+from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
@@ -77,6 +77,9 @@ class StageActor:
 
         if self._share is not None and self._factory is None:
             self._spec = replace(self._spec, model_path=str(resolve_model_path(self._share.model)))
+            if self._spec.draft_head is not None and self._spec.is_last:
+                path = str(resolve_draft_head_path(self._spec.draft_head.model))
+                self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
         build.configure_torch(self._spec)
         self._model = build.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:

@@ -6,7 +6,7 @@ import argparse
 import tomllib
 
 from raypp.config.engine import EngineConfig
-from raypp.config.names import SECTIONS, check_sections, section_of
+from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
 from raypp.errors import ConfigError
 
 
@@ -15,7 +15,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
     group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
-    group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram; more by --set")
+    group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram, eagle, eagle3, auto")
+    group.add_argument("--draft-model", metavar="M", help="the head of eagle, eagle3 and auto: a directory or an id")
     group.add_argument("--num-speculative-tokens", metavar="K", type=int, help="drafts per step; adaptive by default")
     group.add_argument("--config", metavar="FILE", help="a TOML file; its tables are the sections of the configuration")
     group.add_argument(
@@ -33,7 +34,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an unknown setting, or a value that cannot be.
     """
-    settings = dict(_parse_setting(text) for text in args.set)
+    settings: dict[str, object] = {}
+    for text in args.set:
+        _add_setting(settings, text)
     options = {
         "model": args.model,
         "num_stages": args.num_stages,
@@ -41,6 +44,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         "num_speculative_tokens": args.num_speculative_tokens,
     }
     settings |= {name: value for name, value in options.items() if value is not None}
+    if args.draft_model is not None:
+        _add_to_section(settings, "speculative", "model", args.draft_model)
     if args.config is not None:
         return EngineConfig.from_toml(args.config, **settings)
     if "model" not in settings:
@@ -48,8 +53,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig.from_flat(**settings)  # type: ignore[arg-type]
 
 
-def _parse_setting(text: str) -> tuple[str, object]:
-    """Return name and value of `section.name=value`, `name=value` or `section={...}`; what is not TOML is text."""
+def _add_setting(settings: dict[str, object], text: str) -> None:
+    """Add `section.name=value`, `name=value` or `section={...}`; a value that is not TOML is text."""
     key, has_value, raw = text.partition("=")
     section, has_section, name = key.strip().rpartition(".")
     if not has_value or not name:
@@ -59,6 +64,16 @@ def _parse_setting(text: str) -> tuple[str, object]:
     elif name not in SECTIONS:
         section_of(name)
     try:
-        return name, tomllib.loads(f"value = {raw}")["value"]
+        value = tomllib.loads(f"value = {raw}")["value"]
     except tomllib.TOMLDecodeError:
-        return name, raw
+        value = raw
+    if has_section and SECTION_OF_SETTING[name] != section:  # a name that another section has too
+        _add_to_section(settings, section, name, value)
+    else:
+        settings[name] = value
+
+
+def _add_to_section(settings: dict[str, object], section: str, name: str, value: object) -> None:
+    whole = settings.setdefault(section, {})
+    assert isinstance(whole, dict)
+    whole[name] = value

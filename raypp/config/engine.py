@@ -2,7 +2,8 @@
 
     LLM(model, num_stages=2, ...)  --from_flat-->  EngineConfig  <--from_toml--  [parallel] num_stages = 2
 
-A setting has one name in all sections together, so that it can be given flat. Everything goes through JSON: strict
+A setting has one name in all sections together, so that it can be given flat; but `model`, which flat is the engine's
+own, is a draft head's within the section `speculative`. Everything goes through JSON: strict
 validation of Python values would refuse what TOML and tuples mean as lists.
 """
 
@@ -142,6 +143,19 @@ def _check_speculative(given: SpeculativeSection) -> None:
             got="speculative.method is none",
             expected="a method",
             hint='speculative.method = "ngram"',
+        )
+    if given.uses_head != (given.model is not None):
+        raise ConfigError(
+            "speculative.model names the head that drafts"
+            if given.uses_head
+            else "speculative.model has nothing to do",
+            got=f"speculative.method {given.method}, speculative.model {given.model}",
+            expected="a head's directory or id"
+            if given.uses_head
+            else "a method that drafts by a head: eagle, eagle3, auto",
+            hint='speculative={"method": "eagle3", "model": "tiny-eagle3"}, for the model tiny'
+            if given.uses_head
+            else None,
         )
     if given.min_n > given.max_n:
         raise ConfigError(

@@ -35,7 +35,8 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
 )
 
 SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
-    {name: section for section, cls in SECTIONS.items() for name in cls.model_fields}
+    # Where two sections have a name, it is the first one's: `model` alone is the engine's.
+    {name: section for section, cls in reversed(list(SECTIONS.items())) for name in cls.model_fields}
 )
 
 

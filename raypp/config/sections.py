@@ -94,9 +94,13 @@ class SchedulerSection(Section):
 class SpeculativeSection(Section):
     """Speculative decoding: several drafts verified in one step. The output is the same with and without."""
 
-    method: Literal["ngram"] | None = None
+    method: Literal["ngram", "eagle", "eagle3", "auto"] | None = None
     """Who proposes drafts. `ngram`: what followed the last occurrence of the row's newest tokens in its own text.
-    None: nobody."""
+    `eagle`, `eagle3`: a head that was trained for the model, `model` says which. `auto`: n-grams where they match, else
+    the head, row by row. None: nobody."""
+    model: str | None = None
+    """The head: `tiny-eagle3` (shipped with raypp, for `tiny`), a directory, or a Hugging Face id. As a flat setting
+    `model` names the engine's own model, so this one is given within its section."""
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
     """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""
     draft_ladder: list[int] = Field(default=[0, 2, 4, 8], min_length=1)
@@ -114,6 +118,11 @@ class SpeculativeSection(Section):
     forced_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
     """For benchmarks alone: every draft is accepted with this probability, given that all before it were, whatever the
     model says. The text is nonsense."""
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether a head drafts."""
+        return self.method in ("eagle", "eagle3", "auto")
 
     @property
     def ladder(self) -> tuple[int, ...]:

@@ -49,17 +49,26 @@ _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 r
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
 
 
-def estimated_costs(model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False) -> StepCosts:
+def estimated_costs(
+    model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False, drafting_bytes: int = 0, num_drafts: int = 0
+) -> StepCosts:
     """Return the costs of a decode step, which reads every weight once, and of the embedding only a few rows.
 
     In milliseconds of an H200 if `on_gpu`, else in bytes.
+
+    Args:
+        model: Its sizes.
+        dtype_bytes: Of a weight.
+        on_gpu: Where it runs.
+        drafting_bytes: What a draft head on the last stage reads besides.
+        num_drafts: How often its layer runs for that.
     """
     layer, head = float(layer_weight_bytes(model, dtype_bytes)), float(lm_head_bytes(model, dtype_bytes))
+    head += drafting_bytes
     if not on_gpu:
         return StepCosts(layer=layer, last_stage=head)
-    return StepCosts(
-        layer=layer / _GPU_BYTES_PER_MS + _GPU_LAYER_MS, last_stage=head / _GPU_BYTES_PER_MS + _GPU_HEAD_MS
-    )
+    fixed_ms = _GPU_HEAD_MS + num_drafts * (_GPU_LAYER_MS + _GPU_HEAD_MS)
+    return StepCosts(layer=layer / _GPU_BYTES_PER_MS + _GPU_LAYER_MS, last_stage=head / _GPU_BYTES_PER_MS + fixed_ms)
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:

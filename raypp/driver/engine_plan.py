@@ -15,14 +15,23 @@ from raypp.driver.cost_model import estimated_costs
 from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
-from raypp.driver.speculation_plan import check_host_memory, draft_policy, ngram_window, table_bytes
+from raypp.driver.speculation_plan import (
+    check_host_memory,
+    draft_head,
+    draft_head_bytes,
+    draft_head_spec,
+    draft_policy,
+    ngram_window,
+    table_bytes,
+)
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.draft_policy import DraftPolicy
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec, StageSpec
+from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _SHORTEST_REQUEST = 2
@@ -39,6 +48,7 @@ class StageLayout:
     weight_bytes: int
     kv_cache_bytes: int
     token_table_bytes: int  # of the last stage with speculation, else 0
+    draft_head_bytes: int = 0  # of `weight_bytes`, those of a draft head and what it uses, on the last stage
 
     @property
     def num_layers(self) -> int:
@@ -60,6 +70,7 @@ class EnginePlan:
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
+    draft_head: DraftHeadSpec | None
     stages: tuple[StageLayout, ...]
 
     @property
@@ -84,6 +95,9 @@ class EnginePlan:
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
             max_drafts=self.config.speculative.max_drafts,
+            # A head's last guess never enters; the others do, behind the row's end.
+            num_lookahead_tokens=0 if self.draft_head is None else self.config.speculative.max_drafts - 1,
+            caches_next_token=self.draft_head is not None,
         )
 
     def stage_resources(self) -> dict[str, float]:
@@ -126,6 +140,7 @@ class EnginePlan:
             num_deepstack_layers=self.model.num_deepstack_layers,
             num_carried_taps=max(0, self.model.num_deepstack_layers - self.stages[0].end_layer),
             ngram_window=self.ngram_window,
+            draft_head=self.draft_head,
             transport=self.transport,
             link_timeout_s=self.config.faults.step_timeout_s + _LINK_MARGIN_S,
             trace=self.config.observability.trace is not None,
@@ -170,6 +185,7 @@ class EnginePlan:
                     "step_weight_bytes": self._step_weight_bytes(stage),
                     "kv_cache_bytes": stage.kv_cache_bytes,
                     "token_table_bytes": stage.token_table_bytes,
+                    "draft_head_bytes": stage.draft_head_bytes,
                     "num_kv_blocks": self.num_blocks,
                 }
                 for stage in self.stages
@@ -181,6 +197,8 @@ class EnginePlan:
         dtype_bytes = _DTYPE_BYTES[self.dtype]
         is_last = stage.stage_index == len(self.stages) - 1
         head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
+        if is_last and self.draft_head is not None:
+            head_bytes += self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
         return stage.num_layers * layer_weight_bytes(self.model, dtype_bytes) + head_bytes
 
 
@@ -207,13 +225,20 @@ def plan_engine(
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
-    layers = _layers_per_stage(config, model, _DTYPE_BYTES[dtype], device)
+    found_head = draft_head(config, model)
+    head = None if found_head is None else found_head[1]
+    layers = _layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
     weight_bytes = [
         _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
     ]
     window = ngram_window(config, model)
     stage_block_bytes = [count * block_bytes for count in layers]
+    head_bytes = 0
+    if head is not None:
+        head_bytes = draft_head_bytes(head, model, num_stages, _DTYPE_BYTES[dtype])
+        weight_bytes[-1] += head_bytes
+        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, _DTYPE_BYTES[dtype])
     if device == "cpu":
         num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
         check_main_memory(hardware, weight_bytes, stage_block_bytes, num_blocks)
@@ -236,8 +261,9 @@ def plan_engine(
             start_layer=start,
             end_layer=start + count,
             weight_bytes=weight_bytes[index],
-            kv_cache_bytes=num_blocks * block_bytes * count,
+            kv_cache_bytes=num_blocks * stage_block_bytes[index],
             token_table_bytes=table_bytes(config, window) if index == num_stages - 1 else 0,
+            draft_head_bytes=head_bytes if index == num_stages - 1 else 0,
         )
         for index, (start, count) in enumerate(zip(starts, layers, strict=True))
     )
@@ -250,6 +276,7 @@ def plan_engine(
         transport=_transport(config, device),
         max_model_len=_max_model_len(config, model, num_blocks),
         ngram_window=window,
+        draft_head=None if found_head is None else draft_head_spec(config, *found_head, starts),
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         stages=stages,
@@ -275,10 +302,19 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _layers_per_stage(config: EngineConfig, model: ModelConfig, dtype_bytes: int, device: str) -> list[int]:
+def _layers_per_stage(
+    config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int, device: str
+) -> list[int]:
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
-        costs = estimated_costs(model, dtype_bytes, on_gpu=device == "cuda")
+        num_drafts = 0 if head is None else config.speculative.max_drafts
+        costs = estimated_costs(
+            model,
+            dtype_bytes,
+            on_gpu=device == "cuda",
+            drafting_bytes=0 if head is None else head.drafting_bytes(num_drafts, dtype_bytes),
+            num_drafts=num_drafts,
+        )
         return costs.partition(model.num_layers, num_stages)
     if sum(explicit) != model.num_layers:
         raise ConfigError(

@@ -211,6 +211,8 @@ class _PromptSkipping:
     def __init__(self, model: StageModel) -> None:
         self._model = model
         self.hidden_size = model.hidden_size
+        self.taps = model.taps
+        self.draft_head = model.draft_head
         self.skips = False
 
     @property

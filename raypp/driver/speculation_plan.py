@@ -1,15 +1,22 @@
-"""What speculation takes, decided before anything starts: the width of the token table, and who chooses K."""
+"""What speculation takes, decided before anything starts: the head, the width of the token table, who chooses K."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 from raypp.config.engine import EngineConfig
 from raypp.driver.hardware import Hardware
-from raypp.errors import ResourceError
+from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
+from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
+from raypp.models.registry import resolve_draft_head_path
+from raypp.models.sizes import embedding_bytes
 from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.specdec.token_table import token_table_bytes
-from raypp.stage.spec import NUM_PADDING_ROWS
+from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
@@ -52,6 +59,59 @@ def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, oth
         expected=f"at most {left:,} bytes: weights and KV cache take {other_bytes:,} of {hardware.memory_bytes:,}",
         hint=f"set ngram_window={left // token_table_bytes(rows, 1)} or less, or lower max_num_seqs",
     )
+
+
+def draft_head(
+    config: EngineConfig, model: ModelConfig, *, find_head: Callable[[str], Path] = resolve_draft_head_path
+) -> tuple[Path, DraftHeadConfig] | None:
+    """Return the head that drafts, and where it is; None when none does.
+
+    Raises:
+        ConfigError: the head is not of the kind that was asked for.
+        ModelLoadError: no such head, or one of another model.
+    """
+    given = config.speculative
+    if not given.uses_head or given.model is None:
+        return None
+    path = find_head(given.model)
+    head = load_draft_head_config(path, model, is_dummy=config.model.load_format == "dummy")
+    if given.method not in ("auto", head.kind):
+        raise ConfigError(
+            "the draft head is not of the kind that was asked for",
+            got=f"speculative.method {given.method}, and {given.model} of kind {head.kind}",
+            hint=f'speculative.method = "{head.kind}"',
+        )
+    return path, head
+
+
+def draft_head_bytes(head: DraftHeadConfig, model: ModelConfig, num_stages: int, dtype_bytes: int) -> int:
+    """Return the bytes of weights that the last stage holds for the head, with an embedding that only it needs there.
+
+    Args:
+        head: What it is.
+        model: The target.
+        num_stages: A single stage has the target's embedding anyway; a last one has it if its LM head is tied.
+        dtype_bytes: Of a weight.
+    """
+    own = head.weight_bytes(dtype_bytes)
+    is_there = head.has_embedding or num_stages == 1 or model.tie_word_embeddings
+    return own if is_there else own + embedding_bytes(model, dtype_bytes)
+
+
+def draft_head_spec(
+    config: EngineConfig, path: Path, head: DraftHeadConfig, start_layers: Sequence[int]
+) -> DraftHeadSpec:
+    """Return what stages must know of the head.
+
+    Args:
+        config: Names it.
+        path: Where it is.
+        head: What it is.
+        start_layers: The first layer of each stage.
+    """
+    # A state is what enters the layer of its depth: so the stage that computes that layer need not be sent it.
+    tap_stages = tuple(max(bisect_right(start_layers, depth) - 1, 0) for depth in head.aux_depths)
+    return DraftHeadSpec(model=str(config.speculative.model), path=str(path), config=head, tap_stages=tap_stages)
 
 
 def draft_policy(config: EngineConfig, device: str) -> DraftPolicy:

@@ -101,7 +101,7 @@ def load_model_config(path: Path) -> ModelConfig:
     architecture = _architecture(whole)
     family = _FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
-    _refuse_unsupported(fields)
+    refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -109,7 +109,7 @@ def load_model_config(path: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
-    rope, num_layers = _rope(fields), fields.integer("num_hidden_layers")
+    rope, num_layers = read_rope(fields), fields.integer("num_hidden_layers")
     vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
     if vision is not None and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
@@ -132,7 +132,7 @@ def load_model_config(path: Path) -> ModelConfig:
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         max_position_embeddings=fields.integer("max_position_embeddings", family.default_max_position_embeddings),
-        dtype=_dtype(fields),
+        dtype=read_dtype(fields),
         eos_token_ids=_eos_token_ids(path, fields),
         weight_prefix=family.weight_prefix,
         vision=vision,
@@ -160,7 +160,8 @@ def _architecture(fields: ConfigFields) -> str:
     )
 
 
-def _refuse_unsupported(fields: ConfigFields) -> None:
+def refuse_unsupported(fields: ConfigFields) -> None:
+    """Refuse what changes a layer's computation and raypp does not have."""
     if fields.get("use_sliding_window"):
         raise fields.error("use_sliding_window", True, "false: raypp has no sliding-window attention")
     layer_types = fields.get("layer_types") or []
@@ -176,7 +177,7 @@ def _refuse_unsupported(fields: ConfigFields) -> None:
         raise fields.error("quantization_config", repr(method), "weights in bfloat16, float16 or float32")
 
 
-def _rope(fields: ConfigFields) -> RopeConfig:
+def read_rope(fields: ConfigFields) -> RopeConfig:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     values = fields.get(name) or {}
@@ -218,7 +219,8 @@ def _mrope_section(fields: ConfigFields, scaling: ConfigFields) -> tuple[int, in
     return section[0], section[1], section[2]
 
 
-def _dtype(fields: ConfigFields) -> str:
+def read_dtype(fields: ConfigFields) -> str:
+    """Return the checkpoint's type."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     dtype = fields.get(name)
     if dtype is None:

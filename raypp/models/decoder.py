@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.models.config import ModelConfig
+from raypp.models.draft_head import DraftHead
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
@@ -36,6 +37,16 @@ class Deepstack:
     token_indices: torch.Tensor  # [M] int64, ascending
     rows: torch.Tensor  # [L, M, H]
     first_layer: int  # after which the first of these L is added
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSupport:
+    """What a stage does for a draft head besides computing its layers; see `raypp.models.draft_head`."""
+
+    tap_depths: tuple[int, ...]  # layers of the model after which this stage keeps the residual stream
+    max_tokens: int  # of a step
+    gives_embedding: bool = False  # last stage: the head has none of its own
+    gives_lm_head: bool = False  # last stage: likewise
 
 
 class DecoderLayer(Protocol):
@@ -80,6 +91,7 @@ class DecoderModel:
         dtype: torch.dtype,
         device: torch.device,
         kernels: KernelSet,
+        head_support: HeadSupport | None = None,
     ) -> None:
         assert 0 <= start_layer < end_layer <= config.num_layers
         self.hidden_size = config.hidden_size
@@ -97,6 +109,21 @@ class DecoderModel:
         self._layers: list[DecoderLayer] = []
         self._embedding: torch.Tensor | None = None
         self._lm_head: Projection | None = None
+        self._head_support = head_support
+        self._final_norm: Projection | None = None
+        self._plain_lm_head: Projection | None = None
+        self.draft_head: DraftHead | None = None
+        """On the last stage, once `attach_draft_head` has been called."""
+        self.taps: dict[int, torch.Tensor] = {}
+        """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
+        if head_support is not None:
+            for depth in head_support.tap_depths:
+                self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
+
+    @property
+    def kernels(self) -> KernelSet:
+        """What it computes with."""
+        return self._kernels
 
     @property
     def weight_bytes(self) -> int:
@@ -126,11 +153,25 @@ class DecoderModel:
             self._layer_class(config, weights.below(f"layers.{index}."), self._kernels) for index in self._layer_indices
         ]
         if self.is_last:
-            final_norm = weights.tensor("norm.weight", config.hidden_size)
-            # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
-            self._lm_head = self._kernels.norm_linear(
-                final_norm, config.rms_norm_eps, self._lm_head_weight(whole), is_shared=config.tie_word_embeddings
-            )
+            self._load_lm_head(whole)
+
+    def _load_lm_head(self, whole: WeightReader) -> None:
+        config, support, kernels = self._config, self._head_support, self._kernels
+        weights, weight = whole.below(config.weight_prefix), self._lm_head_weight(whole)
+        norm_weight = weights.tensor("norm.weight", config.hidden_size)
+        if support is not None and self._embedding is None and support.gives_embedding:
+            # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
+            is_kept = config.tie_word_embeddings and self._device.type != "cpu"
+            self._embedding = weight if is_kept else weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
+        if support is not None:
+            self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
+        if support is not None and support.gives_lm_head:
+            self._plain_lm_head = kernels.linear(weight)
+            return
+        # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
+        self._lm_head = kernels.norm_linear(
+            norm_weight, config.rms_norm_eps, weight, is_shared=config.tie_word_embeddings
+        )
 
     def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
         config = self._config
@@ -158,14 +199,20 @@ class DecoderModel:
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
         by = self._rotation(positions)
-        for index, layer, kv_cache in zip(self._layer_indices, self._layers, kv_caches, strict=True):
+        for depth, layer, kv_cache in zip(self._layer_indices, self._layers, kv_caches, strict=True):
+            self._tap(depth, hidden)
             attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
-            if deepstack is not None and index - deepstack.first_layer < len(deepstack.rows):
+            if deepstack is not None and depth - deepstack.first_layer < len(deepstack.rows):
                 indices = deepstack.token_indices
-                rows = hidden.index_select(0, indices).add_(deepstack.rows[index - deepstack.first_layer])
+                rows = hidden.index_select(0, indices).add_(deepstack.rows[depth - deepstack.first_layer])
                 hidden = hidden.index_copy_(0, indices, rows)
+        self._tap(self._layer_indices.stop, hidden)
         return hidden
+
+    def _tap(self, depth: int, hidden: torch.Tensor) -> None:
+        if depth in self.taps:
+            self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:
         if positions.ndim == 1:
@@ -189,5 +236,26 @@ class DecoderModel:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, [N, V], of the model's type. Last stage only. Shapes: hidden [N, H]."""
+        if self._plain_lm_head is not None:
+            return self._plain_lm_head(self.normalize(hidden))
         assert self._lm_head is not None, "not the last stage, or no weights yet"
         return self._lm_head(hidden)
+
+    def attach_draft_head(self, head: DraftHead) -> None:
+        """Keep the head that drafts for this model, for whoever runs the stage."""
+        self.draft_head = head
+
+    def head_embedding(self) -> torch.Tensor:
+        """Return the token embedding, [V, H]; see `raypp.models.draft_head.HeadTarget`."""
+        assert self._embedding is not None, "nobody said that a draft head would need it"
+        return self._embedding
+
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the final norm of the residual stream, [T, H]."""
+        assert self._final_norm is not None, "nobody said that a draft head would need it"
+        return self._final_norm(hidden)
+
+    def project(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Return the LM head's logits, [N, V]. Shapes: normalized [N, H]."""
+        assert self._plain_lm_head is not None, "nobody said that a draft head would need it"
+        return self._plain_lm_head(normalized)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from importlib import import_module, resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypp.errors import ModelLoadError
+from raypp.models.checkpoint_names import PICKLED_FILE
 from raypp.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 
 if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
-    from raypp.models.decoder import DecoderLayer, DecoderModel
+    from raypp.models.decoder import DecoderLayer, DecoderModel, HeadSupport
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
@@ -29,8 +31,12 @@ LAYER_CLASSES = {
 EMBEDDED_MODELS = ("tiny",)
 """Models that are part of the package."""
 
+EMBEDDED_DRAFT_HEADS = ("tiny-eagle3",)
+"""Draft heads that are part of the package."""
+
 _EXPECTED = f"{', '.join(EMBEDDED_MODELS)}, a directory in Hugging Face layout, or an id such as Qwen/Qwen3-0.6B"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_EXPECTED_HEAD = f"{', '.join(EMBEDDED_DRAFT_HEADS)}, a directory with a head's checkpoint, or a Hugging Face id"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 
 
@@ -50,6 +56,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     kernels: KernelSet | None = None,
+    head_support: HeadSupport | None = None,
 ) -> DecoderModel:
     """Return the layers [start_layer, end_layer) of a model, still without weights.
 
@@ -60,6 +67,7 @@ def build_model(
         dtype: Of weights and activations.
         device: Where they are.
         kernels: What it computes with; None: what `raypp.ops.backend.choose_kernels` takes for one-token decode rows.
+        head_support: What it does for a draft head; None: there is none.
     """
     from raypp.models.decoder import DecoderModel
     from raypp.ops.backend import choose_kernels
@@ -72,6 +80,7 @@ def build_model(
         dtype=dtype,
         device=device,
         kernels=kernels or choose_kernels(device, dtype),
+        head_support=head_support,
     )
 
 
@@ -103,7 +112,20 @@ def resolve_model_path(model: str) -> Path:
     Raises:
         ModelLoadError: it is none of these, or cannot be downloaded.
     """
-    if model in EMBEDDED_MODELS:
+    return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS)
+
+
+def resolve_draft_head_path(model: str) -> Path:
+    """Return the directory of a draft head, found as `resolve_model_path` finds a model.
+
+    Raises:
+        ModelLoadError: it is none, or cannot be downloaded.
+    """
+    return _resolve(model, EMBEDDED_DRAFT_HEADS, _EXPECTED_HEAD, [*_HUB_PATTERNS, PICKLED_FILE])
+
+
+def _resolve(model: str, embedded: Sequence[str], expected: str, patterns: list[str]) -> Path:
+    if model in embedded:
         return _embedded_model(model)
     directory = Path(model).expanduser()
     if model and directory.is_dir():
@@ -112,9 +134,9 @@ def resolve_model_path(model: str) -> Path:
         raise ModelLoadError(
             f"there is no model {model!r}",
             got="a file" if directory.is_file() else "no such directory, and no Hugging Face id",
-            expected=_EXPECTED,
+            expected=expected,
         )
-    return _download(model)
+    return _download(model, expected, patterns)
 
 
 def _embedded_model(model: str) -> Path:
@@ -128,16 +150,16 @@ def _embedded_model(model: str) -> Path:
     return directory
 
 
-def _download(model_id: str) -> Path:
+def _download(model_id: str, expected: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_HUB_PATTERNS))
+        return Path(snapshot_download(model_id, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ModelLoadError(
             f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be had",
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no further word'}",
-            expected=_EXPECTED,
+            expected=expected,
             hint="check the spelling, the network, HF_HUB_OFFLINE, and for gated models HF_TOKEN",
         ) from error

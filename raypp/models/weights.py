@@ -39,10 +39,10 @@ class CheckpointWeights:
         self._open_files: dict[str, Any] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor `name`, which must be of `shape`, as `dtype`.
+        """Return the tensor `name`, which must be of `shape`, as `dtype`; integers only where those are asked for.
 
         Raises:
-            ModelLoadError: missing, of another shape, not of floats, or in a file that is truncated or no safetensors.
+            ModelLoadError: missing, of another shape or kind, or in a file that is truncated or no safetensors.
         """
         file_name = self._file_of_tensor.get(name)
         if file_name is None:
@@ -54,20 +54,8 @@ class CheckpointWeights:
         file = self._path / file_name
         try:
             found = self._open(file_name).get_slice(name)
-            got_shape, got_dtype = tuple(found.get_shape()), found.get_dtype()
-            if got_dtype not in _FLOATS:
-                raise ModelLoadError(
-                    f"{file}: tensor {name} is not of a type that raypp computes with",
-                    got=got_dtype,
-                    expected=f"one of {', '.join(_FLOATS)}",
-                    hint="quantized checkpoints are not supported",
-                )
-            if got_shape != shape:
-                raise ModelLoadError(
-                    f"{file}: tensor {name} has the wrong shape",
-                    got=list(got_shape),
-                    expected=f"{list(shape)}, by config.json",
-                )
+            got_shape, got_dtype = tuple(found.get_shape()), str(found.get_dtype())
+            check_tensor(file, name, (got_shape, got_dtype), (shape, dtype), holds_floats=got_dtype in _FLOATS)
             tensor: torch.Tensor = self._open(file_name).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
@@ -116,6 +104,42 @@ class CheckpointWeights:
         return self._open_files[file_name]
 
 
+def check_tensor(
+    file: Path,
+    name: str,
+    got: tuple[tuple[int, ...], str],
+    wanted: tuple[tuple[int, ...], torch.dtype],
+    *,
+    holds_floats: bool,
+) -> None:
+    """Refuse a tensor that is not what the model needs.
+
+    Args:
+        file: Where it is.
+        name: Its name there.
+        got: Its shape, and the name of its type.
+        wanted: The shape that it must have, and the type that it becomes.
+        holds_floats: Whether its type is one of those that raypp computes with.
+
+    Raises:
+        ModelLoadError: floats where integers are needed or the other way round, or another shape.
+    """
+    (got_shape, got_type), (shape, dtype) = got, wanted
+    if holds_floats != dtype.is_floating_point:
+        raise ModelLoadError(
+            f"{file}: tensor {name} is not of a type that raypp computes with",
+            got=got_type,
+            expected=f"one of {', '.join(_FLOATS)}" if dtype.is_floating_point else "integers",
+            hint="quantized checkpoints are not supported",
+        )
+    if got_shape != shape:
+        raise ModelLoadError(
+            f"{file}: tensor {name} has the wrong shape",
+            got=list(got_shape),
+            expected=f"{list(shape)}, by config.json",
+        )
+
+
 class DummyWeights:
     """Random weights: each tensor depends on the seed and its name alone, so any partition gives the same model.
 
@@ -135,7 +159,9 @@ class DummyWeights:
         self._device = device
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the random tensor `name` of `shape`."""
+        """Return the random tensor `name` of `shape`; integers are all zero."""
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
             return torch.ones(shape, dtype=dtype, device=self._device)
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
@@ -168,20 +194,24 @@ class WeightReader:
     def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
         self._source = source
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._prefix = prefix
 
     def below(self, prefix: str) -> WeightReader:
         """Return a reader of the tensors below a further prefix."""
-        return WeightReader(self._source, self._dtype, self._device, self._prefix + prefix)
+        return WeightReader(self._source, self._dtype, self.device, self._prefix + prefix)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
-        return self._source.get(self._prefix + name, shape, self._dtype).to(self._device)
+        return self._source.get(self._prefix + name, shape, self._dtype).to(self.device)
+
+    def integers(self, name: str, *shape: int) -> torch.Tensor:
+        """Return one tensor of integers, int64."""
+        return self._source.get(self._prefix + name, shape, torch.int64).to(self.device)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
-        stacked = torch.empty(sum(rows), *columns, dtype=self._dtype, device=self._device)
+        stacked = torch.empty(sum(rows), *columns, dtype=self._dtype, device=self.device)
         for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
             part.copy_(self._source.get(self._prefix + name, (count, *columns), self._dtype))
         return stacked

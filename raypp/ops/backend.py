@@ -59,6 +59,9 @@ class Attention(Protocol):
         What a row computes past the end of its block table is finite and meaningless; nobody reads it.
         """
 
+    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Only write the cache, as a call does. Never waits for the device. Shapes: slot_mapping [T] int64."""
+
 
 class KernelSet(Protocol):
     """Makes operations of weights."""
@@ -80,6 +83,12 @@ class KernelSet(Protocol):
 
         The weight belongs to the projection from then on and may be changed, unless it `is_shared`.
         """
+
+    def norm(self, weight: torch.Tensor, eps: float) -> Projection:
+        """Return the norm of rows by itself. Shapes: weight [K]."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+        """Return x -> x W^T + b. Shapes: weight [N, K]; bias [N]."""
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None

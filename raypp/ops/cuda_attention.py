@@ -126,6 +126,12 @@ class CudaAttention:
         prefill = self._prefill.plan(batch, ring_entry) if batch.prefill_query_lens else None
         batch.plan = CudaAttentionPlan(sum(batch.prefill_query_lens), prefill)
 
+    def append(
+        self, qkv: torch.Tensor, heads: Heads, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write one layer's keys and values."""
+        append_heads(qkv, heads, by, slot_mapping, kv_cache, self._device)
+
     def run(
         self,
         qkv: torch.Tensor,

@@ -68,9 +68,17 @@ class CudaKernels:
     ) -> Projection:
         """Return x -> norm(x) W^T + b."""
         if is_shared:
-            return SeparateNorm(norm_weight, eps, self._projection(Weights(weight, bias)), self._device)
+            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(weight, bias)))
         fold_norm(weight, norm_weight)
         return self._projection(Weights(weight, bias, eps))
+
+    def norm(self, weight: torch.Tensor, eps: float) -> Norm:
+        """Return the norm of rows by itself."""
+        return Norm(weight, eps, self._device)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+        """Return x -> x W^T + b."""
+        return self._projection(Weights(weight, bias))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -130,19 +138,34 @@ class LayerAttention:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
         return self._attention.run(qkv, self._heads, by, kv_cache, batch, out)
 
+    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Only write the cache."""
+        self._attention.append(qkv, self._heads, by, kv_cache, slot_mapping)
+
+
+class Norm:
+    """A norm by itself."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, device: Device) -> None:
+        self._weight = weight
+        self._eps = eps
+        self._device = device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [T, K]. Shapes: x [T, K] contiguous."""
+        return rms_norm(x, self._weight, self._eps, self._device)
+
 
 class SeparateNorm:
     """A norm before a product whose weight others use too, so that the norm's own cannot be folded into it."""
 
-    def __init__(self, norm_weight: torch.Tensor, eps: float, projection: Projection, device: Device) -> None:
-        self._norm_weight = norm_weight
-        self._eps = eps
+    def __init__(self, norm: Norm, projection: Projection) -> None:
+        self._norm = norm
         self._projection = projection
-        self._device = device
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N]. Shapes: x [T, K] contiguous."""
-        return self._projection(rms_norm(x, self._norm_weight, self._eps, self._device))
+        return self._projection(self._norm(x))
 
 
 class CudaProjection:

@@ -11,6 +11,7 @@ from raypp.ops.activation import silu_and_mul
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu_attention import paged_attention
+from raypp.ops.kv_cache import cache_rows, write_kv_cache
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
@@ -41,6 +42,14 @@ class TorchKernels:
     ) -> NormLinear:
         """Return x -> norm(x) W^T + b."""
         return NormLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))
+
+    def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
+        """Return the norm of rows by itself."""
+        return RMSNorm(weight, eps)
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Return x -> x W^T + b."""
+        return Linear(weight, bias)
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -144,11 +153,21 @@ class TorchAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        q, k, v = self._heads(qkv, by)
+        return _attend(q, k, v, kv_cache, batch, self._scale, out)
+
+    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Only write the cache."""
+        _, k, v = self._heads(qkv, by)
+        write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))
+
+    def _heads(self, qkv: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
         qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
         if self._norm is not None:
             qk = self._norm(qk)
         q, k = apply_rotary(qk, by).split_with_sizes(self._head_split, 1)
-        return _attend(q, k, v, kv_cache, batch, self._scale, out)
+        return q, k, v
 
 
 @break_point

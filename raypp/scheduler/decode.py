@@ -23,6 +23,7 @@ class DecodeChooser:
         counters: Counters,
     ) -> None:
         self._block_size = limits.block_size
+        self._num_lookahead_tokens = limits.num_lookahead_tokens
         self._kv = kv
         self._queue = queue
         self._running = running
@@ -42,7 +43,8 @@ class DecodeChooser:
                 continue
             if state.num_tokens + state.num_in_flight_yields >= state.limit:
                 continue  # what is in flight ends it
-            num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_drafts, state.limit)
+            num_ahead = num_drafts + self._num_lookahead_tokens
+            num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_ahead, state.limit)
             if num_tokens > len(state.blocks) * self._block_size and not self._make_room(state, num_tokens, chosen):
                 continue
             chosen.append(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable
 
 from raypp.scheduler.block_pool import BlockPool
@@ -62,7 +63,7 @@ class KvBlocks:
             return False
         key = state.block_hashes[index]
         for other in prefilling:
-            if other.num_offered_blocks <= index < other.num_prefill_tokens // block_size:
+            if other.num_offered_blocks <= index < self._num_hashable(other.num_prefill_tokens) // block_size:
                 self._extend_hashes(other, index + 1)
                 if other.block_hashes[index] == key:
                     return True
@@ -73,7 +74,8 @@ class KvBlocks:
 
         The whole prompt at once: a prefill that was begun never has to stop halfway for want of blocks.
         """
-        num_new = self._limits.num_blocks_for(state.num_tokens) - len(prefix)
+        num_tokens = min(state.num_tokens + self._limits.num_lookahead_tokens, state.limit)
+        num_new = self._limits.num_blocks_for(num_tokens) - len(prefix)
         num_wanted = num_new + self._pool.num_free_among(prefix)
         if self.num_free < num_wanted + num_reserved:
             state.num_wanted_blocks = num_wanted
@@ -105,7 +107,7 @@ class KvBlocks:
             state: A running request.
             num_computed_tokens: Leading known tokens whose KV dispatched steps have written.
         """
-        num_blocks = num_computed_tokens // self._limits.block_size
+        num_blocks = min(num_computed_tokens, self._num_hashable(state.num_tokens)) // self._limits.block_size
         if num_blocks <= state.num_offered_blocks or not self._limits.enable_prefix_caching:
             return
         self._extend_hashes(state, num_blocks)
@@ -132,4 +134,12 @@ class KvBlocks:
             starts = range(len(hashes) * block_size, num_blocks * block_size, block_size)
             items = state.request.items
             contents = [] if items is None else [b"".join(items.keys_in(at, at + block_size)) for at in starts]
-            hashes += chain_hashes(parent, state.token_ids(starts.start, starts.stop), block_size, contents)
+            begin, end = starts.start, starts.stop
+            if self._limits.caches_next_token:  # every block but the first begins with a token that was hashed already
+                parent = parent or array("i", state.token_ids(0, 1)).tobytes()
+                begin, end = begin + 1, end + 1
+            hashes += chain_hashes(parent, state.token_ids(begin, end), block_size, contents)
+
+    def _num_hashable(self, num_known_tokens: int) -> int:
+        """Return the leading tokens whose blocks have keys."""
+        return num_known_tokens - self._limits.caches_next_token

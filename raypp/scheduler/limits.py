@@ -28,6 +28,11 @@ class SchedulerLimits:
     """A prompt is not cut into smaller chunks than this, unless the step is full."""
     max_drafts: int = 0
     """The most drafts that a decode row may verify in one step."""
+    num_lookahead_tokens: int = 0
+    """Positions behind a row's newest token that a draft head writes while it guesses."""
+    caches_next_token: bool = False
+    """Whether a block holds what depends on the token after it as well, as a draft head's cache does: texts share the
+    block only if they agree on that one too."""
 
     def __post_init__(self) -> None:
         assert self.num_stages >= 1

@@ -49,9 +49,16 @@ def build_plan(step: InFlightStep) -> StepPlan:
         num_scheduled_tokens=_int32s(num_scheduled_tokens),
         num_computed_tokens=_int32s(num_computed_tokens),
         samples=samples,
+        drafting=_drafting(decoding, chunks),
         **_start_arrays(chunks),
         **_block_arrays(grown),
     )
+
+
+def _drafting(decoding: Sequence[RequestState], chunks: Sequence[Chunk]) -> NDArray[np.bool_]:
+    if not any(chunk.state.never_drafts for chunk in chunks):
+        return _ALL_DRAFT
+    return np.array([*[True] * len(decoding), *[not chunk.state.never_drafts for chunk in chunks]])
 
 
 def _num_item_tokens(chunk: Chunk) -> int:
@@ -120,3 +127,4 @@ _NO_STARTS = {
     "start_items": NO_BYTES,
 }
 _NO_BLOCKS = {name: _empty(np.int32) for name in ("block_rows", "block_positions", "block_ids")}
+_ALL_DRAFT = _empty(np.bool_)

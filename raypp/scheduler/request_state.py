@@ -26,6 +26,7 @@ class RequestState:
     limit: int  # min(prompt + max_tokens, max_model_len): the tokens it may ever have
     end_token_ids: frozenset[int]  # EOS and stop tokens alike; a quick test before the exact one
     num_tokens: int  # known: the prompt and the output that was collected
+    never_drafts: bool = False  # no draft head must see it: it yields one token, and nobody shares its blocks
 
     row: int = NO_ROW  # NO_ROW while it waits
     num_prefill_tokens: int = 0  # known tokens when the row was taken: what its prefill computes

@@ -83,8 +83,15 @@ class Scheduler:
                 got=request.request_id,
                 expected="an id of its own",
             )
+        num_prompt_tokens, shares_blocks = len(request.prompt_token_ids), self._limits.enable_prefix_caching
+        has_one_token = limit <= num_prompt_tokens + 1
         state = RequestState(
-            request, self._num_added, limit, end_token_ids(request), num_tokens=len(request.prompt_token_ids)
+            request,
+            self._num_added,
+            limit,
+            end_token_ids(request),
+            num_tokens=num_prompt_tokens,
+            never_drafts=self._limits.caches_next_token and has_one_token and not shares_blocks,
         )
         self._num_added += 1
         self._states[request.request_id] = state

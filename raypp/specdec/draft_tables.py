@@ -58,6 +58,10 @@ class DraftTables:
         self._tokens.append(rows, first, token_ids, verified.num_valid)
         return verified
 
+    def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return which rows end behind all of their next drafts, bool [Y]. Shapes: rows, lengths [Y] int64."""
+        return lengths + self._draft_ids.shape[1] <= self._limits.index_select(0, rows)
+
     def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Take over that nothing was proposed for these rows; return ids that are valid all the same, [Y, K_max] int32.
 

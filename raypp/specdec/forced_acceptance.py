@@ -12,7 +12,7 @@ import torch
 
 from raypp.messages import StepPlan
 from raypp.ops.sampling import gumbel_noise
-from raypp.specdec.proposer import Drafts, Proposer, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
 
 
 class ForcedAcceptance:
@@ -55,12 +55,17 @@ class AlwaysProposing:
 
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
+        self.is_recorded_apart = proposer.is_recorded_apart
 
     def apply(self, plan: StepPlan) -> None:
         """Take over rows that start."""
         self._proposer.apply(plan)
 
-    def propose(self, step: SteppedTokens) -> Drafts:
+    def follow(self, step: SteppedTokens) -> Followed:
+        """Take in a step."""
+        return self._proposer.follow(step)
+
+    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
         """Return the drafts, none of them a miss."""
-        drafts = self._proposer.propose(step)
+        drafts = self._proposer.propose(drafting, followed)
         return Drafts(drafts.draft_ids, torch.full_like(drafts.num_proposed, drafts.draft_ids.shape[1]))

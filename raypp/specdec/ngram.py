@@ -8,7 +8,7 @@ import torch
 
 from raypp.messages import StepPlan
 from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
-from raypp.specdec.proposer import Drafts, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
 
 _FEW_ROWS = 32
 """On a CPU up to this many rows are looked through one by one, about 5 us each."""
@@ -16,6 +16,8 @@ _FEW_ROWS = 32
 
 class NgramProposer:
     """Looks for the row's newest tokens in the token table; see `raypp.ops.ngram`."""
+
+    is_recorded_apart = False
 
     def __init__(self, tokens: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int, max_rows: int) -> None:
         """Search a table that somebody else keeps current.
@@ -40,16 +42,20 @@ class NgramProposer:
     def apply(self, plan: StepPlan) -> None:
         """Do nothing: all it needs is in the token table."""
 
-    def propose(self, step: SteppedTokens) -> Drafts:
+    def follow(self, step: SteppedTokens) -> Followed:
+        """Do nothing, likewise."""
+        return ()
+
+    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
         """Return what followed the newest tokens where they stood before."""
         if self._kernel is not None:
-            return Drafts(*self._kernel(step.rows, step.lengths))
-        tokens, rows, lengths = self._tokens, step.rows, step.lengths
+            return Drafts(*self._kernel(drafting.rows, drafting.lengths))
+        tokens, rows, lengths = self._tokens, drafting.rows, drafting.lengths
         min_n, max_n, num_drafts = self._min_n, self._max_n, self._num_drafts
         if len(rows) <= _FEW_ROWS and not tokens.is_cuda:
             by_row = propose_ngrams_by_row(tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts)
             return Drafts(*by_row)
         together = propose_ngrams(
-            tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_length=step.max_length
+            tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_length=drafting.max_length
         )
         return Drafts(*together)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from raypp.messages import StepPlan
-from raypp.ops.attention import AttentionBatch
+
+Followed = tuple[torch.Tensor, ...]
+"""What a proposer made of a step and needs to propose after it, each [Y, ...]: one line per row that yielded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +20,9 @@ class SteppedHidden:
 
     hidden_states: torch.Tensor  # [T, H], the last layer's output
     positions: torch.Tensor  # [T] int64
-    attention: AttentionBatch
+    slot_mapping: torch.Tensor  # [T] int64
+    aux: Sequence[torch.Tensor]  # each [T, H], the states that the proposer asked for
+    next_token_ids: torch.Tensor | None  # [T] int32, of the tokens after; -1 where this step chooses them. None: all
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,8 @@ class SteppedTokens:
     token_ids: torch.Tensor  # [Y, 1 + K] int32, valid up to num_valid
     num_valid: torch.Tensor | None  # [Y] int32, at least 1; None: 1 each
     max_length: int  # an upper bound of `lengths` that the host knows
+    num_decode_rows: int  # the first of the Y rows; the others end their prompt, and have one token
+    token_indices: torch.Tensor  # [N] int64, where among the step's T tokens stand those before the chosen ones
     hidden: SteppedHidden
 
 
@@ -40,14 +47,30 @@ class Drafts:
     num_proposed: torch.Tensor  # [Y] int32: leading ids that the proposer stands behind; 0 is a miss
 
 
+@dataclass(frozen=True, eq=False)
+class DraftingRows:
+    """Who is to be proposed drafts. Y rows."""
+
+    rows: torch.Tensor  # [Y] int64
+    lengths: torch.Tensor  # [Y] int64
+    max_length: int  # an upper bound of `lengths` that the host knows
+
+
 class Proposer(Protocol):
     """Proposes the next tokens of rows, at the end of every step of the last stage.
 
-    Runs inside the step's CUDA graph: fixed addresses and shapes, and no word to the host.
+    In two parts, each of which may run inside a CUDA graph: fixed addresses and shapes, and no word to the host. The
+    first takes in the step, the second depends on the number of rows alone, whatever step it was.
     """
+
+    is_recorded_apart: bool
+    """Whether the two parts are worth recordings of their own: they take long, or many recordings would repeat them."""
 
     def apply(self, plan: StepPlan) -> None:
         """Take over rows that start. Runs before the step, outside of any graph."""
 
-    def propose(self, step: SteppedTokens) -> Drafts:
-        """Return the next drafts of the rows that yielded; called once for each step."""
+    def follow(self, step: SteppedTokens) -> Followed:
+        """Take in a step; called once for each, whether something is proposed after it or not."""
+
+    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+        """Return the next drafts of the rows that yielded in the step that was followed last."""

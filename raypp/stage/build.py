@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
+from raypp.models.checkpoint_names import PICKLED_FILE
 from raypp.models.config import ModelConfig
+from raypp.models.decoder import DecoderModel, HeadSupport
+from raypp.models.draft_head import DraftHead
+from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import build_model
-from raypp.models.weights import open_weights
-from raypp.ops.backend import choose_kernels
+from raypp.models.weights import WeightReader, WeightSource, open_weights
+from raypp.ops.backend import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import StageSpec
+from raypp.stage.spec import DraftHeadSpec, StageSpec
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
 from raypp.tracing import Tracer
@@ -55,10 +60,45 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         num_ring_entries=spec.num_ring_entries,
     )
     model = build_model(
-        config, start_layer=spec.start_layer, end_layer=spec.end_layer, dtype=dtype, device=device, kernels=kernels
+        config,
+        start_layer=spec.start_layer,
+        end_layer=spec.end_layer,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        head_support=_head_support(spec),
     )
     model.load_weights(open_weights(spec.load_format, spec.model_path, spec.seed, device))
+    if spec.draft_head is not None and spec.is_last:
+        model.attach_draft_head(_build_draft_head(spec, spec.draft_head, config, model))
     return model
+
+
+def _head_support(spec: StageSpec) -> HeadSupport | None:
+    if spec.draft_head is None:
+        return None
+    head = spec.draft_head.config
+    return HeadSupport(
+        tap_depths=spec.tap_depths,
+        max_tokens=spec.max_step_tokens,
+        gives_embedding=spec.is_last and not head.has_embedding,
+        gives_lm_head=spec.is_last and not head.has_lm_head,
+    )
+
+
+def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig, model: DecoderModel) -> DraftHead:
+    """Return the head on the last stage, with its weights. It computes with kernels of its own if its heads differ."""
+    dtype, device, layer = getattr(torch, spec.dtype), torch.device(spec.device), head.config.layer
+    heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+    kernels = model.kernels
+    if heads != (config.num_heads, config.num_kv_heads, config.head_dim):
+        kernels = choose_kernels(device, dtype, block_size=spec.block_size, max_rows=spec.max_step_rows)
+    source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
+    pickled = Path(head.path) / PICKLED_FILE
+    if spec.load_format != "dummy" and pickled.is_file() and not list(pickled.parent.glob("*.safetensors")):
+        source = PickledWeights(pickled)
+    weights = WeightReader(source, dtype, device)
+    return DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
 
 
 def build_stage(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,21 @@ def choose_tokens(
         max_length: An upper bound of the rows' lengths after the step.
         search: What a step without drafts does for later ones.
     """
+    choice = verify_tokens(shape, last, sampler, speculation, needs, search)
+    if speculation is None:
+        return choice
+    return replace(choice, tokens=speculation.draft(shape, choice.tokens, last.hidden, max_length, search))
+
+
+def verify_tokens(
+    shape: StepShape,
+    last: LastHidden,
+    sampler: Sampler,
+    speculation: Speculation | None,
+    needs: Needs,
+    search: Search,
+) -> Choice:
+    """Sample every position and verify drafts; propose nothing. For the arguments see `choose_tokens`."""
     width, rows = shape.decode_query_len, shape.rows_of_logits()
     if speculation is not None and needs.history and width > 1:
         decode = slice(0, shape.num_decode_rows * width, width)
@@ -60,6 +75,6 @@ def choose_tokens(
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
     else:
-        tokens = speculation.finish(shape, token_ids, last.positions, last.hidden, max_length, search)
+        tokens = speculation.verify(shape, token_ids, last.positions, search)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
     return Choice(chosen, tokens)

@@ -9,7 +9,8 @@ Messages between stages are padded too: both ends know to what.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -22,10 +23,12 @@ from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.aux_states import AuxStates
 from raypp.stage.checked_tokens import only, owned_tokens
-from raypp.stage.choose import Choice, LastHidden, choose_tokens
+from raypp.stage.choose import Choice, LastHidden, choose_tokens, verify_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.item_rows import ItemRows
+from raypp.stage.recorded_drafts import RecordedDrafts
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
@@ -70,6 +73,7 @@ class RecordedDecode:
         graphs: CudaGraphManager,
         item_rows: ItemRows | None,
         sizes: Sequence[FullSize],
+        aux_states: AuxStates,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -82,18 +86,24 @@ class RecordedDecode:
         self._speculation = speculation
         self._item_rows = item_rows
         self._sizes = sizes
+        self._aux_states = aux_states
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
-        hidden_bytes = schemas.forward_messages(spec).slot_bytes
-        feedback_bytes = schemas.feedback_messages(spec).slot_bytes
-        self.input = torch.zeros(feedback_bytes if spec.is_first else hidden_bytes, dtype=torch.uint8, device=device)
+        messages = [schemas.feedback_messages(spec), *schemas.forward_messages(spec), schemas.feedback_messages(spec)]
+        entering, leaving = (messages[spec.stage_index + end].slot_bytes for end in range(2))
+        self.input = torch.zeros(entering, dtype=torch.uint8, device=device)
         """What the step reads: the message of the stage before; on the first stage a feedback message."""
-        self.output = torch.zeros(feedback_bytes if spec.is_last else hidden_bytes, dtype=torch.uint8, device=device)
+        self.output = torch.zeros(leaving, dtype=torch.uint8, device=device)
         """What it writes: the message to the next stage; on the last stage the feedback."""
         self._kept_logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
+        self._drafts: RecordedDrafts | None = None
+        if speculation is not None and speculation.is_recorded_apart:
+            self._drafts = RecordedDrafts(
+                spec, speculation, graphs, FULL, lambda bucket: self._feedback_views(bucket)["draft_ids"]
+            )
         # What is fed back may be a step of any K.
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
@@ -115,6 +125,8 @@ class RecordedDecode:
                 continue
             tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
             self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
+        if self._drafts is not None:
+            self._drafts.record(self._shapes[size], lambda: self._last.hidden)
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
@@ -149,8 +161,17 @@ class RecordedDecode:
         if ran.last is not None:
             self._last = ran.last
 
-    def choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
+    def choose(self, bucket: int, num_drafts: int, needs: Needs, search: Search) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
+        choice = self._choose(bucket, num_drafts, needs)
+        if self._drafts is None:
+            return choice
+        self._drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
+        if search.compares:
+            return choice
+        return replace(choice, tokens=replace(choice.tokens, num_drafted=None, num_matched=None))
+
+    def _choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         for recorded in _TAILS:
             key = ("tail", bucket, num_drafts, recorded)
             if needs | recorded == recorded and key in self._graphs:
@@ -183,10 +204,11 @@ class RecordedDecode:
         if self._next_inputs is not None:
             feedback = self._schemas.feedback.views(self.input, bucket, bucket)
             self._next_inputs.apply_feedback(self._fed_back[bucket], feedback)
+            entering: Mapping[str, torch.Tensor] = {}
             num_computed_tokens = self._next_inputs.decode_lengths(shape)
             hidden = self._model.embed(self._next_inputs.decode_input_ids(shape))
         else:
-            entering = self._schemas.hidden_states.views(self.input, bucket, shape.num_tokens)
+            entering = self._schemas.forward[spec.stage_index - 1].views(self.input, bucket, shape.num_tokens)
             num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
         inputs = self._block_tables.decode_inputs(
             NewEntries(entry_rows, entry_positions, entry_blocks),
@@ -214,11 +236,13 @@ class RecordedDecode:
         hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
         if spec.is_last:
             logits = self._keep_logits(self._model.compute_logits(hidden))
-            last = LastHidden(logits, positions + 1, SteppedHidden(hidden, positions, attention))
-            return RanBody(inputs.slot_mapping, last)
-        leaving = self._schemas.hidden_states.views(self.output, bucket, shape.num_tokens)
+            aux = self._aux_states.gather(entering, shape.num_tokens)
+            stepped = SteppedHidden(hidden, positions, inputs.slot_mapping, aux, None)
+            return RanBody(inputs.slot_mapping, LastHidden(logits, positions + 1, stepped))
+        leaving = self._schemas.forward[spec.stage_index].views(self.output, bucket, shape.num_tokens)
         leaving["num_computed_tokens"].copy_(num_computed_tokens)
         leaving["hidden_states"].copy_(hidden)
+        self._aux_states.send(entering, leaving, shape.num_tokens)
         return RanBody(inputs.slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
@@ -238,10 +262,12 @@ class RecordedDecode:
             counts = owned_tokens(ran.slot_mapping, self._spec)[:num_tokens]
             if ran.last is not None:
                 return {"logits": only(counts, ran.last.logits[:num_tokens])}
-            leaving = self._schemas.hidden_states.views(self.output, bucket, bucket * (1 + num_drafts))
+            schema = self._schemas.forward[self._spec.stage_index]
+            leaving = schema.views(self.output, bucket, bucket * (1 + num_drafts))
+            states = {name: view for name, view in leaving.items() if name != "num_computed_tokens"}
             return {
                 "num_computed_tokens": leaving["num_computed_tokens"][:num_rows],
-                "hidden_states": only(counts, leaving["hidden_states"][:num_tokens]),
+                **{name: only(counts, view[:num_tokens]) for name, view in states.items()},
             }
 
         return Watched(reads=reads, changes=changes, yields=yields)
@@ -252,9 +278,8 @@ class RecordedDecode:
 
         def yields(choice: Choice) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
-            counts = owned_tokens(self._last.hidden.attention.slot_mapping, self._spec)[:num_tokens]
-            feedback = self._schemas.feedback.views(self.output, bucket, bucket)
-            rows = {name: column[:num_rows] for name, column in feedback.items()}
+            counts = owned_tokens(self._last.hidden.slot_mapping, self._spec)[:num_tokens]
+            rows = {name: column[:num_rows] for name, column in self._feedback_views(bucket).items()}
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, choice.chosen[:num_tokens])}
 
@@ -273,7 +298,16 @@ class RecordedDecode:
     def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
-        max_length = self._spec.max_seq_len + 1
-        choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())
-        write_feedback(self._schemas.feedback.views(self.output, bucket, bucket), shape, choice.tokens)
+        if self._drafts is not None:
+            assert self._speculation is not None
+            choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search())
+            self._drafts.keep(choice.tokens)
+        else:
+            max_length = self._spec.max_seq_len + 1
+            choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())
+        write_feedback(self._feedback_views(bucket), shape, choice.tokens)
         return choice
+
+    def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:
+        """Return the message to the first stage. Last stage only."""
+        return self._schemas.feedback.views(self.output, bucket, bucket)

@@ -33,6 +33,11 @@ class BlockTables:
         self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
         self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
 
+    @property
+    def tables(self) -> torch.Tensor:
+        """All tables, int32 [max_num_seqs, W]; their address never changes."""
+        return self._tables
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tables, which keep their addresses."""
         return {"block tables": self._tables}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from raypp.config.sections import SpeculativeSection, TransportKind
+from raypp.models.draft_head_config import DraftHeadConfig
 
 NUM_PADDING_ROWS = 2
 """Rows of the tables that no request owns: one that padding reads, one that it writes; see `StageSpec`."""
@@ -20,6 +21,16 @@ class GraphSpec:
     is_required: bool = False  # whether a stage without memory for any refuses to start
     max_bytes: int | None = None  # of device memory for all recordings; None: what there is
     debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadSpec:
+    """The head on the last stage, and who keeps the hidden states that it wants."""
+
+    model: str  # as the user named it
+    path: str
+    config: DraftHeadConfig
+    tap_stages: tuple[int, ...]  # for each of the head's depths, the stage that keeps the states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +61,7 @@ class StageSpec:
     num_deepstack_layers: int = 0  # leading layers of the model that rows of pictures are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
     ngram_window: int = 0  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
+    draft_head: DraftHeadSpec | None = None
     transport: TransportKind
     link_timeout_s: float
     trace: bool
@@ -88,3 +100,21 @@ class StageSpec:
     def blocks_per_row(self) -> int:
         """Entries of a row's block table."""
         return -(-self.max_seq_len // self.block_size)
+
+    @property
+    def tap_depths(self) -> tuple[int, ...]:
+        """Layers of the model after which this stage keeps the hidden states, ascending."""
+        return tuple(
+            depth for depth in self.carried_depths(self.stage_index) if depth in self._taps_of(self.stage_index)
+        )
+
+    def carried_depths(self, sender: int) -> tuple[int, ...]:
+        """Return the depths whose hidden states are known to a stage, its own and those before; -1: to none yet."""
+        return tuple(sorted({depth for stage in range(sender + 1) for depth in self._taps_of(stage)}))
+
+    def _taps_of(self, stage_index: int) -> set[int]:
+        head = self.draft_head
+        if head is None:
+            return set()
+        taps = zip(head.config.aux_depths, head.tap_stages, strict=True)
+        return {depth for depth, stage in taps if stage == stage_index}

@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from raypp.errors import ConfigError
 from raypp.messages import StepPlan
+from raypp.models.draft_head import DraftHead
+from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.specdec.draft_tables import DraftTables
+from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.forced_acceptance import AlwaysProposing, ForcedAcceptance
+from raypp.specdec.hybrid import HybridProposer
 from raypp.specdec.ngram import NgramProposer
-from raypp.specdec.proposer import Proposer, SteppedHidden, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
 from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
@@ -20,8 +25,8 @@ from raypp.stage.step_tokens import StepTokens
 _LOG = logging.getLogger(__name__)
 
 _SHADOW_EVERY = 4
-"""On a CPU, where a search costs a few percent of a small model's step: of the steps without drafts, one in so many is
-followed by a search, and its outcome compared in the next one."""
+"""Where proposing costs a few percent of a step (by a head; by n-grams on a CPU): of the steps without drafts, one in
+so many is followed by a proposal, and its outcome compared in the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +38,37 @@ class Search:
 
 
 class Speculation:
-    """The token table, the tables of drafts, and the proposer."""
+    """The token table, the tables of drafts, and the proposer.
 
-    def __init__(self, spec: StageSpec, device: torch.device) -> None:
+    Args:
+        spec: The last stage's.
+        device: Its device.
+        head: The draft head, for methods that have one.
+        block_tables: Of all rows, int32 [max_num_seqs, W], kept current by the stage.
+
+    Raises:
+        ConfigError: the method drafts by a head, and there is none.
+    """
+
+    def __init__(
+        self, spec: StageSpec, device: torch.device, head: DraftHead | None, block_tables: torch.Tensor
+    ) -> None:
         given = spec.speculative
         self._tokens = TokenTable(spec.max_num_seqs, spec.ngram_window, device)
         self._drafts = DraftTables(spec.max_num_seqs, spec.max_drafts, self._tokens, device)
-        self._proposer: Proposer = NgramProposer(
-            self._tokens.tokens,
-            min_n=given.min_n,
-            max_n=given.max_n,
-            num_drafts=spec.max_drafts,
-            max_rows=spec.max_step_rows,
-        )
-        self._is_sparing = device.type == "cpu"
+        self._proposer = _proposer(spec, self._tokens.tokens, head, block_tables)
+        self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
             _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
             self._forced = ForcedAcceptance(given.forced_acceptance_rate)
             self._proposer = AlwaysProposing(self._proposer)
+
+    @property
+    def is_recorded_apart(self) -> bool:
+        """Whether `follow` and `propose` get recordings of their own."""
+        return self._proposer.is_recorded_apart
 
     @property
     def token_table_bytes(self) -> int:
@@ -83,23 +99,13 @@ class Speculation:
         decode_rows = shape.rows[: shape.num_decode_rows]
         return self._drafts.draft_ids(decode_rows)[:, : shape.decode_query_len - 1]
 
-    def finish(
-        self,
-        shape: StepShape,
-        chosen: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: SteppedHidden,
-        max_length: int,
-        search: Search,
-    ) -> StepTokens:
-        """Verify, remember, propose.
+    def verify(self, shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
+        """Verify the step's drafts, and remember its tokens.
 
         Args:
             shape: The step.
             chosen: [N] int32, the model's tokens: K + 1 of each decode row, then one of each final chunk.
             positions: [N] int64, theirs.
-            hidden: For proposers that draft from hidden states.
-            max_length: An upper bound of the rows' lengths after the step.
             search: What the step does.
         """
         rows = shape.sampled_rows
@@ -108,24 +114,90 @@ class Speculation:
             token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
         if not search.compares:
             self._tokens.append(rows, first, token_ids, None)
-            tokens = StepTokens.one_each(token_ids.squeeze(1), first)
-        else:
-            verified = self._drafts.verify(rows, first, token_ids)
-            tokens = StepTokens(
-                token_ids=token_ids,
-                positions=first,
-                lengths=verified.lengths,
-                num_valid=verified.num_valid,
-                num_drafted=verified.num_drafted,
-                num_matched=verified.num_matched,
-            )
-        if not search.proposes:
-            return replace(tokens, draft_ids=self._drafts.miss(rows, token_ids))
-        drafts = self._proposer.propose(
-            SteppedTokens(rows, tokens.lengths, token_ids, tokens.num_valid, max_length, hidden)
+            return StepTokens.one_each(token_ids.squeeze(1), first)
+        verified = self._drafts.verify(rows, first, token_ids)
+        return StepTokens(
+            token_ids=token_ids,
+            positions=first,
+            lengths=verified.lengths,
+            num_valid=verified.num_valid,
+            num_drafted=verified.num_drafted,
+            num_matched=verified.num_matched,
         )
+
+    def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int) -> Followed:
+        """Let the proposer take in a step that was verified.
+
+        Args:
+            shape: The step.
+            tokens: What its rows yield.
+            hidden: For proposers that draft from hidden states.
+            max_length: An upper bound of the rows' lengths after the step.
+        """
+        return self._proposer.follow(
+            SteppedTokens(
+                rows=shape.sampled_rows,
+                lengths=tokens.lengths,
+                token_ids=tokens.token_ids,
+                num_valid=tokens.num_valid,
+                max_length=max_length,
+                num_decode_rows=shape.num_decode_rows,
+                token_indices=shape.logits_indices,
+                hidden=hidden,
+            )
+        )
+
+    def propose(self, rows: torch.Tensor, lengths: torch.Tensor, followed: Followed, max_length: int) -> torch.Tensor:
+        """Propose the next drafts of the rows that yielded, and remember them; return them, [Y, K_max] int32.
+
+        Shapes: rows, lengths [Y] int64.
+        """
+        drafts: Drafts = self._proposer.propose(DraftingRows(rows, lengths, max_length), followed)
         self._drafts.remember(rows, drafts)
-        return replace(tokens, draft_ids=drafts.draft_ids)
+        return drafts.draft_ids
+
+    def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Return which rows end behind all of their next drafts, bool [Y]. Shapes: rows, lengths [Y] int64."""
+        return self._drafts.have_room(rows, lengths)
+
+    def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Propose nothing; return ids that are valid all the same, [Y, K_max] int32. Shapes: token_ids [Y, 1 + K]."""
+        return self._drafts.miss(rows, token_ids)
+
+    def draft(
+        self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
+    ) -> StepTokens:
+        """Follow a step that was verified, and propose; return its tokens with the next drafts."""
+        rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden, max_length)
+        if not search.proposes:
+            return replace(tokens, draft_ids=self.miss(rows, tokens.token_ids))
+        return replace(tokens, draft_ids=self.propose(rows, tokens.lengths, followed, max_length))
+
+
+def _proposer(spec: StageSpec, tokens: torch.Tensor, head: DraftHead | None, block_tables: torch.Tensor) -> Proposer:
+    given = spec.speculative
+    ngram = NgramProposer(
+        tokens, min_n=given.min_n, max_n=given.max_n, num_drafts=spec.max_drafts, max_rows=spec.max_step_rows
+    )
+    if given.method == "ngram":
+        return ngram
+    if head is None:
+        raise ConfigError(
+            "the method of speculation drafts by a head, and the last stage has none",
+            got=f"speculative.method {given.method}",
+            hint="a stage factory brings no head; take ngram",
+        )
+    layer = head.config.layer
+    kv_cache = allocate_kv_cache(
+        spec.num_blocks,
+        spec.block_size,
+        layer.num_kv_heads,
+        layer.head_dim,
+        getattr(torch, spec.dtype),
+        block_tables.device,
+    )
+    eagle = EagleProposer(head, kv_cache, block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)
+    return HybridProposer(ngram, eagle) if given.method == "auto" else eagle
 
 
 def _by_row(shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ A stage executes the driver's plans in their order and decides nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,13 +18,15 @@ from raypp.messages import StartExtras, StepPlan, unpack
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
+from raypp.stage.aux_states import AuxStates
 from raypp.stage.choose import LastHidden, choose_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
-from raypp.stage.item_rows import ItemRows, StepItems
+from raypp.stage.item_rows import ItemRows
 from raypp.stage.item_store import ItemStore
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
+from raypp.stage.next_tokens import NextTokens
 from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.pending_result import PendingResult
 from raypp.stage.recorded_decode import RecordedDecode
@@ -41,6 +43,7 @@ from raypp.stage.warm_up import warm_up
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.link import LinkSender
 from raypp.transport.open import StageLinks
+from raypp.transport.schema import Schema
 
 
 class Stage:
@@ -86,7 +89,11 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
-        self._speculation = Speculation(spec, self._device) if spec.is_last and spec.max_drafts else None
+        self._speculation: Speculation | None = None
+        if spec.is_last and spec.max_drafts:
+            self._speculation = Speculation(spec, self._device, model.draft_head, self._block_tables.tables)
+        self._aux_states = AuxStates(spec, model.taps)
+        self._next_tokens = NextTokens(self._device) if spec.is_last and spec.draft_head is not None else None
         if self._device.type == "cuda":
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches)
@@ -117,6 +124,7 @@ class Stage:
                 self._graphs,
                 self._item_rows,
                 wanted.full,
+                self._aux_states,
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -149,7 +157,8 @@ class Stage:
             bucket = self._padding.full_rows(plan)
             num_rows = len(plan.rows) if bucket is None else bucket
             num_tokens = int(plan.num_scheduled_tokens.sum()) if bucket is None else bucket * (1 + plan.num_drafts)
-            num_bytes = self._schemas.hidden_states.num_bytes(num_rows, num_tokens, plan.num_item_tokens)
+            num_drafting_tokens = num_tokens if bucket is not None else plan.num_drafting_tokens
+            num_bytes = self._entering.num_bytes(num_rows, num_tokens, plan.num_item_tokens, num_drafting_tokens)
             self._links.previous.post_recv(plan.step_id, num_bytes)
 
     def close(self) -> None:
@@ -175,17 +184,18 @@ class Stage:
             self._inbox.expect(plan.step_id, self._shapes.of(plan), bucket)
         recorded.upload(plan, bucket, fed_back)
         if links.previous is not None:
-            num_bytes = self._schemas.hidden_states.num_bytes(bucket, num_tokens)
+            num_bytes = self._entering.num_bytes(bucket, num_tokens)
             recorded.input[:num_bytes].copy_(links.previous.wait(plan.step_id)[:num_bytes])
             links.previous.release(plan.step_id)
         self._clock.begin(plan.step_id)
         recorded.run(bucket, plan.num_drafts)
         if links.next is not None:
             self._clock.end()
-            self._send_recorded(links.next, plan, self._schemas.hidden_states.num_bytes(bucket, num_tokens))
+            self._send_recorded(links.next, plan, self._leaving.num_bytes(bucket, num_tokens))
             self._tracer.record(HOST, plan.step_id, started, now_ns())
             return None
-        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows))
+        search = Search() if self._speculation is None else self._speculation.search_of(plan)
+        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search)
         self._clock.end()
         assert links.feedback_out is not None
         self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
@@ -220,6 +230,8 @@ class Stage:
             self._logprobs.apply(plan, extras)
             if self._speculation is not None:
                 self._speculation.apply(plan)
+            if self._next_tokens is not None:
+                self._next_tokens.apply(plan)
 
         waiting, deepstack = now_ns(), None
         if self._spec.is_first:
@@ -227,9 +239,13 @@ class Stage:
             self._inbox.expect(plan.step_id, shape, shape.num_rows)
             self._next_inputs.apply(plan)
             num_computed_tokens = self._next_inputs.num_computed_tokens(shape, plan)
+            received: Mapping[str, torch.Tensor] = {}
             entering = self._next_inputs.input_ids(shape, plan)
         else:
-            num_computed_tokens, entering, deepstack = self._receive(plan, shape, items)
+            received = self._receive(plan, shape)
+            num_computed_tokens, entering = received["num_computed_tokens"], received["hidden_states"]
+            if items is not None and self._spec.num_carried_taps:
+                deepstack = received_deepstack(items, received["deepstack"], self._spec.num_deepstack_layers)
         positions = rope_positions = shape.positions(num_computed_tokens)
         if self._item_rows is not None:
             rope_positions = self._item_rows.rope_positions(shape, plan, positions)
@@ -261,9 +277,16 @@ class Stage:
 
         result = None
         if self._spec.is_last:
-            result = self._finish(plan, shape, logits, hidden, positions, attention)
+            stepped = SteppedHidden(
+                hidden,
+                positions,
+                attention.slot_mapping,
+                self._aux_states.gather(received, shape.num_tokens, self._aux_states.drafting_tokens(plan, shape)),
+                None if self._next_tokens is None else self._next_tokens.of(plan, shape),
+            )
+            result = self._finish(plan, shape, logits, stepped)
         else:
-            self._send(plan, shape, num_computed_tokens, hidden, deepstack)
+            self._send(plan, shape, num_computed_tokens, hidden, deepstack, received)
         if self._links.previous is not None:
             self._links.previous.release(plan.step_id)
         self._tracer.record("wait", plan.step_id, waiting, started)
@@ -271,17 +294,22 @@ class Stage:
         self._tracer.record(HOST, plan.step_id, began, now_ns())
         return result
 
-    def _receive(
-        self, plan: StepPlan, shape: StepShape, items: StepItems | None
-    ) -> tuple[torch.Tensor, torch.Tensor, Deepstack | None]:
-        """Return num_computed_tokens [R] and hidden_states [T, H] from the stage before, still in their slot."""
-        link, schema = self._links.previous, self._schemas.hidden_states
+    @property
+    def _entering(self) -> Schema:
+        """Of the messages of the stage before."""
+        return self._schemas.forward[self._spec.stage_index - 1]
+
+    @property
+    def _leaving(self) -> Schema:
+        """Of the messages to the next stage."""
+        return self._schemas.forward[self._spec.stage_index]
+
+    def _receive(self, plan: StepPlan, shape: StepShape) -> Mapping[str, torch.Tensor]:
+        """Return what the stage before sent, still in its slot."""
+        link = self._links.previous
         assert link is not None
-        views = schema.views(link.wait(plan.step_id), shape.num_rows, shape.num_tokens, plan.num_item_tokens)
-        deepstack = None
-        if items is not None and self._spec.num_carried_taps:
-            deepstack = received_deepstack(items, views["deepstack"], self._spec.num_deepstack_layers)
-        return views["num_computed_tokens"], views["hidden_states"], deepstack
+        sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
+        return self._entering.views(link.wait(plan.step_id), *sizes)
 
     def _send(
         self,
@@ -290,15 +318,18 @@ class Stage:
         num_computed_tokens: torch.Tensor,
         hidden: torch.Tensor,
         deepstack: Deepstack | None,
+        received: Mapping[str, torch.Tensor],
     ) -> None:
-        link, schema = self._links.next, self._schemas.hidden_states
+        link, schema = self._links.next, self._leaving
         assert link is not None
-        sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens)
+        sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
         views = schema.views(link.acquire(plan.step_id), *sizes)
         views["num_computed_tokens"].copy_(num_computed_tokens)
         views["hidden_states"].copy_(hidden)
         if deepstack is not None and self._spec.num_carried_taps:
             views["deepstack"].copy_(carried_rows(deepstack, self._spec.num_carried_taps))
+        drafting_tokens = self._aux_states.drafting_tokens(plan, shape)
+        self._aux_states.send(received, views, shape.num_tokens, drafting_tokens)
         link.send(plan.step_id, schema.num_bytes(*sizes))
 
     def _finish(
@@ -306,16 +337,15 @@ class Stage:
         plan: StepPlan,
         shape: StepShape,
         logits: torch.Tensor,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        attention: AttentionBatch,
+        stepped: SteppedHidden,
     ) -> PendingResult:
         """Sample, verify drafts and propose the next ones, feed back to the first stage, and return the result.
 
-        Shapes: logits [N, V]; hidden [T, H]; positions [T]. N counts the tokens whose successor is chosen.
+        Shapes: logits [N, V]. N counts the tokens whose successor is chosen.
         """
-        chosen_positions = positions.index_select(0, shape.logits_indices).add_(1)
-        last = LastHidden(logits, chosen_positions, SteppedHidden(hidden, positions, attention))
+        hidden = stepped.hidden_states
+        chosen_positions = stepped.positions.index_select(0, shape.logits_indices).add_(1)
+        last = LastHidden(logits, chosen_positions, stepped)
         max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
         search = Search() if self._speculation is None else self._speculation.search_of(plan)

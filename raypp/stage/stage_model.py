@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from raypp.models.decoder import Deepstack
+from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
 
 
@@ -23,6 +24,14 @@ class StageModel(Protocol):
     @property
     def can_be_recorded(self) -> bool:
         """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
+
+    @property
+    def taps(self) -> Mapping[int, torch.Tensor]:
+        """By depth, the residual stream of the last forward after so many layers, at fixed addresses."""
+
+    @property
+    def draft_head(self) -> DraftHead | None:
+        """The head that drafts for the model, on the last stage."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the tokens' embeddings, [T, H]. First stage only. input_ids [T] int32."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -33,6 +34,8 @@ class FakeModel:
     """Sleeps instead of computing. The token after any token t is (t + 1) modulo the vocabulary."""
 
     hidden_size = 1
+    taps: Mapping[int, torch.Tensor] = MappingProxyType({})
+    draft_head = None
 
     def __init__(self, step_s: float, vocab_size: int) -> None:
         self._step_s = step_s

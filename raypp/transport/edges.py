@@ -9,7 +9,7 @@ Every edge has one name in all stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raypp.transport.link import LinkReceiver, LinkSender
@@ -38,16 +38,17 @@ class Edge:
         return self.receiver if stage_index == self.sender else self.sender
 
 
-def pipeline_edges(num_stages: int, forward_bytes: int, feedback_bytes: int) -> list[Edge]:
+def pipeline_edges(num_stages: int, forward_bytes: Sequence[int], feedback_bytes: int) -> list[Edge]:
     """Return all edges of a pipeline, in the order in which every stage opens its own.
 
     Args:
         num_stages: At least 2.
-        forward_bytes: The largest message from a stage to the next.
+        forward_bytes: The largest message from each stage to the next.
         feedback_bytes: The largest message from the last stage to the first.
     """
     forward = [
-        Edge(f"forward {index}", index, index + 1, NUM_FORWARD_SLOTS, forward_bytes) for index in range(num_stages - 1)
+        Edge(f"forward {index}", index, index + 1, NUM_FORWARD_SLOTS, forward_bytes[index])
+        for index in range(num_stages - 1)
     ]
     return [*forward, Edge("feedback", num_stages - 1, 0, num_feedback_slots(num_stages), feedback_bytes)]
 

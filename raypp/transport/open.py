@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ def open_stage_links(
     stage_index: int,
     num_stages: int,
     *,
-    forward: MessageSpec,
+    forward: Sequence[MessageSpec],
     feedback: MessageSpec,
     rendezvous: Rendezvous | None = None,
     own_host: str = "127.0.0.1",
@@ -96,7 +96,7 @@ def open_stage_links(
             `ray_collective` only inside Ray actors.
         stage_index: Of the calling stage, 0-based.
         num_stages: Of the pipeline. A single stage needs no rendezvous: its feedback is local.
-        forward: What stages send to the next.
+        forward: What each stage sends to the next.
         feedback: What the last stage sends to the first.
         rendezvous: The address that `RendezvousServer` has on the first stage.
         own_host: An address of this node that the neighbours can reach.
@@ -122,7 +122,7 @@ def open_stage_links(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     meeting = Meeting(rendezvous, open_timeout_s)
-    edges = pipeline_edges(num_stages, forward.slot_bytes, feedback.slot_bytes)
+    edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
     opening = LinkOpening(meeting, stage_index, num_stages, device, own_host, deadline_s)
@@ -146,7 +146,7 @@ def open_stage_links(
 def open_local_links(
     num_stages: int,
     *,
-    forward: MessageSpec,
+    forward: Sequence[MessageSpec],
     feedback: MessageSpec,
     device: torch.device = _CPU,
     deadline_s: float = 0.0,
@@ -155,7 +155,7 @@ def open_local_links(
 
     Args:
         num_stages: Of the pipeline.
-        forward: What stages send to the next.
+        forward: What each stage sends to the next.
         feedback: What the last stage sends to the first.
         device: Of the slots.
         deadline_s: How long a wait may take; 0 when one thread runs all stages, step by step.
@@ -164,7 +164,7 @@ def open_local_links(
     def edge(num_slots: int, slot_bytes: int) -> tuple[LocalSender, LocalReceiver]:
         return open_local_edge(num_slots, slot_bytes, deadline_s, device=device)
 
-    forwards = [edge(NUM_FORWARD_SLOTS, forward.slot_bytes) for _ in range(num_stages - 1)]
+    forwards = [edge(NUM_FORWARD_SLOTS, spec.slot_bytes) for spec in forward]
     feedback_out, feedback_in = edge(num_feedback_slots(num_stages), feedback.slot_bytes)
     return [
         StageLinks(
@@ -177,10 +177,12 @@ def open_local_links(
     ]
 
 
-def _agree(meeting: Meeting, stage_index: int, edges: list[Edge], forward: MessageSpec, feedback: MessageSpec) -> None:
+def _agree(
+    meeting: Meeting, stage_index: int, edges: list[Edge], forward: Sequence[MessageSpec], feedback: MessageSpec
+) -> None:
     """Publish what this stage sends and expects, and check every edge of the pipeline."""
     for edge in edges_at(stage_index, edges):
-        spec = feedback if edge.name == "feedback" else forward
+        spec = feedback if edge.name == "feedback" else forward[edge.sender]
         for end, index in (("sends", edge.sender), ("expects", edge.receiver)):
             if index == stage_index:
                 meeting.tell(f"{edge.name} {end}", json.dumps(spec.describe()))

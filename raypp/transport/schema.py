@@ -7,6 +7,7 @@ are never sent per step: with the number of rows and tokens, which the plan says
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,12 +21,12 @@ _MAX_KNOWN_VIEWS = 1024
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One named tensor: a row of `trailing_shape` per row of the step, per token, or per token of a picture."""
+    """One named tensor: a row of `trailing_shape` per row of the step, per token, or per token of some kind."""
 
     name: str
     dtype: torch.dtype
     trailing_shape: tuple[int, ...]
-    per: Literal["row", "token", "item token"]
+    per: Literal["row", "token", "item token", "drafting token"]
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of `count` rows of it, padded."""
@@ -38,36 +39,40 @@ class Schema:
     """The tensors of an edge, in the order in which they are packed."""
 
     specs: tuple[TensorSpec, ...]
-    _known_views: dict[tuple[int, int, int, int], dict[str, torch.Tensor]] = field(
+    _known_views: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def num_bytes(self, num_rows: int, num_tokens: int, num_item_tokens: int = 0) -> int:
-        """Return the size of a message for that many rows and tokens, some of which stand for pictures."""
-        counts = {"row": num_rows, "token": num_tokens, "item token": num_item_tokens}
+    def num_bytes(
+        self, num_rows: int, num_tokens: int, num_item_tokens: int = 0, num_drafting_tokens: int | None = None
+    ) -> int:
+        """Return the size of a message for that many rows and tokens.
+
+        Some of the tokens stand for pictures; drafts follow on all of them, or only on some.
+        """
+        counts = _counts(num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
         return sum(s.num_bytes(counts[s.per]) for s in self.specs)
 
     def views(
-        self, buffer: torch.Tensor, num_rows: int, num_tokens: int, num_item_tokens: int = 0
+        self,
+        buffer: torch.Tensor,
+        num_rows: int,
+        num_tokens: int,
+        num_item_tokens: int = 0,
+        num_drafting_tokens: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a message that lies at the start of `buffer` (uint8), as views into it.
 
         Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows, num_tokens or
-        num_item_tokens, *trailing_shape].
+        num_item_tokens or num_drafting_tokens, *trailing_shape].
         """
-        key = (
-            buffer.data_ptr(),
-            num_rows,
-            num_tokens,
-            num_item_tokens,
-        )  # a kept view keeps its memory: no other can have the address
+        counts = _counts(num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
+        key = (buffer.data_ptr(), *counts.values())  # a kept view keeps its memory: no other can have the address
         views = self._known_views.get(key)
         if views is None:
             if len(self._known_views) >= _MAX_KNOWN_VIEWS:
                 self._known_views.clear()
-            views = self._known_views[key] = self._make_views(
-                buffer, {"row": num_rows, "token": num_tokens, "item token": num_item_tokens}
-            )
+            views = self._known_views[key] = self._make_views(buffer, counts)
         return views
 
     def _make_views(self, buffer: torch.Tensor, counts: dict[str, int]) -> dict[str, torch.Tensor]:
@@ -83,6 +88,11 @@ class Schema:
     def describe(self) -> list[str]:
         """Return one line per tensor: what neighbours exchange at start, and what the error shows."""
         return [f"{s.name}: {s.dtype} [{s.per}s, {', '.join(map(str, s.trailing_shape))}]" for s in self.specs]
+
+
+def _counts(num_rows: int, num_tokens: int, num_item_tokens: int, num_drafting_tokens: int | None) -> dict[str, int]:
+    drafting = num_tokens if num_drafting_tokens is None else num_drafting_tokens
+    return {"row": num_rows, "token": num_tokens, "item token": num_item_tokens, "drafting token": drafting}
 
 
 def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[str]) -> None:
@@ -106,14 +116,23 @@ def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[st
         )
 
 
-def hidden_states_schema(hidden_size: int, dtype: torch.dtype, num_carried_taps: int = 0) -> Schema:
+def aux_states_name(depth: int) -> str:
+    """Return the name of the hidden states after so many layers, on their way to a draft head."""
+    return f"aux_hidden_states_{depth}"
+
+
+def hidden_states_schema(
+    hidden_size: int, dtype: torch.dtype, num_carried_taps: int = 0, aux_depths: Sequence[int] = ()
+) -> Schema:
     """Return what a stage sends to the next: the residual stream, and each row's computed tokens.
 
-    With `num_carried_taps`, for tokens of pictures also the deepstack rows of layers that the first stage lacks.
+    With `num_carried_taps`, for tokens of pictures also the deepstack rows of layers that the first stage lacks. For a
+    draft head on the last stage also hidden states after `aux_depths` layers, of the tokens that it drafts from.
     """
     specs = (
         TensorSpec("num_computed_tokens", torch.int32, (), "row"),
         TensorSpec("hidden_states", dtype, (hidden_size,), "token"),
+        *(TensorSpec(aux_states_name(depth), dtype, (hidden_size,), "drafting token") for depth in aux_depths),
     )
     if not num_carried_taps:
         return Schema(specs)

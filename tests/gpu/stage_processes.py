@@ -69,7 +69,7 @@ def open_links(
         kind,  # type: ignore[arg-type]
         index,
         num_stages,
-        forward=bytes_message(forward_bytes),
+        forward=[bytes_message(forward_bytes)] * (num_stages - 1),
         feedback=bytes_message(feedback_bytes),
         rendezvous=rendezvous,
         open_timeout_s=DEADLINE_S / 2,

@@ -42,7 +42,7 @@ class LinkedActor:
             "ray_collective",
             self._index,
             NUM_STAGES,
-            forward=MESSAGES,
+            forward=[MESSAGES] * (NUM_STAGES - 1),
             feedback=MESSAGES,
             rendezvous=rendezvous,
             open_timeout_s=60.0,

@@ -113,7 +113,10 @@ def test_the_token_table_is_the_last_stages_and_planned_to_the_byte():
     assert plan.ngram_window == 1008  # whole groups of 16 tokens
     assert [stage.token_table_bytes for stage in plan.stages] == [0, num_rows * 1008 * 4]
     spec = plan.stage_spec(1)
-    assert Speculation(spec, torch.device("cpu")).token_table_bytes == plan.stages[1].token_table_bytes
+    assert (
+        Speculation(spec, torch.device("cpu"), None, torch.zeros(1, 1, dtype=torch.int32)).token_table_bytes
+        == plan.stages[1].token_table_bytes
+    )
     described = plan.describe()
     assert [stage["token_table_bytes"] for stage in described["stages"]] == [0, num_rows * 1008 * 4]
     assert described["num_drafts"] == [0, 2, 4, 8]

@@ -132,7 +132,7 @@ def test_a_receiver_that_comes_late_finds_all_that_fits_and_the_rest_follows(sta
 
 def test_a_ring_of_three_with_its_reverse_edge_full_does_not_deadlock(stages: FakeStages) -> None:
     """Stage 0 takes feedback only when the last stage has filled every slot of it, and late then."""
-    edges = pipeline_edges(3, SLOT_BYTES, 64)
+    edges = pipeline_edges(3, [SLOT_BYTES] * 2, 64)
     opened = stages.open(3, edges)
     ring = edges[-1].num_slots
     for step_id in range(40):
@@ -216,7 +216,7 @@ def test_misuse_is_caught(stages: FakeStages) -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_nothing_in_a_region_overlaps(num_stages: int) -> None:
     draw = random.Random(num_stages)
-    edges = pipeline_edges(num_stages, draw.randint(1, 5000), draw.randint(1, 5000))
+    edges = pipeline_edges(num_stages, [draw.randint(1, 5000)] * (num_stages - 1), draw.randint(1, 5000))
     for index in range(num_stages):
         layout = RegionLayout.of(index, edges)
         parts = [(offset, 4) for offset in layout.flags.values()]

@@ -130,7 +130,7 @@ def server() -> Iterator[RendezvousServer]:
 
 
 def open_stages(server: RendezvousServer, num_stages: int) -> list[NcclEdges]:
-    edges = pipeline_edges(num_stages, 1024, 64)
+    edges = pipeline_edges(num_stages, [1024] * (num_stages - 1), 64)
 
     def open_stage(index: int) -> NcclEdges:
         return NcclEdges(index, edges_at(index, edges), CPU, Meeting(server.address, DEADLINE_S))
@@ -212,6 +212,6 @@ def test_abort_ends_both_edges_and_only_once(nccl: FakeNccl, server: RendezvousS
 
 
 def test_a_peer_that_never_joins_is_a_deadline_error(nccl: FakeNccl, server: RendezvousServer) -> None:
-    edges = pipeline_edges(2, 1024, 64)
+    edges = pipeline_edges(2, [1024], 64)
     with pytest.raises(DeadlineError, match="no NCCL connection over forward 0 between stages 0 and 1"):
         NcclEdges(0, edges, CPU, Meeting(server.address, 0.3))

@@ -45,7 +45,7 @@ def open_in_threads(
             kind,
             index,
             len(forwards),
-            forward=forward,
+            forward=[forward] * (len(forwards) - 1),
             feedback=FEEDBACK,
             rendezvous=server.address,
             open_timeout_s=DEADLINE_S,
@@ -60,7 +60,7 @@ def hold(links: StageLinks) -> tuple[bool, ...]:
 
 
 def test_a_single_stage_feeds_back_to_itself() -> None:
-    links = open_stage_links("local", 0, 1, forward=FORWARD, feedback=FEEDBACK)
+    links = open_stage_links("local", 0, 1, forward=[], feedback=FEEDBACK)
     assert hold(links) == (False, False, True, True)
     assert links.feedback_in is not None
     assert links.feedback_out is not None
@@ -75,7 +75,7 @@ def test_a_single_stage_feeds_back_to_itself() -> None:
 
 def test_local_links_do_not_join_processes() -> None:
     with pytest.raises(ConfigError, match="cannot join"):
-        open_stage_links("local", 0, 2, forward=FORWARD, feedback=FEEDBACK)
+        open_stage_links("local", 0, 2, forward=[FORWARD], feedback=FEEDBACK)
 
 
 def run_ring_stage(
@@ -167,7 +167,7 @@ def test_links_that_cannot_be_are_refused_by_every_stage(server: RendezvousServe
 
 
 def test_local_links_of_a_pipeline_in_one_thread() -> None:
-    stages = open_local_links(3, forward=FORWARD, feedback=FEEDBACK)
+    stages = open_local_links(3, forward=[FORWARD] * 2, feedback=FEEDBACK)
     first, last = stages[0].feedback_in, stages[2].feedback_out
     assert first is not None
     assert last is not None
@@ -207,7 +207,7 @@ def test_a_mismatch_stops_every_stage_and_names_both_sides(server: RendezvousSer
 def test_a_stage_that_does_not_come_is_named(server: RendezvousServer) -> None:
     with pytest.raises(DeadlineError, match="stage 1 did not come"):
         open_stage_links(
-            "gloo", 0, 2, forward=FORWARD, feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.3
+            "gloo", 0, 2, forward=[FORWARD], feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.3
         )
 
 
@@ -219,7 +219,7 @@ def test_a_stage_that_agrees_but_never_connects_is_named(server: RendezvousServe
     started = time.monotonic()
     with pytest.raises(DeadlineError, match="no connection to stage 1"):
         open_stage_links(
-            "gloo", 0, 2, forward=FORWARD, feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.3
+            "gloo", 0, 2, forward=[FORWARD], feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.3
         )
     assert time.monotonic() - started < 2.0
 
@@ -229,7 +229,7 @@ def test_nobody_at_the_rendezvous_is_a_deadline_error() -> None:
     server.close()
     with pytest.raises(DeadlineError, match="rendezvous"):
         open_stage_links(
-            "gloo", 1, 2, forward=FORWARD, feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.2
+            "gloo", 1, 2, forward=[FORWARD], feedback=FEEDBACK, rendezvous=server.address, open_timeout_s=0.2
         )
 
 

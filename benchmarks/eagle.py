@@ -1,0 +1,107 @@
+"""What an EAGLE-3 head costs and brings on GPUs: forced acceptance, so that random weights will do.
+
+    python benchmarks/eagle.py --num-stages 2 --requests 1 16 64
+
+Three engines one after the other, all with prompts of random ids, greedy, EOS ignored:
+
+    off      no drafts
+    verify   K drafts per step from n-grams, which cost next to nothing, accepted at the forced rate
+    eagle    K drafts per step from the head, accepted at the same rate
+
+Drafting costs per step what `eagle` takes longer than `verify`: time per output token times tokens per row and step.
+The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from decode_point import measure_point
+from report import print_report
+from workload import model_settings
+
+from raypp import LLM
+
+MAX_SHARE, MIN_SPEEDUP = 0.12, 2.0
+
+
+def engines(head: str, num_drafts: int, rate: float) -> dict[str, dict[str, Any] | None]:
+    """Return the settings of speculation by the engine's name."""
+    common = {"num_speculative_tokens": num_drafts, "forced_acceptance_rate": rate}
+    return {
+        "off": None,
+        "verify": {"method": "ngram", "ngram_window": 4096, **common},
+        "eagle": {"method": "eagle3", "model": head, "ngram_window": 4096, **common},
+    }
+
+
+def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[int, dict[str, float]]:
+    """Return, per number of requests, time per output token, tokens per row and step, and so the time of a step."""
+    figures = {}
+    with LLM(**settings) as llm:
+        stages = llm.plan()["stages"]
+        print(
+            "   layers",
+            [stage["num_layers"] for stage in stages],
+            "head",
+            stages[-1]["draft_head_bytes"] / 2**20,
+            "MiB",
+        )
+        for count in args.requests:
+            before = llm.stats()
+            point = measure_point(llm, count, args.input_len, args.output_len, args.runs)
+            after = llm.stats()
+            rows = after["num_verified_rows"] - before["num_verified_rows"]
+            accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
+            length = 1 + accepted / rows if rows else 1.0
+            figures[count] = {"itl_ms": point.itl_ms, "tokens_per_step": length, "step_ms": point.itl_ms * length}
+            print(f"   {count:4d} requests: {point.itl_ms:.3f} ms per token, {length:.2f} tokens per step", flush=True)
+    return figures
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-8b", help="a folder of benchmarks/models, or what LLM takes")
+    parser.add_argument("--head", default=str(Path(__file__).parent / "models" / "qwen3-8b-eagle3"))
+    parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--num-drafts", type=int, default=4)
+    parser.add_argument("--rate", type=float, default=0.7, help="acceptance of a draft, given those before it")
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--mode", default="full", help="graphs")
+    args = parser.parse_args()
+    figures: dict[str, dict[int, dict[str, float]]] = {}
+    for name, speculative in engines(args.head, args.num_drafts, args.rate).items():
+        print(name, flush=True)
+        settings = model_settings(args.model) | {
+            "num_stages": args.num_stages,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "max_num_seqs": max(args.requests),
+            "max_model_len": 2048,
+            "max_num_batched_tokens": 4096,
+            "mode": args.mode,
+            "speculative": speculative,
+        }
+        figures[name] = measure({key: value for key, value in settings.items() if value is not None}, args)
+    print("requests  step off  verify   eagle  drafting   share  speedup")
+    verdicts = {}
+    for count in args.requests:
+        off, verify, eagle = (figures[name][count] for name in ("off", "verify", "eagle"))
+        drafting = eagle["step_ms"] - verify["step_ms"]
+        share, speedup = drafting / eagle["step_ms"], off["itl_ms"] / eagle["itl_ms"]
+        verdicts[count] = {"drafting_ms": drafting, "share": share, "speedup": speedup}
+        print(
+            f"{count:8d}  {off['step_ms']:8.3f} {verify['step_ms']:7.3f} {eagle['step_ms']:7.3f} {drafting:9.3f} "
+            f"{share:7.1%} {speedup:7.2f}x  (share at most {MAX_SHARE:.0%}, speedup at least {MIN_SPEEDUP:g}x)"
+        )
+    print_report("eagle", vars(args), {"points": figures, "verdicts": verdicts})
+
+
+if __name__ == "__main__":
+    main()

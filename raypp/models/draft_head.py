@@ -1,0 +1,184 @@
+"""An EAGLE head: one layer that drafts tokens from its target's hidden states. On the last stage.
+
+    eagle   (token, the target's last hidden state)      -> fc -> layer -> the target's LM head
+    eagle3  the target's hidden states at three depths   -> fc -> (token, that) -> layer -> norm -> own LM head
+
+What enters at position p is the target's state there and the token *after* it; what leaves guesses the token after
+that, and takes the state's place at the next position. Nothing but keys and values of a position is ever needed again,
+so a step's tokens all enter, and only the newest of each row goes through the rest of the layer.
+
+Sources: the papers (`raypp.models.draft_head_config`), the tensor names of published checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from raypp.errors import ModelLoadError
+from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.models.mlp import GatedMLP
+from raypp.models.rope import inverse_frequencies
+from raypp.models.weights import WeightReader
+from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.backend import KernelSet, Projection, TokenChoice
+from raypp.ops.rotary import Rotation
+
+
+class HeadTarget(Protocol):
+    """What a head uses of the model that it drafts for."""
+
+    def head_embedding(self) -> torch.Tensor:
+        """Return the token embedding, [V, H]."""
+
+    def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the final norm of the residual stream, [T, H]."""
+
+    def project(self, normalized: torch.Tensor) -> torch.Tensor:
+        """Return the LM head's logits, [N, V]. Shapes: normalized [N, H]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entered:
+    """What a token has become before attention."""
+
+    residual: torch.Tensor  # [T, H]
+    qkv: torch.Tensor  # [T, (Hq + 2 Hk) * D]
+
+
+class DraftHead:
+    """The layer, and what goes before and after.
+
+    Args:
+        config: The head's.
+        target: The model that it drafts for, with its weights.
+        weights: The head's checkpoint.
+        kernels: Of the device.
+        choice: Of the device; chooses the most likely token.
+    """
+
+    def __init__(
+        self,
+        config: DraftHeadConfig,
+        target: HeadTarget,
+        weights: WeightReader,
+        kernels: KernelSet,
+        choice: TokenChoice,
+    ) -> None:
+        self.config = config
+        self._target = target
+        self._kernels = kernels
+        self._choice = choice
+        layer, hidden, eps = config.layer, config.layer.hidden_size, config.layer.rms_norm_eps
+        self.qkv_size = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        self._embedding = (
+            weights.tensor("embed_tokens.weight", config.target_vocab_size, hidden)
+            if config.has_embedding
+            else target.head_embedding()
+        )
+        fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
+        self._fc = kernels.linear(weights.tensor("fc.weight", hidden, config.fc_inputs), fc_bias)
+        of_layer = weights.below(config.layer_prefix)
+        self._read_layer(of_layer)
+        self._logits = self._read_lm_head(weights)
+        self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
+        self._token_norm: Projection | None = None
+        self._hidden_norm: Projection | None = None
+        if config.has_input_norm:
+            self._token_norm = kernels.norm(of_layer.tensor("input_layernorm.weight", hidden), eps)
+        if config.kind == "eagle3":
+            self._hidden_norm = kernels.norm(of_layer.tensor("hidden_norm.weight", hidden), eps)
+        self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
+
+    def _read_layer(self, weights: WeightReader) -> None:
+        config, kernels = self.config, self._kernels
+        layer, hidden, eps = config.layer, config.layer.hidden_size, config.layer.rms_norm_eps
+        q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        attention, rows = weights.below("self_attn."), (q_size, kv_size, kv_size)
+        qkv_bias = output_bias = norm = None
+        if layer.qkv_bias:
+            qkv_bias = attention.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows)
+        if layer.attention_output_bias:
+            output_bias = attention.tensor("o_proj.bias", hidden)
+        if layer.qk_norm:
+            q_norm, k_norm = (attention.tensor(f"{name}_norm.weight", layer.head_dim) for name in "qk")
+            norm = HeadNorm(q_norm, k_norm, eps)
+        names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+        self._qkv = kernels.linear(attention.stacked(names, rows, config.attention_inputs), qkv_bias)
+        self._attention = kernels.attention(Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim, norm))
+        self._output = kernels.add_linear(attention.tensor("o_proj.weight", hidden, q_size), output_bias)
+        mlp_norm = weights.tensor("post_attention_layernorm.weight", hidden)
+        self._mlp = GatedMLP(layer, mlp_norm, weights.below("mlp."), kernels)
+
+    def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
+        config, kernels = self.config, self._kernels
+        vocab_size, hidden, eps = config.layer.vocab_size, config.layer.hidden_size, config.layer.rms_norm_eps
+        own = weights.tensor("lm_head.weight", vocab_size, hidden) if config.has_lm_head else None
+        if config.kind == "eagle":  # what it guesses is normalized already
+            return self._target.project if own is None else kernels.linear(own)
+        norm_weight = weights.tensor("norm.weight", hidden)
+        if own is not None:
+            return kernels.norm_linear(norm_weight, eps, own)
+        norm = kernels.norm(norm_weight, eps)
+        return lambda x: self._target.project(norm(x))
+
+    def states(self, hidden: torch.Tensor, aux: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return what stands for the target's states, [T, H].
+
+        Shapes: hidden [T, H_t], the residual stream after the last layer; aux one [T, H_t] per depth.
+        """
+        if self.config.kind == "eagle":
+            return self._target.normalize(hidden)
+        return self._fc(torch.cat(list(aux), 1))
+
+    def enter(self, states: torch.Tensor, token_ids: torch.Tensor) -> Entered:
+        """Return tokens ready for attention. Shapes: states [T, H]; token_ids [T], each the one after its state's."""
+        tokens = F.embedding(token_ids, self._embedding)
+        if self._hidden_norm is None:
+            residual = self._fc(torch.cat((tokens, states), 1))
+            return Entered(residual, self._qkv(residual if self._token_norm is None else self._token_norm(residual)))
+        assert self._token_norm is not None
+        normalized = self._hidden_norm(states)
+        both = torch.cat((self._token_norm(tokens), normalized), 1)
+        return Entered(normalized if self.config.norm_before_residual else states, self._qkv(both))
+
+    def rotation(self, positions: torch.Tensor) -> Rotation:
+        """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""
+        return self._kernels.rotation(positions, self._inverse_frequencies)
+
+    def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Write the keys and values of tokens. Shapes: qkv [T, (Hq + 2 Hk) * D]; slot_mapping [T] int64."""
+        self._attention.append(qkv, by, kv_cache, slot_mapping)
+
+    def finish(
+        self, entered: Entered, by: Rotation, kv_cache: torch.Tensor, attention: AttentionBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return guesses of the states after tokens, [R, H], and of the tokens after these, int32 [R].
+
+        Shapes: entered [R, ...], of decode rows of one token each; it may be overwritten.
+        """
+        attended = self._attention(entered.qkv, by, kv_cache, attention)
+        hidden = self._mlp(self._output(attended, entered.residual))
+        token_ids = self._choice.greedy(self._logits(hidden))
+        if self._draft_to_target is not None:
+            return hidden, self._draft_to_target.index_select(0, token_ids)
+        return hidden, token_ids.to(torch.int32)
+
+
+def _draft_to_target(config: DraftHeadConfig, weights: WeightReader) -> torch.Tensor:
+    """Return the target's id of each of the head's own, int32. The checkpoint says by how much they differ."""
+    size = config.layer.vocab_size
+    ids = weights.integers("d2t", size) + torch.arange(size, device=weights.device)
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= config.target_vocab_size:
+        raise ModelLoadError(
+            "the draft head's d2t names tokens that the target does not have",
+            got=f"ids from {lowest} to {highest}",
+            expected=f"0 to {config.target_vocab_size - 1}",
+            hint="the head is of another model",
+        )
+    return ids.to(torch.int32)

@@ -1,0 +1,236 @@
+"""What raypp knows of an EAGLE head before it reads a weight: its kind, its sizes, and what it shares with its target.
+
+Two kinds, both of one layer (`raypp.models.draft_head` computes them):
+
+    eagle    arXiv:2401.15077: guesses the target's last hidden state after the next token
+    eagle3   arXiv:2503.01840: drafts from hidden states of several depths, often for a smaller vocabulary of its own
+
+Published heads differ in what they bring, and their config.json says little of it; the names of their tensors do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from raypp.errors import ModelLoadError
+from raypp.models.checkpoint_names import checkpoint_shapes
+from raypp.models.config import ModelConfig, read_dtype, read_rope, refuse_unsupported
+from raypp.models.config_fields import ConfigFields, read_json
+from raypp.models.sizes import layer_weight_bytes
+
+HeadKind = Literal["eagle", "eagle3"]
+
+_FAMILIES = ("Llama", "Qwen2", "Qwen3")
+_DECORATIONS = re.compile(r"eagle3?|forcausallm|speculator|draftmodel|model", re.IGNORECASE)
+_EXPECTED = "an EAGLE or EAGLE-3 head, such as LlamaForCausalLMEagle3 or EagleLlamaForCausalLM"
+_NEW_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")  # of heads that compute otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadConfig:
+    """A head's architecture and sizes. H its hidden size, H_t and V the target's hidden size and vocabulary."""
+
+    kind: HeadKind
+    layer: ModelConfig  # of the one layer; its `vocab_size` is the head's own, `tie_word_embeddings` means nothing
+    target_hidden_size: int
+    target_vocab_size: int
+    aux_depths: tuple[int, ...]  # eagle3: the target's layers after which hidden states are taken, in their order
+    layer_prefix: str
+    has_fc_bias: bool
+    has_input_norm: bool
+    has_embedding: bool  # else it uses the target's
+    has_lm_head: bool  # else it uses the target's
+    maps_vocabulary: bool  # whether its token ids must be mapped to the target's
+    norm_before_residual: bool  # eagle3: whether the normalized state is what the layer adds to
+
+    @property
+    def fc_inputs(self) -> int:
+        """Columns of the product that makes the layer's input."""
+        if self.kind == "eagle":
+            return 2 * self.target_hidden_size
+        return len(self.aux_depths) * self.target_hidden_size
+
+    @property
+    def attention_inputs(self) -> int:
+        """Columns of the projection to queries, keys and values."""
+        return self.layer.hidden_size * (1 if self.kind == "eagle" else 2)
+
+    def weight_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of what the last stage loads for it, the target's embedding not counted."""
+        return (self._step_elements + self.layer.hidden_size * self.fc_inputs + self._embedding_elements) * dtype_bytes
+
+    def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
+        """Return the bytes of weights that are read to propose so many drafts."""
+        num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
+        lm_head = 0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size
+        elements = num_drafts * (self._step_elements + lm_head) + num_fc * self.layer.hidden_size * self.fc_inputs
+        return elements * dtype_bytes
+
+    @property
+    def _step_elements(self) -> int:
+        layer = self.layer
+        elements = layer_weight_bytes(layer, 1)
+        wider = self.attention_inputs - layer.hidden_size
+        elements += wider * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        vectors = 2 if self.kind == "eagle3" else self.has_input_norm - 1  # norms beside the two of any layer
+        elements += (vectors + self.has_fc_bias) * layer.hidden_size
+        return elements + self.has_lm_head * layer.vocab_size * layer.hidden_size
+
+    @property
+    def _embedding_elements(self) -> int:
+        return self.has_embedding * self.target_vocab_size * self.layer.hidden_size
+
+
+def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig:
+    """Read a head's config.json and the names of its tensors, and check that it fits its target.
+
+    Args:
+        path: The head's directory.
+        target: The model that it drafts for.
+        is_dummy: There are no weights: the head brings what such heads usually bring.
+
+    Raises:
+        ModelLoadError: no head, one of a kind that raypp does not have, or one for another model.
+    """
+    file = path / "config.json"
+    fields = _flattened(file, read_json(file))
+    shapes = None if is_dummy else checkpoint_shapes(path)
+    kind = _kind(fields, shapes)
+    _refuse(fields)
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    vocab_size = fields.integer("vocab_size", target.vocab_size)
+    if vocab_size != target.vocab_size:
+        raise fields.error(
+            "vocab_size", vocab_size, f"{target.vocab_size}, the target's", "the head is of another model"
+        )
+    draft_vocab_size = fields.integer("draft_vocab_size", vocab_size) if kind == "eagle3" else vocab_size
+    if shapes is None:
+        shapes = _usual_shapes(kind, hidden_size, draft_vocab_size, vocab_size)
+    prefix = "midlayer." if any(name.startswith("midlayer.") for name in shapes) else "layers.0."
+    layer = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=draft_vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=fields.integer("num_key_value_heads", num_heads),
+        head_dim=fields.integer("head_dim", hidden_size // num_heads),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields),
+        qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
+        attention_output_bias=f"{prefix}self_attn.o_proj.bias" in shapes,
+        mlp_bias=f"{prefix}mlp.gate_proj.bias" in shapes,
+        qk_norm=f"{prefix}self_attn.q_norm.weight" in shapes,
+        tie_word_embeddings=False,
+        max_position_embeddings=target.max_position_embeddings,
+        dtype=read_dtype(fields),
+        eos_token_ids=target.eos_token_ids,
+    )
+    config = DraftHeadConfig(
+        kind=kind,
+        layer=layer,
+        target_hidden_size=fields.integer("target_hidden_size", target.hidden_size),
+        target_vocab_size=target.vocab_size,
+        aux_depths=_aux_depths(fields, target) if kind == "eagle3" else (),
+        layer_prefix=prefix,
+        has_fc_bias="fc.bias" in shapes,
+        has_input_norm=kind == "eagle3" or f"{prefix}input_layernorm.weight" in shapes,
+        has_embedding="embed_tokens.weight" in shapes,
+        has_lm_head="lm_head.weight" in shapes,
+        maps_vocabulary="d2t" in shapes,
+        norm_before_residual=fields.flag("norm_before_residual"),
+    )
+    _check_fits(fields, config, target, shapes)
+    return config
+
+
+def _flattened(file: Path, values: Mapping[str, object]) -> ConfigFields:
+    """Return the fields of both forms: published heads are flat, those of `speculators` keep the layer's apart."""
+    layer = values.get("transformer_layer_config")
+    return ConfigFields(file, {**layer, **values} if isinstance(layer, dict) else values)
+
+
+def _kind(fields: ConfigFields, shapes: Mapping[str, tuple[int, ...]] | None) -> HeadKind:
+    names = fields.get("architectures") or []
+    for name in names if isinstance(names, list) else []:
+        if isinstance(name, str) and "eagle" in name.lower() and _DECORATIONS.sub("", name) in ("", *_FAMILIES):
+            return "eagle3" if "eagle3" in name.lower() else "eagle"
+        # The first heads carry their target's name; what they are, their tensors say.
+        if name in {f"{family}ForCausalLM" for family in _FAMILIES} and shapes is not None and "fc.weight" in shapes:
+            return "eagle3" if any(tensor.startswith("midlayer.") for tensor in shapes) else "eagle"
+    raise ModelLoadError(f"{fields.file}: raypp does not have this draft head", got=names, expected=_EXPECTED)
+
+
+def _refuse(fields: ConfigFields) -> None:
+    refuse_unsupported(fields)
+    if fields.integer("num_hidden_layers", 1) != 1:
+        raise fields.error("num_hidden_layers", fields.get("num_hidden_layers"), "1: heads of one layer")
+    for name in _NEW_FLAGS:
+        if fields.get(name):
+            raise fields.error(name, fields.get(name), "false: raypp does not have that kind of head")
+
+
+def _usual_shapes(kind: HeadKind, hidden: int, draft_vocab: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    if kind == "eagle":
+        return {}
+    shapes: dict[str, tuple[int, ...]] = {
+        "midlayer.hidden_norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab, hidden),
+    }
+    return shapes | ({"d2t": (draft_vocab,)} if draft_vocab != vocab else {})
+
+
+def _aux_depths(fields: ConfigFields, target: ModelConfig) -> tuple[int, ...]:
+    """Return after how many layers each hidden state is taken.
+
+    `eagle_config` names layers whose outputs they are; a list beside it names layers whose inputs they are. Without
+    either they are those of the paper's code.
+    """
+    inner = fields.get("eagle_config")
+    name = "eagle_aux_hidden_state_layer_ids"
+    outputs = inner.get(name) if isinstance(inner, dict) else None
+    depths = [layer + 1 for layer in outputs] if outputs else fields.get(name)
+    if not depths:
+        depths = (2, target.num_layers // 2, target.num_layers - 3)
+    if not all(isinstance(depth, int) and 0 <= depth <= target.num_layers for depth in depths):
+        raise fields.error(
+            name, list(depths), f"depths up to {target.num_layers}, the target's layers", "the head is of another model"
+        )
+    return tuple(depths)
+
+
+def _check_fits(
+    fields: ConfigFields, config: DraftHeadConfig, target: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuse a head that is of another model, or that brings too little."""
+    if config.target_hidden_size != target.hidden_size:
+        raise fields.error(
+            "target_hidden_size", config.target_hidden_size, f"{target.hidden_size}, the target's hidden_size"
+        )
+    hidden = config.layer.hidden_size
+    shares = config.kind == "eagle" or not config.has_embedding or not config.has_lm_head
+    if shares and hidden != target.hidden_size:
+        raise fields.error(
+            "hidden_size", hidden, f"{target.hidden_size}, the target's: the head uses its embedding or LM head"
+        )
+    if config.layer.num_heads % config.layer.num_kv_heads:
+        raise fields.error("num_key_value_heads", config.layer.num_kv_heads, f"a divisor of {config.layer.num_heads}")
+    if config.layer.vocab_size != target.vocab_size and not (config.maps_vocabulary and config.has_lm_head):
+        raise fields.error(
+            "draft_vocab_size", config.layer.vocab_size, f"{target.vocab_size}, or tensors d2t and lm_head.weight"
+        )
+    wanted = {"fc.weight": (hidden, config.fc_inputs), "lm_head.weight": (config.layer.vocab_size, hidden)}
+    for name, shape in wanted.items():
+        if name in shapes and shapes[name] != shape:
+            raise ModelLoadError(
+                f"{fields.file.parent}: the draft head does not fit {target.num_layers} layers of {target.hidden_size}",
+                got=f"{name} {list(shapes[name])}",
+                expected=f"{list(shape)}"
+                + (f" for hidden states at depths {config.aux_depths}" if config.aux_depths else ""),
+                hint="the head is of another model",
+            )

@@ -1,0 +1,54 @@
+"""Weights in a `pytorch_model.bin`, as most published EAGLE heads have them. Read without running code of theirs."""
+
+from __future__ import annotations
+
+import pickle
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from raypp.errors import ModelLoadError
+from raypp.models.weights import check_tensor
+
+
+class PickledWeights:
+    """A file that `torch.save` wrote: a dict of tensors. Mapped, not read; see `raypp.models.weights.WeightSource`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor."""
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor `name`, which must be of `shape`, as `dtype`.
+
+        Raises:
+            ModelLoadError: missing, of another shape or kind, or in a file that is not one of tensors.
+        """
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelLoadError(
+                f"{self._file} has no tensor {name}",
+                got=f"{len(self._tensors)} tensors, such as {', '.join(sorted(self._tensors)[:3])}",
+                expected=f"{name} {list(shape)}",
+            )
+        got, is_float = (tuple(tensor.shape), str(tensor.dtype)), tensor.dtype.is_floating_point
+        check_tensor(self._file, name, got, (shape, dtype), holds_floats=is_float)
+        return tensor.to(dtype, copy=True)
+
+    @cached_property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        try:
+            found = torch.load(self._file, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, pickle.UnpicklingError, OSError, EOFError, ValueError) as error:
+            raise ModelLoadError(
+                f"{self._file} is not a file of tensors alone",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                hint="convert it to safetensors",
+            ) from error
+        if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            raise ModelLoadError(f"{self._file} is not a dict of tensors", got=type(found).__name__)
+        return found

@@ -1,0 +1,118 @@
+"""The EAGLE proposer: a head drafts token after token from the target's hidden states; see `raypp.models.draft_head`.
+
+    follow    every token of the step enters the head: states -> keys and values, in the head's own cache
+    propose   K times: attention of each row's newest token, guess the next one, and let that enter too
+
+The head's cache has the target's blocks and block tables. What it holds at position p depends on the token at p + 1 as
+well, so the scheduler shares a block only between texts that also agree on the token after it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.messages import StepPlan
+from raypp.models.draft_head import DraftHead, Entered
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
+
+
+class EagleProposer:
+    """Drafts by a head.
+
+    Args:
+        head: With its weights.
+        kv_cache: The head's own, [2, num_blocks, Hk, block_size, D].
+        block_tables: Of all rows, int32 [max_num_seqs, W]; somebody else keeps them current.
+        num_drafts: K_max.
+        max_len: The most tokens of a row, drafts included.
+    """
+
+    is_recorded_apart = True
+
+    def __init__(
+        self, head: DraftHead, kv_cache: torch.Tensor, block_tables: torch.Tensor, *, num_drafts: int, max_len: int
+    ) -> None:
+        self._head = head
+        self._kv_cache = kv_cache
+        self._block_tables = block_tables
+        self._num_drafts = num_drafts
+        self._max_len = max_len
+        device, max_rows = block_tables.device, len(block_tables)
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        self._no_entries = NewEntries(nothing, nothing, nothing)
+        self._query_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Do nothing: what a row was is in the cache."""
+
+    def follow(self, step: SteppedTokens) -> Followed:
+        """Let the step's tokens enter; return what the newest one of each row has become, ready for attention."""
+        hidden, head = step.hidden, self._head
+        entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(step))
+        head.append(entered.qkv, head.rotation(hidden.positions), self._kv_cache, hidden.slot_mapping)
+        newest = _newest_indices(step)
+        return entered.residual.index_select(0, newest), entered.qkv.index_select(0, newest)
+
+    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+        """Return the drafts; all of them count."""
+        head, entered, draft_ids = self._head, Entered(*followed), []
+        num_rows = len(drafting.rows)
+        if not num_rows:  # a step of chunks alone, none of them a prompt's last
+            none = torch.empty(0, self._num_drafts, dtype=torch.int32, device=drafting.rows.device)
+            return Drafts(none, none[:, 0])
+        # A row of n tokens has entered up to position n - 2: with the state there, and its last token.
+        num_computed_tokens = drafting.lengths.to(torch.int32) - 2
+        for index in range(self._num_drafts):
+            inputs = decode_inputs(
+                self._block_tables,
+                self._no_entries,
+                drafting.rows,
+                num_computed_tokens + index if index else num_computed_tokens,
+                query_len=1,
+                block_size=self._kv_cache.shape[3],
+                max_len=self._max_len,
+            )
+            attention = self._attention(num_rows, inputs, min(drafting.max_length + index, self._max_len))
+            states, token_ids = head.finish(entered, head.rotation(inputs.positions), self._kv_cache, attention)
+            draft_ids.append(token_ids)
+            if index + 1 < self._num_drafts:
+                entered = head.enter(states, token_ids)
+        num_proposed = torch.full_like(num_computed_tokens, self._num_drafts)
+        return Drafts(torch.stack(draft_ids, 1), num_proposed)
+
+    def _attention(self, num_rows: int, inputs: DecodeInputs, max_len: int) -> AttentionBatch:
+        return AttentionBatch(
+            num_decode_rows=num_rows,
+            decode_query_len=1,
+            query_start_loc=self._query_start_loc[: num_rows + 1],
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slot_mapping=inputs.slot_mapping,
+            max_decode_seq_len=max_len,
+            prefill_query_lens=[],
+            prefill_seq_lens=[],
+        )
+
+
+def _newest_indices(step: SteppedTokens) -> torch.Tensor:
+    """Return where among the step's tokens each row's newest one with a state stands, int64 [Y]."""
+    width = step.token_ids.shape[1]
+    if width == 1:
+        return step.token_indices
+    assert step.num_valid is not None
+    num_decode_tokens = step.num_decode_rows * width
+    first = step.token_indices[:num_decode_tokens:width]
+    if len(step.token_indices) > num_decode_tokens:
+        first = torch.cat((first, step.token_indices[num_decode_tokens:]))
+    return first + step.num_valid - 1
+
+
+def _next_token_ids(step: SteppedTokens) -> torch.Tensor:
+    """Return the token after each of the step's tokens, int32 [T]; behind a refused draft it means nothing."""
+    chosen = step.token_ids[: step.num_decode_rows].reshape(-1)
+    if step.num_decode_rows < len(step.rows):
+        chosen = torch.cat((chosen, step.token_ids[step.num_decode_rows :, 0]))
+    known = step.hidden.next_token_ids
+    return chosen if known is None else known.index_copy(0, step.token_indices, chosen)

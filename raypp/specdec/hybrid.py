@@ -1,0 +1,39 @@
+"""Two proposers, row by row: the first where it has something, else the second. The choice is made on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.messages import StepPlan
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
+
+
+class HybridProposer:
+    """Asks both: which of them a row needs, the host does not know when it orders the step."""
+
+    def __init__(self, first: Proposer, second: Proposer) -> None:
+        self._first = first
+        self._second = second
+        self._num_first = 0  # tensors of the first one's `Followed`
+        self.is_recorded_apart = first.is_recorded_apart or second.is_recorded_apart
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over rows that start."""
+        self._first.apply(plan)
+        self._second.apply(plan)
+
+    def follow(self, step: SteppedTokens) -> Followed:
+        """Take in a step."""
+        first = self._first.follow(step)
+        self._num_first = len(first)
+        return (*first, *self._second.follow(step))
+
+    def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
+        """Return the first one's drafts where it stands behind any."""
+        first = self._first.propose(drafting, followed[: self._num_first])
+        second = self._second.propose(drafting, followed[self._num_first :])
+        is_first = first.num_proposed > 0
+        return Drafts(
+            torch.where(is_first.unsqueeze(1), first.draft_ids, second.draft_ids),
+            torch.where(is_first, first.num_proposed, second.num_proposed),
+        )

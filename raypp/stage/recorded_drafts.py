@@ -1,0 +1,129 @@
+"""A proposer that is recorded apart: what it does after a verified decode step, between buffers of its own.
+
+    [ verified tokens ] --> follow (per rows and K) --> [ followed ] --> propose (per rows) --> [ next drafts ]
+
+Verification has recordings for every need of the sampler; these have none of that, so there are few of them. Rows that
+are proposed nothing skip the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from raypp.graphs.debug import Watched
+from raypp.graphs.manager import CudaGraphManager
+from raypp.specdec.proposer import Followed, SteppedHidden
+from raypp.stage.checked_tokens import only
+from raypp.stage.spec import StageSpec
+from raypp.stage.speculation import Speculation
+from raypp.stage.step_shape import StepShape
+from raypp.stage.step_tokens import StepTokens
+
+
+class RecordedDrafts:
+    """The recordings, and the buffers. B rows of a recording, K drafts.
+
+    Args:
+        spec: The last stage's.
+        speculation: Whose proposer it is.
+        graphs: The stage's.
+        mode: What they are accounted to.
+        drafts_of: Where the next drafts of B rows go in the message to the first stage, [B, K_max] int32.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        speculation: Speculation,
+        graphs: CudaGraphManager,
+        mode: str,
+        drafts_of: Callable[[int], torch.Tensor],
+    ) -> None:
+        device, rows = torch.device(spec.device), spec.max_step_rows
+        self._speculation = speculation
+        self._graphs = graphs
+        self._mode = mode
+        self._drafts_of = drafts_of
+        self._max_length = spec.max_seq_len + 1
+        self._token_ids = torch.zeros(rows * (1 + spec.max_drafts), dtype=torch.int32, device=device)
+        self._num_valid = torch.ones(rows, dtype=torch.int32, device=device)
+        self._lengths = torch.full((rows,), 2, dtype=torch.int64, device=device)
+        self._num_rows = 0  # of the step that ran last, without padding
+        self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first recording
+
+    def keep(self, tokens: StepTokens) -> None:
+        """Copy a verified step's tokens to where the recordings read them. Part of the recording that verifies."""
+        assert tokens.num_valid is not None, "a recorded step compares"
+        kept = self._kept(*tokens.token_ids.shape)
+        for into, values in ((kept.token_ids, tokens.token_ids), (kept.lengths, tokens.lengths)):
+            into.copy_(values)
+        self._num_valid[: len(tokens.num_valid)].copy_(tokens.num_valid)
+
+    def record(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
+        """Record what follows a step of that shape.
+
+        Args:
+            shape: Of the step.
+            hidden_of: Returns what the step left: in a recording always the same tensors, else new ones each time.
+        """
+        bucket, width = shape.num_rows, shape.decode_query_len
+        self._num_rows = bucket
+        follow = partial(self._follow, shape, hidden_of)
+        watched = Watched(reads=self._reads, yields=partial(self._yields_followed, shape.rows))
+        self._graphs.record(self._mode, ("follow", bucket, width), follow, watched=watched)
+        watched = Watched(
+            reads=self._reads,
+            changes=self._speculation.tensors,
+            yields=lambda _: {"drafts": only(self._have_room(shape.rows), self._drafts_of(bucket)[: self._num_rows])},
+        )
+        for name, program in (("propose", self._propose), ("miss", self._miss)):
+            if (name, bucket) not in self._graphs:
+                self._graphs.record(self._mode, (name, bucket), partial(program, bucket, shape.rows), watched=watched)
+
+    def run(self, bucket: int, num_drafts: int, num_rows: int, *, proposes: bool) -> None:
+        """Run it, on what was kept last. Of the B rows all but the first `num_rows` are padding."""
+        self._num_rows = num_rows
+        self._graphs.run(("follow", bucket, 1 + num_drafts))
+        self._graphs.run(("propose" if proposes else "miss", bucket))
+
+    def _reads(self) -> dict[str, torch.Tensor]:
+        kept = {"token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}
+        return kept | {f"followed {index}": tensor for index, tensor in enumerate(self._followed or ())}
+
+    def _yields_followed(self, rows: torch.Tensor, result: None) -> dict[str, torch.Tensor]:
+        counts, followed = self._have_room(rows), self._followed or ()
+        return {f"followed {index}": only(counts, tensor[: self._num_rows]) for index, tensor in enumerate(followed)}
+
+    def _have_room(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return which rows have blocks for all that is drafted: what others do with the null block is arbitrary."""
+        return self._speculation.have_room(rows[: self._num_rows], self._lengths[: self._num_rows])
+
+    def _kept(self, num_rows: int, width: int) -> StepTokens:
+        return StepTokens(
+            token_ids=self._token_ids[: num_rows * width].view(num_rows, width),
+            positions=self._lengths[:num_rows],  # not asked for
+            lengths=self._lengths[:num_rows],
+            num_valid=self._num_valid[:num_rows],
+        )
+
+    def _follow(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
+        kept = self._kept(shape.num_rows, shape.decode_query_len)
+        followed = self._speculation.follow(shape, kept, hidden_of(), self._max_length)
+        if self._followed is None:
+            rows = len(self._num_valid)
+            self._followed = tuple(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in followed)
+        for into, values in zip(self._followed, followed, strict=True):
+            into[: shape.num_rows].copy_(values)
+
+    def _propose(self, bucket: int, rows: torch.Tensor) -> None:
+        assert self._followed is not None
+        followed = tuple(tensor[:bucket] for tensor in self._followed)
+        drafts = self._speculation.propose(rows, self._lengths[:bucket], followed, self._max_length)
+        self._drafts_of(bucket).copy_(drafts)
+
+    def _miss(self, bucket: int, rows: torch.Tensor) -> None:
+        # Any valid ids will do: zeros, and whatever was verified, are.
+        self._drafts_of(bucket).copy_(self._speculation.miss(rows, self._token_ids[:bucket].unsqueeze(1)))

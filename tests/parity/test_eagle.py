@@ -1,0 +1,224 @@
+"""Drafts of EAGLE heads are those of a plain reference, and text does not depend on the head.
+
+Random heads of each kind on random models, 1 to 4 stages, with prompts in chunks, shared beginnings, preemption and
+aborts; steps one by one and recorded. `RAYPP_EAGLE_CELLS` sets how many cells of the grid are run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_reference import HEADS, ReferenceHead, make_head
+from exactness import TIE_GAP
+from hf_models import make_checkpoint
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.scheduler.request import Request
+from raypp.scheduler.stats import SchedulerStats
+from raypp.stage.speculation import Speculation
+from raypp.testing import LocalEngine
+from raypp.transport.schema import Schema
+from raypp.types import SamplingParams
+
+NUM_TOKENS = 20
+NUM_DRAFTS = 3
+# Checkpoints in float32: of each family, one with tied embeddings and one without.
+TARGETS = (("qwen3", 4), ("llama", 4), ("qwen3", 2), ("llama", 2))
+CELLS = list(product(HEADS, range(len(TARGETS)), (1, 2, 3, 4), ("none", "full")))
+NUM_CELLS = int(os.environ.get("RAYPP_EAGLE_CELLS", "6"))
+
+
+@dataclass
+class Proposal:
+    """A row's text when it was proposed drafts, and those that it has room for."""
+
+    text: tuple[int, ...]
+    drafts: list[int]
+
+
+class Witness:
+    """Writes down what every row is proposed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.proposals: list[Proposal] = []
+        original = Speculation.propose
+
+        def propose(speculation, rows, lengths, followed, max_length):
+            drafts = original(speculation, rows, lengths, followed, max_length)
+            table, limits = speculation._tokens.tokens, speculation._drafts._limits.tolist()
+            for row, length, line in zip(rows.tolist(), lengths.tolist(), drafts.tolist(), strict=True):
+                if row < len(table) - 2:  # else padding
+                    room = max(limits[row] - length, 0)  # behind a row's end nothing is kept
+                    self.proposals.append(Proposal(tuple(table[row, :length].tolist()), line[:room]))
+            return drafts
+
+        monkeypatch.setattr(Speculation, "propose", propose)
+
+    def compare(self, reference: ReferenceHead) -> Counter[str]:
+        """Hold every proposal against the reference's; return how many drafts were compared and excused."""
+        counts: Counter[str] = Counter()
+        texts = sorted({proposal.text for proposal in self.proposals})
+        longest = [a for a, b in zip(texts, [*texts[1:], ()], strict=True) if b[: len(a)] != a]
+        states = {text: reference.states(list(text)) for text in longest}
+        expected = {}
+        for proposal in self.proposals:
+            text = proposal.text
+            if text not in expected:
+                whole = next(whole for whole in longest if whole[: len(text)] == text)
+                expected[text] = reference.drafts(states[whole], list(text), NUM_DRAFTS)
+            for draft, guess in zip(proposal.drafts, expected[text], strict=False):
+                counts["compared"] += 1
+                if draft != guess.token_id:
+                    assert guess.gap < TIE_GAP, (text, proposal.drafts, expected[text])
+                    counts["excused"] += 1
+                    break
+        return counts
+
+
+def make_requests(vocab_size: int) -> list[tuple[list[int], SamplingParams]]:
+    """Return requests whose prompts share a beginning of two blocks and a half, twice the same one among them."""
+    rng = random.Random(1)
+    shared = [rng.randrange(2, vocab_size) for _ in range(10)]
+    prompts = [shared + [rng.randrange(2, vocab_size) for _ in range(count)] for count in (0, 7, 19, 2, 40, 6)]
+    prompts += [prompts[2], [5], [*shared[:8], 3, 4, 5, 6, 7]]
+    return [
+        (
+            prompt,
+            SamplingParams(
+                max_tokens=NUM_TOKENS - index,
+                temperature=(0.0, 0.7)[index % 3 == 1],
+                seed=index,
+                ignore_eos=True,
+            ),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def run(
+    target: Path, asked: list[tuple[list[int], SamplingParams]], **settings
+) -> tuple[list[Request], SchedulerStats, LocalEngine]:
+    """Return the ended requests; each comes a few steps after the one before."""
+    fixed = {"stage_num_threads": 1, "block_size": 4, "max_model_len": 120, "max_num_seqs": 5}
+    config = EngineConfig.from_flat(str(target), **(fixed | settings))
+    engine = LocalEngine(plan_engine(config, Hardware(1)))
+    requests = []
+    for prompt, params in asked:
+        requests.append(engine.submit(prompt, params))
+        for _ in range(2):
+            engine.step()
+    victim = engine.submit(asked[4][0], asked[4][1])
+    engine.step()
+    engine.abort(victim)
+    while not all(request.finish_reason for request in requests):
+        engine.step()
+        engine.scheduler.check_integrity()
+    engine.drain()
+    return requests, engine.stats(), engine
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [make_checkpoint(family, seed, tmp_path_factory.mktemp(family), min_layers=4) for family, seed in TARGETS]
+
+
+def test_drafts_are_those_of_the_reference_and_text_is_that_without_a_head(targets, tmp_path, monkeypatch) -> None:
+    met: Counter[str] = Counter()
+    plain: dict[tuple[int, int], list[list[int]]] = {}
+    cells = random.Random(0).sample(CELLS, min(NUM_CELLS, len(CELLS)))
+    for number, (kind, target_index, num_stages, mode) in enumerate(cells):
+        target = targets[target_index]
+        head = make_head(kind, target, tmp_path / f"head-{number}", seed=number)
+        asked = make_requests(128)
+        common = {
+            "num_stages": num_stages,
+            "max_num_batched_tokens": 24,
+            "min_prefill_chunk_tokens": 5,
+            "mode": mode,
+            "num_kv_blocks": (34, 200)[number % 2],
+        }
+        key = (target_index, num_stages)
+        if key not in plain:
+            plain[key] = [request.output_token_ids for request in run(target, asked, **common)[0]]
+        with monkeypatch.context() as patch:
+            witness = Witness(patch)
+            method = "eagle" if kind == "eagle" else "eagle3"
+            speculative = {"method": method, "model": str(head), "num_speculative_tokens": NUM_DRAFTS}
+            requests, stats, _ = run(target, asked, speculative=speculative, **common)
+        cell = f"{kind} {TARGETS[target_index]} {num_stages} stages, mode {mode}: {stats}"
+        assert [request.output_token_ids for request in requests] == plain[key], cell
+        assert stats.num_draft_tokens > stats.num_accepted_tokens, cell
+        met += witness.compare(ReferenceHead(head, target))
+        met["accepted"] += stats.num_accepted_tokens
+        met["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
+        met["hits"] += stats.num_prefix_hit_tokens
+        met["preemptions"] += stats.num_preemptions
+    print(f"{len(cells)} cells: {dict(met)}")
+    assert met["excused"] <= met["compared"] / 1000
+    assert all(met[name] for name in ("compared", "accepted", "rejected", "hits", "preemptions")), met
+
+
+def test_a_wrong_state_is_noticed(targets, tmp_path, monkeypatch) -> None:
+    """The comparison above can fail: with two depths exchanged, drafts differ from the reference's."""
+    from raypp.stage.aux_states import AuxStates
+
+    gather = AuxStates.gather
+    monkeypatch.setattr(AuxStates, "gather", lambda self, *args: gather(self, *args)[::-1])
+    head = make_head("eagle3", targets[0], tmp_path / "head")
+    witness = Witness(monkeypatch)
+    run(
+        targets[0],
+        make_requests(128)[:5],
+        num_stages=2,
+        speculative={"method": "eagle3", "model": str(head), "num_speculative_tokens": NUM_DRAFTS},
+    )
+    with pytest.raises(AssertionError):
+        witness.compare(ReferenceHead(head, targets[0]))
+
+
+def test_a_block_is_not_shared_with_a_text_that_goes_on_otherwise(targets, tmp_path) -> None:
+    """The head's cache of a block's last position holds the token after the block."""
+    head = make_head("eagle3", targets[0], tmp_path / "head")
+    common = [7, 8, 9, 10, 11, 12, 13, 14]
+    asked = [([*common, ending, 20, 21], SamplingParams(max_tokens=4, temperature=0.0)) for ending in (3, 4, 4)]
+    settings = {"speculative": {"method": "eagle3", "model": str(head)}, "max_num_seqs": 1}
+    requests, _, engine = run(targets[0], [*asked, *asked[:2]], **settings)
+    assert [request.num_cached_tokens for request in requests][:3] == [0, 4, 8]
+    without, _, _ = run(targets[0], [*asked, *asked[:2]], max_num_seqs=1)
+    assert [request.num_cached_tokens for request in without][:3] == [0, 8, 8]
+    assert torch.equal(*(torch.tensor([r.output_token_ids for r in each]) for each in (requests, without)))
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks - 1
+
+
+def test_only_rows_that_draft_send_their_states(targets, tmp_path, monkeypatch) -> None:
+    """Those of requests of one token, whose blocks nobody shares, do not travel; and the others' drafts are right."""
+    head = make_head("eagle3", targets[0], tmp_path / "head", seed=3)
+    asked = make_requests(128)[:6]
+    for index in (1, 2, 4):
+        asked[index] = (asked[index][0], SamplingParams(max_tokens=1, temperature=0.0))
+    witness, sizes = Witness(monkeypatch), Counter[str]()
+    num_bytes = Schema.num_bytes
+
+    def note(schema, num_rows, num_tokens, num_item_tokens=0, num_drafting_tokens=None):
+        if num_drafting_tokens is not None:
+            sizes["tokens"] += num_tokens
+            sizes["drafting"] += num_drafting_tokens
+        return num_bytes(schema, num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
+
+    monkeypatch.setattr(Schema, "num_bytes", note)
+    settings = {"num_stages": 3, "enable_prefix_caching": False, "max_num_batched_tokens": 24}
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": NUM_DRAFTS}
+    run(targets[0], asked, speculative=speculative, min_prefill_chunk_tokens=5, **settings)
+    assert 0 < sizes["drafting"] < sizes["tokens"] - 40, sizes
+    drafting = [tuple(prompt) for index, (prompt, _) in enumerate(asked) if index not in (1, 2)]
+    witness.proposals = [p for p in witness.proposals if any(p.text[: len(prompt)] == prompt for prompt in drafting)]
+    assert witness.compare(ReferenceHead(head, targets[0]))["compared"] > 100

@@ -1,0 +1,87 @@
+"""`tiny` and its head on text that neither of them has seen: drafts are accepted, and what spoils them is noticed."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from raypp.api.tokenizer import Tokenizer
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.models.registry import resolve_draft_head_path, resolve_model_path
+from raypp.scheduler.stats import SchedulerStats
+from raypp.stage.aux_states import AuxStates
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+HELD_OUT = ("argparse.py", "calendar.py", "fractions.py", "heapq.py", "queue.py", "shlex.py", "statistics.py", "csv.py")
+EAGLE3 = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    library, tokenizer = Path(sysconfig.get_path("stdlib")), Tokenizer(resolve_model_path("tiny"))
+    texts = tokenizer.encode([(library / name).read_text(encoding="utf-8") for name in HELD_OUT])
+    return [ids[len(ids) // 2 : len(ids) // 2 + 100] for ids in texts]
+
+
+def run(prompts: list[list[int]], **settings) -> tuple[list[list[int]], SchedulerStats]:
+    fixed = {"stage_num_threads": 1, "max_model_len": 256, "num_kv_blocks": 400, "max_num_seqs": 16}
+    engine = LocalEngine(plan_engine(EngineConfig.from_flat("tiny", **(fixed | settings)), Hardware(1)))
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    return engine.generate(prompts, params), engine.stats()
+
+
+@pytest.fixture(scope="module")
+def without(prompts) -> list[list[int]]:
+    return run(prompts)[0]
+
+
+@pytest.mark.parametrize(("num_stages", "mode"), [(1, "none"), (2, "full"), (4, "none")])
+def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without, num_stages, mode) -> None:
+    text, stats = run(prompts, num_stages=num_stages, mode=mode, speculative=EAGLE3)
+    assert text == without
+    print(f"{num_stages} stages: acceptance length {stats.acceptance_length:.2f}, {stats.accepted_by_position}")
+    assert stats.acceptance_length >= 1.6
+    assert stats.num_missed_rows == 0
+
+
+SPOILT = {
+    "depths exchanged": lambda states: states[::-1],
+    "the last depth missing": lambda states: [*states[:-1], torch.zeros_like(states[-1])],
+    "the token before": lambda states: [each.roll(1, 0) for each in states],
+}
+
+
+def test_a_wrong_state_lowers_acceptance(prompts, without, monkeypatch) -> None:
+    right = run(prompts, num_stages=2, speculative=EAGLE3)[1].acceptance_length
+    gather = AuxStates.gather
+    for name, spoil in SPOILT.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(AuxStates, "gather", lambda self, *args, spoil=spoil: spoil(gather(self, *args)))
+            text, stats = run(prompts, num_stages=2, speculative=EAGLE3)
+        print(f"{name}: acceptance length {stats.acceptance_length:.2f} in place of {right:.2f}")
+        assert text == without  # whatever the drafts are
+        assert stats.acceptance_length < 0.93 * right
+
+
+@pytest.mark.parametrize("num_drafts", [3, None])
+def test_n_grams_go_first_where_they_match(prompts, without, num_drafts) -> None:
+    text, stats = run(
+        prompts, num_stages=2, speculative=EAGLE3 | {"method": "auto", "num_speculative_tokens": num_drafts}
+    )
+    assert text == without
+    print(f"auto, K {num_drafts or 'adaptive'}: {stats.num_generated_tokens / stats.num_steps:.2f} tokens per step")
+    _, alone = run(prompts, num_stages=2, speculative={"method": "ngram", "num_speculative_tokens": num_drafts})
+    assert stats.acceptance_length > 1.6
+    if num_drafts is not None:
+        assert stats.num_missed_rows == 0 < alone.num_missed_rows
+
+
+def test_the_head_is_small() -> None:
+    files = list(resolve_draft_head_path("tiny-eagle3").iterdir())
+    assert sum(file.stat().st_size for file in files) <= 2_000_000
