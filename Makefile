@@ -1,6 +1,5 @@
 # demo, test, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
 # PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
-
 # WORKERS is the number of processes for tests without Ray; 0, one after the other, where engines would share a GPU.
 
 PYTHON ?= python3
