@@ -1,7 +1,9 @@
 # demo, test, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
 # PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
+# WORKERS is the number of processes for tests without Ray; 0, one after the other, where engines would share a GPU.
 
 PYTHON ?= python3
+WORKERS ?= logical
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
@@ -12,10 +14,11 @@ install: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/raypp generate --model tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 
-# Ray's tests follow one after the other: they use fixed ports, and look for what others leave behind.
+# Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
+# others leave behind.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --numprocesses logical --maxprocesses 8 --dist loadfile; \
-	  status=$$?; $(BIN)/python -m pytest tests/ray && exit $$status
+	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile; \
+	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

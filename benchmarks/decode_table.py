@@ -78,11 +78,9 @@ class Table:
             figures["num_files_compiled"] = count_cached_files() - num_cached
             figures["layers"] = [stage["num_layers"] for stage in llm.plan()["stages"]]
             figures["recordings"] = [stage["graphs"] for stage in llm.stats()["stages"]]
-            print(
-                "  ready after {start_s:.1f} s, new files of kernels {num_files_compiled}, layers {layers}".format(
-                    **figures
-                )
-            )
+            print(f"  ready after {figures['start_s']:.1f} s, {figures['num_files_compiled']} new files of kernels")
+            for layers, recordings in zip(figures["layers"], figures["recordings"], strict=True):
+                print(f"    a stage of {layers} layers, recordings {recordings}", flush=True)
             self._report.note_config(resolved_config(llm))
             self._report.put(run.name, figures)
             if run.requests:
