@@ -15,9 +15,9 @@ import random
 import time
 from typing import Any
 
-from decode_point import measure_point, stage_times
+from decode_point import engine_settings, measure_point, stage_times
 from report import print_report, resolved_config
-from workload import model_settings, random_prompts, seconds_for
+from workload import random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.tracing import read_chrome_trace
@@ -43,14 +43,8 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     args = parser.parse_args()
     settings: dict[str, Any] = {
-        **model_settings(args.model),
+        **engine_settings(args.model, args),
         **({"load_format": args.load_format} if args.load_format else {}),
-        "num_stages": args.num_stages,
-        "skip_tokenizer_init": True,
-        "enable_prefix_caching": False,
-        "max_num_seqs": max(args.requests),
-        "max_model_len": args.max_model_len,
-        "max_num_batched_tokens": args.max_num_batched_tokens,
         "layer_partition": args.layer_partition,
         "mode": args.mode,
         "speculative": args.speculative,

@@ -6,13 +6,14 @@ host took per step and stage comes from the engine's trace, which is there when 
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workload import random_prompts, seconds_for
+from workload import model_settings, random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.tracing import DRIVER_LANE, FORWARD, HOST, Lane, now_ns
@@ -58,6 +59,24 @@ class DecodePoint:
             "runs_s": [round(seconds, 4) for seconds in self.runs_s],
             "stages": self.stages,
         }
+
+
+def engine_settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that every engine of a decode table has: nothing is cached, and all requests run at once.
+
+    Args:
+        model: A folder of benchmarks/models, or what `LLM` takes.
+        args: num_stages, requests, max_model_len and max_num_batched_tokens.
+    """
+    return {
+        **model_settings(model),
+        "num_stages": args.num_stages,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(args.requests),
+        "max_model_len": args.max_model_len,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+    }
 
 
 def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int) -> DecodePoint:

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from decode_engines import PARTS, EngineRun, engine_runs, predicted_point_s, predicted_s
-from decode_point import DecodePoint, measure_point, stage_times
+from decode_point import DecodePoint, engine_settings, measure_point, stage_times
 from decode_verdicts import print_point, print_speculation, print_verdicts
 from kernel_cache import count_cached_files, use_empty_caches
 from report import GrowingReport, resolved_config
-from workload import model_settings, random_prompts, seconds_for
+from workload import random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.actors.cluster import Cluster
@@ -73,7 +73,7 @@ class Table:
     def _measure(self, run: EngineRun, figures: dict[str, Any], trace: Path) -> None:
         args, points = self._args, list[DecodePoint]()
         num_cached, started = count_cached_files(), time.perf_counter()
-        with LLM(**self._settings(run), trace=str(trace)) as llm:
+        with LLM(**engine_settings(run.model, args), **run.settings, trace=str(trace)) as llm:
             figures["start_s"] = time.perf_counter() - started
             figures["num_files_compiled"] = count_cached_files() - num_cached
             figures["layers"] = [stage["num_layers"] for stage in llm.plan()["stages"]]
@@ -97,19 +97,6 @@ class Table:
             figures["drafts"] = {name: value for name, value in llm.stats().items() if name in _DRAFT_STATS}
         if points:
             self._add_stage_times(figures, points, trace)
-
-    def _settings(self, run: EngineRun) -> dict[str, Any]:
-        args = self._args
-        return {
-            **model_settings(run.model),
-            "num_stages": args.num_stages,
-            "skip_tokenizer_init": True,
-            "enable_prefix_caching": False,
-            "max_num_seqs": max(args.requests),
-            "max_model_len": args.max_model_len,
-            "max_num_batched_tokens": args.max_num_batched_tokens,
-            **run.settings,
-        }
 
     def _is_time_for(self, what: str, seconds: float) -> bool:
         limit_s = self._args.time_limit_s

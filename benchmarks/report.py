@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from raypp import LLM, AsyncLLM
 
+_ROOT = Path(__file__).parents[1]
 _PACKAGES = ("torch", "ray", "transformers", "numpy", "triton", "flashinfer-python")
 
 
@@ -40,8 +41,8 @@ def make_report(
         "commit": _commit(),
         "versions": _versions(),
         "hardware": {"cpu": _cpu_name(), "num_cpu_cores": len(os.sched_getaffinity(0)), "gpus": _gpu_names()},
-        "settings": {name: _plain(value) for name, value in settings.items()},
-        **({} if config is None else {"config": config}),
+        "settings": _plain(settings),
+        **({} if config is None else {"config": _plain(config)}),
         "figures": figures,
     }
 
@@ -67,7 +68,7 @@ class GrowingReport:
 
     def note_config(self, config: dict[str, Any]) -> None:
         """Keep the first engine's configuration; the figures of others name the settings in which they differ."""
-        self._report.setdefault("config", config)
+        self._report.setdefault("config", _plain(config))
 
     def put(self, name: str, figures: Any) -> None:
         """Keep figures, in place of those from before under that name."""
@@ -99,10 +100,15 @@ def resolved_config(llm: LLM | AsyncLLM) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude_none=True)
 
 
-def _plain(value: object) -> object:
-    """Return a setting as JSON has it, which knows neither paths nor infinity."""
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it, which knows no infinity, and without the folders of one machine."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, str | Path) and Path(value).is_absolute():
+        path = Path(value)
+        return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else path.name
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     return value

@@ -15,11 +15,3 @@ def test_each_side_is_taken_at_its_best(capsys):
     ]
     assert all("chunks of 4096 900.0 ms" in line for line in said)
     assert [round(figures["ratio"], 6) for figures in report.figures.values()] == [0.7, 0.6]
-
-
-def test_a_report_is_in_its_file_after_every_point(tmp_path, capsys):
-    report = GrowingReport("name", {"out": tmp_path}, tmp_path / "report.json")
-    report.put("a", {"ms": 1})
-    assert '"figures": {"a": {"ms": 1}}' in (tmp_path / "report.json").read_text()
-    report.print()
-    assert not capsys.readouterr().out
