@@ -228,7 +228,7 @@ def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weigh
     return new_highest, total, weighted
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])  # it follows the longest row of a step
 def _decode_attention(
     source,
     q_weight,

@@ -78,7 +78,7 @@ class TokenChooser:
                 floats.view(torch.int32)[num_rows * num_parts :],
                 self._workspace.counters,
                 vocab_size,
-                PART=part,
+                part // _TILE,
                 TILE=_TILE,
                 OVERLAPS=self._device.has_dependent_launch,
                 num_warps=4,
@@ -102,7 +102,7 @@ class TokenChooser:
                 floats.view(torch.int32)[num_rows * num_parts :],
                 self._workspace.counters,
                 vocab_size,
-                PART=part,
+                part // _TILE,
                 TILE=_TILE,
                 OVERLAPS=self._device.has_dependent_launch,
                 num_warps=4,
@@ -162,7 +162,7 @@ def _best_of_parts(value, token, row, values, tokens, counters):
     return is_last, value, token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
 def _best(
     logits,
     tokens,
@@ -171,17 +171,17 @@ def _best(
     part_tokens,
     counters,
     vocab_size,
-    PART: tl.constexpr,
+    num_tiles,
     TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    first = tl.program_id(1) * PART
+    first = tl.program_id(1) * num_tiles * TILE
     offset = tl.arange(0, TILE)
     best_value = tl.full((TILE,), -float("inf"), tl.float32)
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     start(OVERLAPS)
-    for begin in range(first, tl.minimum(first + PART, vocab_size), TILE):
+    for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
         value = tl.load(logits + row.to(tl.int64) * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
         best_value, best_token = _better(best_value, best_token, value.to(tl.float32), token)
@@ -193,7 +193,7 @@ def _best(
         tl.store(highest + row, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
 def _draw(
     logits,
     temperature,
@@ -205,12 +205,12 @@ def _draw(
     part_tokens,
     counters,
     vocab_size,
-    PART: tl.constexpr,
+    num_tiles,
     TILE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
-    first = tl.program_id(1) * PART
+    first = tl.program_id(1) * num_tiles * TILE
     offset = tl.arange(0, TILE)
     best_value = tl.full((TILE,), -float("inf"), tl.float32)
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
@@ -222,7 +222,7 @@ def _draw(
     seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
     position = tl.load(positions + row).to(tl.uint64, bitcast=True)
     key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
-    for begin in range(first, tl.minimum(first + PART, vocab_size), TILE):
+    for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
         value = tl.load(logits + row.to(tl.int64) * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
         value = (value.to(tl.float32) - row_highest) / divisor
