@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from report import print_report
+from report import print_report, resolved_config
 
 from raypp import LLM, SamplingParams
 from raypp.models.registry import resolve_model_path
@@ -115,12 +115,14 @@ def main() -> None:
     rng = random.Random(0)
     other = Transformers(args.model, batch_size=8) if args.compare else None
     figures: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     if other is not None:
         figures["hf_bare_forward_8_rows_ms"] = other.bare_forward_ms(8, 128)
     for num_stages in (1, 2):
         stage_num_threads = max(1, (args.threads - 1) // num_stages)  # one is the driver's
         options = {"num_stages": num_stages, "stage_num_threads": stage_num_threads}
         with LLM(args.model, enable_prefix_caching=False, max_num_seqs=64, **options) as llm:
+            config = config or resolved_config(llm)  # the other differs in its stages and their threads
             vocab_size = 4000
             workloads = {"requests": requests_workload(vocab_size, rng)}
             if num_stages == 1:
@@ -145,7 +147,7 @@ def main() -> None:
                 line = ", ".join(f"{side} {result[side]['tok_per_s']:.0f} tok/s" for side in times)
                 speedup = f", {result['speedup']:.2f}x" if other is not None else ""
                 print(f"{name}, {num_stages} stages: {line}{speedup}", flush=True)
-    print_report("offline_throughput", vars(args), figures)
+    print_report("offline_throughput", vars(args), figures, config)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import statistics
 import time
 from typing import Any
 
-from report import print_report
+from report import print_report, resolved_config
 
 from raypp import LLM, SamplingParams
 
@@ -74,6 +74,7 @@ def main() -> None:
     speculative = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
     figures: dict[str, Any] = {}
     with LLM("tiny", **fixed) as off, LLM("tiny", **fixed, speculative=speculative) as on:
+        config = resolved_config(on)
         for name, (prompts, params) in workloads(args.num_tokens).items():
             seconds: dict[str, list[float]] = {"off": [], "on": []}
             before = on.stats()
@@ -96,7 +97,7 @@ def main() -> None:
                 "steps": after["num_steps"] - before["num_steps"],
             }
             print(name, {key: round(value, 3) for key, value in figures[name].items()}, flush=True)
-    print_report("speculation", vars(args), figures)
+    print_report("speculation", vars(args), figures, config)
 
 
 if __name__ == "__main__":
