@@ -86,6 +86,10 @@ class EmbeddingCache(Generic[Key, Value]):
             del self._pins[key]
             self._pinned -= self._values[key][1]
 
+    def size_of(self, key: Key) -> int:
+        """Return what a value that is there measures, without using it."""
+        return self._values[key][1]
+
     def is_pinned(self, key: Key) -> bool:
         """Return whether a value has to stay."""
         return key in self._pins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypp.scheduler.cohorts import Cohort
+from raypp.scheduler.item_admission import ItemAdmission
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import MAX_STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.request_state import NO_ROW, RequestState
@@ -18,14 +19,14 @@ class DecodeChooser:
         self,
         limits: SchedulerLimits,
         kv: KvBlocks,
-        queue: WaitingQueue,
+        admission: ItemAdmission,
         running: RunningRequests,
         counters: Counters,
     ) -> None:
         self._block_size = limits.block_size
         self._num_lookahead_tokens = limits.num_lookahead_tokens
         self._kv = kv
-        self._queue = queue
+        self._admission = admission
         self._running = running
         self._counters = counters
 
@@ -63,7 +64,7 @@ class DecodeChooser:
                 return True
             if state.num_in_flight_yields or self._blocks_are_about_to_be_freed():
                 return False
-            victim = self._queue.last_of(self._running)
+            victim = WaitingQueue.last_of(self._running)
             self._preempt(victim)
             if victim in chosen:
                 chosen.remove(victim)
@@ -75,6 +76,6 @@ class DecodeChooser:
     def _preempt(self, state: RequestState) -> None:
         """Take a request's row and blocks away; its known tokens are computed again later."""
         self._running.stop(state)
-        self._queue.push(state)
+        self._admission.push(state)
         state.request.num_preemptions += 1
         self._counters.num_preemptions += 1

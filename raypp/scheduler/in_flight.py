@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from raypp.messages import NO_STEP
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.limits import MAX_STEPS_PER_COHORT
-from raypp.scheduler.request_state import RequestState
+from raypp.scheduler.request_state import ItemPin, RequestState
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +34,7 @@ class InFlightStep:
     decoding: list[RequestState]
     chunks: list[Chunk]
     freed_rows: list[int] = field(default_factory=list)  # no later step contains their last owner
+    freed_pins: list[ItemPin] = field(default_factory=list)  # no later step reads what they keep
 
 
 class InFlightSteps:

@@ -33,6 +33,8 @@ class SchedulerLimits:
     caches_next_token: bool = False
     """Whether a block holds what depends on the token after it as well, as a draft head's cache does: texts share the
     block only if they agree on that one too."""
+    max_item_tokens: int = 0
+    """Rows of pictures' embeddings that the first stage may hold; 0 without an encoder."""
 
     def __post_init__(self) -> None:
         assert self.num_stages >= 1
@@ -43,6 +45,7 @@ class SchedulerLimits:
         assert self.num_blocks >= 2
         assert self.min_prefill_chunk_tokens >= 1
         assert self.max_drafts >= 0
+        assert self.max_item_tokens >= 0
 
     @property
     def max_step_rows(self) -> int:

@@ -10,6 +10,14 @@ from raypp.scheduler.request import Request
 NO_ROW = -1
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ItemPin:
+    """What one request keeps on the first stage while its prompt is computed."""
+
+    keys: tuple[bytes, ...]
+    end: int  # one past the last prompt position that reads any of it
+
+
 @dataclass(eq=False, slots=True)
 class RequestState:
     """One unfinished request: waiting, or running in a row.
@@ -37,6 +45,8 @@ class RequestState:
     block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as they were needed
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
     num_wanted_blocks: int = 0  # free blocks that the last attempt to admit it found wanting; 0 when there was none
+
+    item_pin: ItemPin | None = None  # of its pictures, from their order to the dispatch of the last chunk with one
 
     num_scored_tokens: int = 0  # prompt tokens, without the first, whose log-probabilities were reported
 

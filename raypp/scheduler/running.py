@@ -6,19 +6,23 @@ from collections.abc import Iterator, Sequence
 
 from raypp.scheduler.cohorts import Cohorts
 from raypp.scheduler.in_flight import Chunk, InFlightStep, InFlightSteps
+from raypp.scheduler.item_admission import ItemAdmission
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.request_state import NO_ROW, RequestState
+from raypp.scheduler.request_state import NO_ROW, ItemPin, RequestState
 from raypp.scheduler.row_pool import RowPool
 
 
 class RunningRequests:
     """Prefilling rows, in the order of their admission, and decoding rows, in cohorts."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KvBlocks, in_flight: InFlightSteps) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, kv: KvBlocks, in_flight: InFlightSteps, admission: ItemAdmission
+    ) -> None:
         self.cohorts = Cohorts(limits.num_stages, limits.max_step_rows)
         self._kv = kv
         self._in_flight = in_flight
+        self._admission = admission
         self._rows = RowPool(limits.max_num_seqs)
         self._states: dict[RequestState, None] = {}  # a set that keeps its order
         self._prefilling: list[RequestState] = []
@@ -53,6 +57,9 @@ class RunningRequests:
         state.last_step = step.step_id
         state.num_prefilled_tokens += chunk.num_tokens
         self._kv.offer(state, state.num_prefilled_tokens)
+        if state.item_pin is not None and state.num_prefilled_tokens >= state.item_pin.end:
+            step.freed_pins.append(state.item_pin)
+            state.item_pin = None
         if chunk.is_last:
             state.last_yield_step = step.step_id
             state.num_in_flight_yields += 1
@@ -73,6 +80,9 @@ class RunningRequests:
             self._in_flight[state.last_step].freed_rows.append(state.row)
         else:
             self._rows.give_back(state.row, state.last_step)
+        if state.item_pin is not None:
+            self._let_go(state.item_pin, state.last_step)
+            state.item_pin = None
         state.row = NO_ROW
 
     def note_collected(self, step: InFlightStep) -> None:
@@ -80,12 +90,23 @@ class RunningRequests:
         step.cohort.num_in_flight -= 1
         for row in step.freed_rows:
             self._rows.give_back(row, step.step_id)
+        for pin in step.freed_pins:
+            self._admission.unpin(pin)
 
     def check_integrity(self) -> None:
         """Assert that rows, blocks and cohorts are those of the running requests."""
         self._kv.check_integrity(self._states)
         uncollected = [row for step in self._in_flight for row in step.freed_rows]
         self._rows.check_integrity([state.row for state in self._states], uncollected)
+        pins = [state.item_pin for state in self._states if state.item_pin is not None]
+        self._admission.check_integrity([*pins, *(pin for step in self._in_flight for pin in step.freed_pins)])
         assert self._prefilling == [state for state in self._states if state.is_prefilling]
         decoding = [state for state in self._states if not state.is_prefilling]
         self.cohorts.check_integrity(decoding, [step.cohort for step in self._in_flight])
+
+    def _let_go(self, pin: ItemPin, last_step: int) -> None:
+        """Unpin what no step after `last_step` reads, as soon as that is collected."""
+        if last_step > self._in_flight.last_collected:
+            self._in_flight[last_step].freed_pins.append(pin)
+        else:
+            self._admission.unpin(pin)

@@ -1,8 +1,8 @@
 """The scheduler: decides what every step computes, from upper bounds, without waiting for any result.
 
-    add, abort -> WaitingQueue --admission--> running: prefilling --last chunk--> decoding, in one of the Cohorts
-                       ^                                                              |
-                       +------------------------- preemption -------------------------+
+    add, abort -> ItemAdmission -> WaitingQueue --> running: prefilling --last chunk--> decoding, in one of the Cohorts
+                       ^                                                                    |
+                       +--------------------------- preemption -----------------------------+
 
     schedule() -> StepPlan   a cohort's decode rows, then prompt chunks; counted as in flight
     update(StepResult)       in step order: tokens reach their requests, requests end, rows and bounds are corrected
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from raypp.errors import RequestError
+from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.can_run import token_limit
 from raypp.scheduler.cohorts import Cohort
@@ -23,6 +23,7 @@ from raypp.scheduler.draft_control import DraftControl
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.scheduler.ending import end_token_ids, take_tokens
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
+from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import MAX_STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.plan_builder import build_plan
@@ -54,8 +55,10 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         self._states: dict[str, RequestState] = {}  # all unfinished requests: the waiting and the running ones
         self._queue = WaitingQueue()
-        self._running = RunningRequests(limits, self._kv, self._in_flight)
-        self._decode = DecodeChooser(limits, self._kv, self._queue, self._running, self._counters)
+        self.items = ItemAdmission(self._queue, limits.max_item_tokens)
+        """Orders the embeddings of pictures; whoever carries the orders out tells it what came of them."""
+        self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)
+        self._decode = DecodeChooser(limits, self._kv, self.items, self._running, self._counters)
         self._prefill = PrefillChooser(limits, self._kv, self._queue, self._running, self._counters)
         self._num_added = 0
 
@@ -76,6 +79,7 @@ class Scheduler:
             RequestError: it can never run, or another one with its id is unfinished.
         """
         limit = token_limit(request, self._limits)
+        self.items.check(request)
         if request.request_id in self._states:
             raise RequestError(
                 "a request with this id is unfinished",
@@ -95,7 +99,7 @@ class Scheduler:
         )
         self._num_added += 1
         self._states[request.request_id] = state
-        self._queue.push(state)
+        self.items.push(state)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; return False when there is no such unfinished request."""
@@ -105,6 +109,16 @@ class Scheduler:
         state.request.finish_reason = FinishReason.ABORT
         self._end(state)
         return True
+
+    def note_item_failed(self, key: bytes, cause: RayppError) -> list[tuple[Request, RequestError]]:
+        """Take in that a picture cannot be encoded; end the requests that wait for it, and return them with why."""
+        failed = []
+        for state in self.items.note_failed(key):
+            request = state.request
+            request.finish_reason = FinishReason.ERROR
+            self._end(state)
+            failed.append((request, item_error(request.request_id, cause)))
+        return failed
 
     def schedule(self) -> StepPlan | None:
         """Return the next step to dispatch, or None when nothing may be dispatched now."""
@@ -179,7 +193,11 @@ class Scheduler:
         num_drafted, num_accepted = drafts.num_drafted, drafts.num_accepted
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._queue),
+            num_waiting=len(self._queue) + len(self.items),
+            num_waiting_for_items=len(self.items),
+            num_item_tokens=self.items.num_stored_tokens,
+            num_query_items=self.items.num_query_items,
+            num_hit_items=self.items.num_hit_items,
             num_in_flight=len(self._in_flight),
             num_blocks=self._limits.num_blocks,
             num_free_blocks=num_free,
@@ -197,7 +215,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert everything that must hold between two calls. For tests: it takes about a millisecond."""
-        running, waiting = list(self._running), list(self._queue)
+        running, waiting = list(self._running), [*self._queue, *self.items]
         assert len(running) + len(waiting) == len(self._states)
         assert {*running, *waiting} == set(self._states.values())
         assert all(state.row == NO_ROW and not state.blocks for state in waiting)
@@ -242,7 +260,7 @@ class Scheduler:
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
         if state.row == NO_ROW:
-            self._queue.note_growth(len(taken))
+            self.items.note_growth(state, len(taken))
         else:
             # All but the last token were computed by steps whose results are in.
             self._kv.offer(state, state.num_tokens - 1)
@@ -253,6 +271,6 @@ class Scheduler:
     def _end(self, state: RequestState) -> None:
         del self._states[state.request.request_id]
         if state.row == NO_ROW:
-            self._queue.remove(state)
+            self.items.remove(state)
         else:
             self._running.stop(state)

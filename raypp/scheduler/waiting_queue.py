@@ -35,7 +35,7 @@ class WaitingQueue:
 
     def push(self, state: RequestState) -> None:
         """Take in a request: a new one, or one that was preempted and has come before most that wait."""
-        turn = _turn(state)
+        turn = turn_of(state)
         self._states[turn] = state
         heapq.heappush(self._turns, turn)
         self.num_tokens += state.num_tokens
@@ -46,19 +46,23 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
-        del self._states[_turn(state)]
+        del self._states[turn_of(state)]
         self.num_tokens -= state.num_tokens
 
     @staticmethod
     def last_of(states: Iterable[RequestState]) -> RequestState:
         """Return the one that would be served last: whom to preempt."""
-        return max(states, key=_turn)
+        return max(states, key=turn_of)
 
     def check_integrity(self, running: Iterable[RequestState]) -> None:
-        """Assert that nobody overtook anybody of the same priority, and the count of tokens."""
+        """Assert that nobody overtook anybody of the same priority, and the count of tokens.
+
+        Requests with pictures may be overtaken while they wait for these.
+        """
         first_waiting: dict[int, int] = {}
         for state in self:
-            first_waiting.setdefault(state.request.priority, state.arrival)
+            if state.request.items is None:
+                first_waiting.setdefault(state.request.priority, state.arrival)
         assert set(self._states) <= set(self._turns)
         for state in running:
             arrival = first_waiting.get(state.request.priority, state.arrival)
@@ -66,5 +70,6 @@ class WaitingQueue:
         assert self.num_tokens == sum(state.num_tokens for state in self)
 
 
-def _turn(state: RequestState) -> Turn:
+def turn_of(state: RequestState) -> Turn:
+    """Return when it is a request's turn."""
     return state.request.priority, state.arrival

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from replay_stage import VOCAB_SIZE, PlanWatcher, ReplayStage, reference_output
 
 from raypp.messages import StepResult, TokenLogprobs
+from raypp.prompt_items import PromptItems
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
@@ -84,9 +85,15 @@ class Drive:
             prompt_logprobs=rng.randrange(3) if rng.random() < 0.3 else None,
         )
         priority = rng.randrange(3) if self.has_priorities else 0
-        request = Request(str(len(self.requests)), prompt, params, rng.randrange(3), EOS, priority=priority)
+        items = self.make_items(num_prompt)
+        request = Request(
+            str(len(self.requests)), prompt, params, rng.randrange(3), EOS, priority=priority, items=items
+        )
         self.requests.append(request)
         self.scheduler.add(request)
+
+    def make_items(self, num_prompt: int) -> PromptItems | None:
+        return None
 
     def abort(self) -> None:
         request = self.rng.choice(self.requests)
@@ -97,7 +104,8 @@ class Drive:
 
     def schedule(self) -> bool:
         plan = self.scheduler.schedule()
-        assert plan is not None or self.scheduler.num_in_flight or not self.scheduler.has_unfinished, "a standstill"
+        waits = self.scheduler.num_in_flight or not self.scheduler.has_unfinished or self.waits_for_others()
+        assert plan is not None or waits, "a standstill"
         if plan is None:
             return False
         self.watcher.note_dispatched(plan)
@@ -109,6 +117,9 @@ class Drive:
         self.stage.submit(plan)
         assert self.scheduler.num_in_flight <= 2 * self.limits.num_stages
         return True
+
+    def waits_for_others(self) -> bool:
+        return False
 
     def execute(self) -> None:
         if self.stage.submitted:

@@ -1,0 +1,219 @@
+"""Requests with pictures on their way to the waiting queue: held until the first stage has the embeddings they need.
+
+    push -> (text alone) ---------------------------------------------------> WaitingQueue
+      +---> held --room on the first stage--> ordered --all are stored------------^
+                                                +-- one cannot be encoded --> failed
+
+Here is decided what the first stage holds: a mirror of its store, with a limit. What a request needs is pinned from the
+moment that it is ordered until the last chunk that reads it was collected. Text is never held up, and overtakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from raypp.encoder.embedding_cache import EmbeddingCache
+from raypp.errors import RayppError, RequestError
+from raypp.prompt_items import EncoderItem, unique_items
+from raypp.scheduler.request import Request
+from raypp.scheduler.request_state import ItemPin, RequestState
+from raypp.scheduler.waiting_queue import WaitingQueue, turn_of
+
+
+class ItemAdmission:
+    """Orders embeddings, lets them go, and lets requests into the queue when theirs are there.
+
+    Args:
+        queue: Where requests without pictures go at once.
+        max_tokens: Rows of embeddings that the first stage may hold.
+    """
+
+    def __init__(self, queue: WaitingQueue, max_tokens: int) -> None:
+        self._queue = queue
+        self._room: EmbeddingCache[bytes, None] = EmbeddingCache(max_tokens)
+        self._held: list[RequestState] = []  # in the order of their turns
+        self._ordered: dict[RequestState, None] = {}  # these have their pins
+        self._under_way: set[bytes] = set()  # ordered, not stored; pinned once more for that
+        self._leaving: set[bytes] = set()  # being dropped: may be ordered again when that is done
+        self._orders: list[EncoderItem] = []
+        self._drops: list[bytes] = []
+        self.num_query_items = 0
+        """Items that requests needed."""
+        self.num_hit_items = 0
+        """Of these, items that were stored already, or ordered for another request."""
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._ordered)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return state in self._ordered or state in self._held
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter([*self._held, *self._ordered])
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Rows of embeddings on the first stage, those under way included."""
+        return self._room.used
+
+    def check(self, request: Request) -> None:
+        """Refuse a request whose pictures could never be held together.
+
+        Raises:
+            RequestError: with the numbers.
+        """
+        if request.items is None:
+            return
+        num_tokens = sum(item.num_tokens for item in unique_items(request.items.items))
+        if num_tokens > self._room.limit:
+            raise RequestError(
+                "the pictures of the request have more embeddings than the first stage may hold",
+                request_id=request.request_id,
+                got=f"{num_tokens} tokens of pictures",
+                expected=f"at most {self._room.limit}",
+                hint="fewer or smaller pictures, or a larger stage_embedding_bytes",
+            )
+
+    def push(self, state: RequestState) -> None:
+        """Take in a request that wants to be computed: a new one, or one that was preempted."""
+        if state.request.items is None:
+            self._queue.push(state)
+            return
+        self._held.append(state)
+        self._held.sort(key=turn_of)
+        self._order()
+
+    def remove(self, state: RequestState) -> None:
+        """Take a request out that waits, here or in the queue. What it ordered is still encoded, and may be used."""
+        if state in self._ordered:
+            del self._ordered[state]
+        elif state in self._held:
+            self._held.remove(state)
+        else:
+            self._queue.remove(state)
+        if state.item_pin is not None:
+            self.unpin(state.item_pin)
+            state.item_pin = None
+        self._order()
+
+    def note_growth(self, state: RequestState, num_tokens: int) -> None:
+        """Count tokens that a waiting request got from steps dispatched before it was preempted."""
+        if state not in self:
+            self._queue.note_growth(num_tokens)
+
+    def unpin(self, pin: ItemPin) -> None:
+        """Let go of what a request needed: no step in flight reads it for this request."""
+        for key in pin.keys:
+            self._room.unpin(key)
+        self._order()
+
+    def note_stored(self, keys: Collection[bytes]) -> None:
+        """Take in that the first stage has these embeddings."""
+        for key in self._under_way.intersection(keys):
+            self._under_way.remove(key)
+            self._room.unpin(key)
+        self._let_in()
+        self._order()
+
+    def note_dropped(self, keys: Collection[bytes]) -> None:
+        """Take in that the first stage no longer has these embeddings."""
+        self._leaving.difference_update(keys)
+        self._order()
+
+    def note_failed(self, key: bytes) -> list[RequestState]:
+        """Take in that an item cannot be encoded; return the requests that need it. The caller ends them."""
+        if key not in self._under_way:
+            return []
+        self._under_way.remove(key)
+        self._room.unpin(key)
+        failed = [state for state in self._ordered if state.item_pin is not None and key in state.item_pin.keys]
+        for state in failed:
+            assert state.item_pin is not None
+            for pinned in state.item_pin.keys:
+                self._room.unpin(pinned)
+            state.item_pin = None
+        self._room.remove(key)
+        return failed
+
+    def take_orders(self) -> Sequence[EncoderItem]:
+        """Return what has to be encoded and brought to the first stage; each is returned once."""
+        taken, self._orders = self._orders, []
+        return taken
+
+    def take_drops(self) -> Sequence[bytes]:
+        """Return what the first stage has to drop; no plan that was dispatched and not collected reads it."""
+        taken, self._drops = self._drops, []
+        return taken
+
+    def check_integrity(self, pins: Iterable[ItemPin]) -> None:
+        """Assert that exactly what somebody needs is pinned.
+
+        Args:
+            pins: Of the running requests, and of steps in flight.
+        """
+        self._room.check_integrity()
+        pins = [*pins, *(state.item_pin for state in (*self._ordered, *self._queue) if state.item_pin is not None)]
+        needed = {key for pin in pins for key in pin.keys} | self._under_way
+        assert all(self._room.is_pinned(key) for key in needed)
+        assert self._room.pinned == sum(map(self._room.size_of, needed))
+        assert not any(key in self._room for key in self._leaving)
+        assert all(state.item_pin is None for state in self._held)
+        assert self._held == sorted(self._held, key=turn_of)
+
+    def _order(self) -> None:
+        """Order what the next held requests need, as far as there is room for all of a request's items."""
+        while self._held:
+            state = self._held[0]
+            assert state.request.items is not None
+            items = unique_items(state.request.items.items)
+            if any(item.key in self._leaving for item in items):
+                return
+            wanted = sum(item.num_tokens for item in items if not self._room.is_pinned(item.key))
+            if not self._room.has_room(wanted):
+                return
+            del self._held[0]
+            self._pin(state, items)
+            self._ordered[state] = None
+            self._let_in()
+
+    def _pin(self, state: RequestState, items: Sequence[EncoderItem]) -> None:
+        known = [item for item in items if item.key in self._room]
+        for item in known:  # first, so that the others do not push them out
+            self._room.pin(item.key)
+        for item in items:
+            if item.key not in self._room:
+                evicted = self._room.put(item.key, None, item.num_tokens)
+                self._drops += evicted
+                self._leaving.update(evicted)
+                self._room.pin(item.key)  # for the request
+                self._room.pin(item.key)  # until it is stored
+                self._under_way.add(item.key)
+                self._orders.append(item)
+        self.num_query_items += len(items)
+        self.num_hit_items += len(known)
+        placed = state.request.items
+        assert placed is not None
+        end = max(start + item.num_tokens for item, start in zip(placed.items, placed.starts, strict=True))
+        state.item_pin = ItemPin(tuple(item.key for item in items), end)
+
+    def _let_in(self) -> None:
+        """Let requests into the queue whose embeddings are all there."""
+        ready = [
+            state
+            for state in self._ordered
+            if state.item_pin is not None and self._under_way.isdisjoint(state.item_pin.keys)
+        ]
+        for state in ready:
+            del self._ordered[state]
+            self._queue.push(state)
+
+
+def item_error(request_id: str, cause: RayppError) -> RequestError:
+    """Return the error of a request whose picture cannot be encoded."""
+    return RequestError(
+        f"a picture of the request could not be encoded: {cause.message}",
+        request_id=request_id,
+        got=cause.got,
+        expected=cause.expected,
+        hint=cause.hint,
+    )
