@@ -154,13 +154,19 @@ def encode_client_message(message: ClientMessage) -> list[bytes]:
             return [_CLOSE, b""]
 
 
-def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
-    """Return the message that a client sent."""
+def decode_client_message(frames: Sequence[bytes], arrays: Sequence[memoryview] = ()) -> ClientMessage:
+    """Return the message that a client sent.
+
+    Args:
+        frames: All of its frames, or those that are text and token ids.
+        arrays: The others, if they are not to be copied: the message has views of them.
+    """
     kind, header = frames[0], frames[1]
     if kind == _OPEN:
         return OpenClient()
     if kind == _ADD:
-        token_ids, arrays = np.frombuffer(frames[2], "<i4").tolist(), iter(frames[3:])
+        token_ids = np.frombuffer(frames[2], "<i4").tolist()
+        pictures: Iterator[bytes | memoryview] = iter([*frames[3:], *arrays])
         requests, offset = [], 0
         for values in json.loads(header):
             end = offset + values["num_prompt_tokens"]
@@ -175,7 +181,7 @@ def decode_client_message(frames: Sequence[bytes]) -> ClientMessage:
                     bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
                     priority=values["priority"],
                     is_streamed=values["is_streamed"],
-                    items=None if values["items"] is None else _items_from(values["items"], arrays),
+                    items=None if values["items"] is None else _items_from(values["items"], pictures),
                 )
             )
             offset = end
@@ -248,7 +254,7 @@ def _item_frames(items: PromptItems) -> list[bytes]:
     return [items.rope_positions.astype("<i4").tobytes(), *(array.tobytes() for array in patches.values())]
 
 
-def _items_from(values: dict[str, Any], frames: Iterator[bytes]) -> PromptItems:
+def _items_from(values: dict[str, Any], frames: Iterator[bytes | memoryview]) -> PromptItems:
     rope_positions = np.frombuffer(next(frames), "<i4").reshape(-1, 3)
     known: dict[str, EncoderItem] = {}
     for key, time, height, width, num_tokens, patch_dim in values["items"]:

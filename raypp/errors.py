@@ -7,6 +7,7 @@
     +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
     +-- EngineDeadError      the engine is gone; make a new one
     |   +-- StageDiedError   ... because one of its stages died or froze (.stage_index)
+    +-- EncoderDiedError     pictures cannot be encoded any more; text goes on
     +-- DeadlineError        something was waited for in vain
     +-- GraphMismatchError   a CUDA graph does not do what it was recorded for (debug mode)
 
@@ -106,6 +107,10 @@ class StageDiedError(EngineDeadError):
 
 class GraphMismatchError(RayppError):
     """A CUDA graph that no longer does what was recorded: found by `graphs.debug_every`."""
+
+
+class EncoderDiedError(RayppError):
+    """The encoders are gone, or one died over and over: requests with pictures fail, text goes on."""
 
 
 class DeadlineError(RayppError):

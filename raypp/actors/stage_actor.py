@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import ray
-
+from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
 from raypp.driver.hardware import Hardware
@@ -15,10 +13,14 @@ from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from raypp.encoder.delivery import Parcel
     from raypp.models.config import ModelConfig
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
     from raypp.stage.step_sizes import StageRecordings, StepSizes
+    from raypp.transport.place import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
@@ -41,15 +43,6 @@ class NodeShare:
     num_stages: int | None  # that share the node's cores; None when the threads are given
 
 
-def _local_device(device: str) -> str:
-    """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""
-    if device != "cuda":
-        return device
-    assigned = str(ray.get_gpu_ids()[0])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"cuda:{visible.split(',').index(assigned) if visible else assigned}"
-
-
 class StageActor:
     """Hosts one stage. `run` is endless; the other methods answer beside it."""
 
@@ -60,7 +53,7 @@ class StageActor:
         if share is not None and share.num_stages is not None:
             spec = replace(spec, num_threads=Hardware.of_this_machine().threads_per_stage(share.num_stages))
         self._share = share
-        self._spec = replace(spec, device=_local_device(spec.device))
+        self._spec = replace(spec, device=local_device(spec.device))
         self._config = config
         self._factory = factory
         self._rendezvous: RendezvousServer | None = None
@@ -80,7 +73,7 @@ class StageActor:
             if self._spec.draft_head is not None and self._spec.is_last:
                 path = str(resolve_draft_head_path(self._spec.draft_head.model))
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
-        build.configure_torch(self._spec)
+        build.configure_torch(self._spec.num_threads, self._spec.device)
         self._model = build.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:
             self._rendezvous = RendezvousServer(own_host)
@@ -89,7 +82,11 @@ class StageActor:
 
     def connect(self, addresses: StageAddresses, timeout_s: float) -> StageRecordings:
         """Open the links to the neighbours and the step channel to the driver; return what was recorded."""
+        import torch
+
+        from raypp.encoder.delivery import ItemReceiver
         from raypp.stage import build
+        from raypp.transport.cuda_device import CudaDevice
         from raypp.transport.step_channel import StageChannel
 
         self._stage = build.build_stage(
@@ -101,6 +98,8 @@ class StageActor:
             own_host=addresses.own_host,
             open_timeout_s=timeout_s,
         )
+        self._device = torch.device(self._spec.device)
+        self._items_in = ItemReceiver(self._device, CudaDevice)
         if self._rendezvous is not None:
             self._rendezvous.close()
         self._channel = StageChannel(
@@ -132,6 +131,29 @@ class StageActor:
         finally:
             self._channel.close()
             self._stage.close()
+
+    def open_items(self, encoder_index: int, place: StagePlace, num_bytes: int) -> bytes | None:
+        """Return the handle of memory that an encoder can write embeddings into; None when it cannot reach any.
+
+        First stage only, once it is connected; so are the following.
+        """
+        from raypp.transport.place import StagePlace
+        from raypp.transport.resolve import ipc_obstacle
+
+        asked = self._spec.transport
+        if asked not in ("auto", "ipc", "local") or ipc_obstacle(place, StagePlace.here(self._device)) is not None:
+            return None
+        return self._items_in.open(encoder_index, num_bytes)
+
+    def put_items(self, encoder_index: int, parcel: Parcel) -> None:
+        """Take in embeddings that an encoder brings."""
+        for item in self._items_in.take_in(encoder_index, parcel):
+            self._stage.items.put(item)
+
+    def drop_items(self, keys: Sequence[bytes]) -> None:
+        """Let go of embeddings."""
+        for key in keys:
+            self._stage.items.drop(key)
 
     def trace(self) -> list[TraceEvent]:
         """Return what this stage did when."""

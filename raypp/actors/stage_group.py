@@ -13,6 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypp.actors.deadline import Deadline
+from raypp.actors.local_device import SEES_ALL_GPUS
 from raypp.actors.placement import Placement, StagePlace
 from raypp.actors.processes import ActorProcess
 from raypp.actors.remote_errors import in_short
@@ -48,17 +49,22 @@ class StageGroup:
                 "num_cpus": resources["CPU"],
                 "num_gpus": resources.get("GPU", 0),
                 "scheduling_strategy": strategy,
-                "max_concurrency": 3,  # run, trace, and one to spare
+                "max_concurrency": 3 + plan.num_encoders,  # run, trace, one to spare, and what encoders bring
                 "max_restarts": 0,
             }
             if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
-                options["runtime_env"] = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+                options["runtime_env"] = SEES_ALL_GPUS
             actor = ray.remote(StageActor).options(**options)
             spec = plan.stage_spec(stage_index)
             self._actors.append(actor.remote(spec, plan.model, factory, _node_share(plan, placement, place)))
         self._runs: list[Any] = []
         self._is_ending = threading.Event()
         self._watcher: threading.Thread | None = None
+
+    @property
+    def first(self) -> Any:
+        """The actor of the first stage, which encoders bring their embeddings to."""
+        return self._actors[0]
 
     def processes(self, deadline: Deadline) -> list[ActorProcess]:
         """Return the stages' processes; waits until they are there.

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
 from raypp.config.sections import (
     CacheSection,
+    EncoderSection,
     FaultsSection,
     GraphsSection,
     ImagesSection,
@@ -47,6 +48,7 @@ class EngineConfig(Section):
     speculative: SpeculativeSection = Field(default_factory=SpeculativeSection)
     graphs: GraphsSection = Field(default_factory=GraphsSection)
     images: ImagesSection = Field(default_factory=ImagesSection)
+    encoder: EncoderSection = Field(default_factory=EncoderSection)
     observability: ObservabilitySection = Field(default_factory=ObservabilitySection)
     faults: FaultsSection = Field(default_factory=FaultsSection)
 
@@ -133,6 +135,7 @@ class EngineConfig(Section):
                 hint="lower max_num_seqs or raise max_num_batched_tokens",
             )
         _check_speculative(self.speculative)
+        _check_encoder(self.encoder)
         return self
 
 
@@ -167,6 +170,14 @@ def _check_speculative(given: SpeculativeSection) -> None:
             "speculative.draft_ladder cannot be climbed",
             got=ladder,
             expected=f"ascending numbers of drafts from 0 to {_MAX_DRAFTS}, at least one above 0",
+        )
+
+
+def _check_encoder(given: EncoderSection) -> None:
+    budgets = given.token_budgets
+    if budgets is not None and (not budgets or min(budgets) < 1):
+        raise ConfigError(
+            "encoder.token_budgets cannot be", got=budgets, expected="at least one positive number of tokens, or none"
         )
 
 

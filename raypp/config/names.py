@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from raypp.config.sections import (
     CacheSection,
+    EncoderSection,
     FaultsSection,
     GraphsSection,
     ImagesSection,
@@ -29,6 +30,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "speculative": SpeculativeSection,
         "graphs": GraphsSection,
         "images": ImagesSection,
+        "encoder": EncoderSection,
         "observability": ObservabilitySection,
         "faults": FaultsSection,
     }

@@ -196,3 +196,34 @@ class FaultsSection(Section):
     def silence_timeout_s(self) -> float:
         """How long a process of the engine may say nothing, busy or idle, until it counts as frozen. Seconds."""
         return max(self.step_timeout_s, 10 * self.heartbeat_s)
+
+
+class EncoderSection(Section):
+    """The encoders of a model that takes pictures; without effect on others."""
+
+    num_encoders: int = Field(default=1, ge=1, le=64)
+    """Encoder actors, each with the whole encoder. Pictures are shared out to them by what they cost."""
+    encoder_num_gpus: float = Field(default=1.0, gt=0, le=1)
+    """The share of a GPU that an encoder asks Ray for, and of its memory that it may use (times
+    gpu_memory_utilization). With 0.2, and stage_num_gpus = 0.8, an encoder and a stage share one."""
+    encoder_num_cpus: float = Field(default=0.01, ge=0)
+    """CPUs that an encoder asks Ray for. Placement only; see `encoder_num_threads`."""
+    encoder_num_threads: int | None = Field(default=None, ge=1)
+    """Compute threads of an encoder on a CPU. None: as many as a stage."""
+    token_budgets: list[int] | None = None
+    """The sizes, in tokens, that batches of pictures are padded to; each is a CUDA graph. A larger picture is encoded
+    without one. None: what the model needs and the memory allows, close enough together that no batch is more than 15 %
+    padding."""
+    max_images_per_batch: int = Field(default=16, ge=1, le=1024)
+    """The most pictures that are encoded together."""
+    encoder_cache_bytes: int = Field(default=1 << 28, ge=0)
+    """Embeddings that each encoder keeps, by the pictures' content: a picture that comes again is not encoded again."""
+    stage_embedding_bytes: int = Field(default=1 << 28, ge=1)
+    """Embeddings that the first stage may hold: those of prompts under way, and of earlier ones while there is room.
+    A request whose pictures need more is refused."""
+    link_embedding_bytes: int = Field(default=1 << 26, ge=1 << 12)
+    """Memory of the first stage's GPU through which each encoder writes embeddings; what is larger goes by way of host
+    memory."""
+    max_encoder_restarts: int = Field(default=10, ge=0)
+    """How often an encoder that died is started again; its pictures are encoded once more. After that, requests with
+    pictures are refused, and text goes on."""

@@ -127,7 +127,7 @@ class _Rig:
             replace(common, stage_index=index, start_layer=index * num_layers, end_layer=(index + 1) * num_layers)
             for index in range(_NUM_STAGES)
         ]
-        configure_torch(common)
+        configure_torch(common.num_threads, common.device)
         self._models = [_PromptSkipping(build_stage_model(spec, model, None)) for spec in specs]
         self._device = torch.device(common.device)
         self._dtype: torch.dtype = getattr(torch, common.dtype)

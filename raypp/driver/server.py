@@ -45,6 +45,7 @@ from raypp.scheduler.request import Request, RequestUpdate
 
 _MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
 _UNTAKEN_MESSAGES = 1 << 16
+_NUM_TEXT_FRAMES = 3  # of a client's message: its kind, its header, and token ids; arrays of pictures may follow
 
 logger = logging.getLogger(__name__)
 
@@ -108,12 +109,12 @@ class DriverServer:
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
         self._stopping = True
-        self._wake()
+        self.wake()
 
     def fail(self, error: RayppError, witness: Witness) -> None:
         """Make `serve` tell the clients, and raise, once it is clear which error is the cause. From any thread."""
         self._failures.add(error, witness)
-        self._wake()
+        self.wake()
 
     def serve(self) -> None:
         """Run until `stop`.
@@ -133,6 +134,7 @@ class DriverServer:
                 if self._clients in ready:
                     self._receive_from_clients()
                 self._send_outputs(self._engine.step())
+                self._send_failures()
                 self._check_health()
                 self._forget_gone_clients()
         except RayppError as error:
@@ -144,7 +146,8 @@ class DriverServer:
         self._wakeup_in.close()
         self._wakeup_out.close()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Make `serve` look for what has changed. From any thread."""
         try:
             self._wakeup_in.send(b"!")
         except OSError:
@@ -169,10 +172,13 @@ class DriverServer:
     def _receive_from_clients(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):  # what is left keeps the poller from waiting
             try:
-                client, *frames = self._clients.recv_multipart(zmq.NOBLOCK)
+                # Pictures are large: they stay where zmq put them.
+                client, *frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._handle(client, decode_client_message(frames))
+            texts = [frame.bytes for frame in frames[:_NUM_TEXT_FRAMES]]
+            arrays = [frame.buffer for frame in frames[_NUM_TEXT_FRAMES:]]
+            self._handle(client.bytes, decode_client_message(texts, arrays))
 
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         match message:
@@ -223,9 +229,14 @@ class DriverServer:
             if update.request.finish_reason:
                 self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
 
+    def _send_failures(self) -> None:
+        for request, error in self._engine.take_failed():
+            self._requests.get(request.client, {}).pop(request.request_id, None)
+            self._send(request.client, Rejected(request.handle, error))
+
     def _stats(self, spans_after_us: int | None) -> dict[str, Any]:
         activity = self._pipeline.activity
-        stats = asdict(self._engine.stats()) | {
+        stats = self._engine.stats_dict() | {
             "stage_silent_s": self._health.silent_s(),
             "active_s": activity.active_s,
             "stages": activity.sums(),

@@ -1,4 +1,4 @@
-"""The tensors that captured batches read and write: allocated once, for the largest; a smaller batch has the front."""
+"""The tensors that captured batches read: allocated once, for the largest; a smaller batch has the front."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raypp.encoder.protocol import BatchShape, EncoderGraphConfig, Per, TensorSp
 
 
 class BatchBuffers:
-    """The inputs of batches up to a shape, and one output.
+    """The inputs of batches up to a shape.
 
     Args:
         config: What the inputs are.
@@ -29,13 +29,11 @@ class BatchBuffers:
         if device.type == "cuda":
             self._staged = {name: torch.empty_like(t, device="cpu").pin_memory() for name, t in self._inputs.items()}
             self._is_uploaded = torch.cuda.Event()
-        self._output: torch.Tensor | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        tensors = [*self._inputs.values(), *([] if self._output is None else [self._output])]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._inputs.values())
 
     def inputs(self, shape: BatchShape) -> dict[str, torch.Tensor]:
         """Return the inputs of a batch of that shape, by name. Their addresses are always the same."""
@@ -61,13 +59,6 @@ class BatchBuffers:
             target[:rows].copy_(value, non_blocking=True)
         if self._staged:
             self._is_uploaded.record()
-
-    def keep(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a batch's output in memory that all batches share. The largest batch comes first."""
-        if self._output is None:
-            self._output = torch.empty_like(output).flatten()
-        kept = self._output[: output.numel()].view(output.shape)
-        return kept.copy_(output)
 
     def _extent(self, spec: TensorSpec, shape: BatchShape) -> Sequence[int]:
         num_rows = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from raypp.encoder.protocol import BudgetRange
-from raypp.errors import ConfigError, ResourceError
+from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
 
 MAX_PADDING_SHARE = 0.15
@@ -49,16 +49,3 @@ def largest_fitting(budgets: BudgetRange, measure: Callable[[int], int], limit_b
         fitting = int(num_tokens * limit_bytes / needed * 0.95)
         num_tokens = max(min(fitting, num_tokens - 1), budgets.min_tokens)
     return BudgetRange(budgets.min_tokens, num_tokens)
-
-
-def configured_budgets(sizes: Sequence[int]) -> Buckets:
-    """Return budgets that somebody chose.
-
-    Raises:
-        ConfigError: there is none, or one is not positive.
-    """
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(
-            "encoder.token_budgets cannot be", got=list(sizes), expected="at least one positive number of tokens"
-        )
-    return Buckets(set(sizes))

@@ -54,9 +54,8 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._model = model
         self._budgets = budgets
         self._max_items = max_items
-        self._graphs = CudaGraphManager(graph_maker(device) if replay else None)
+        self._graphs = CudaGraphManager(graph_maker(device)) if replay else None
         self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
-        self._outputs: dict[int, torch.Tensor] = {}  # by budget: where its output lies, [1 + L, T, H]
         self.stats = EncoderStats()
 
     @property
@@ -65,12 +64,17 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         return self._budgets.sizes
 
     def capture(self) -> None:
-        """Capture all budgets, the largest first: the others use its memory again. Under `torch.inference_mode`."""
+        """Capture all budgets, the largest first: the others use its memory again. Under `torch.inference_mode`.
+
+        Where calls stand in for graphs there is nothing to capture.
+        """
+        if self._graphs is None:
+            return
         with self._graphs.recording():
             for budget in reversed(self._budgets.sizes):
                 shape = self._shape(budget)
                 self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
-                self._graphs.record(_MODE, budget, partial(self._encode_padded, budget))
+                self._graphs.record(_MODE, budget, partial(self._forward, shape))
         cost = self._graphs.costs[_MODE]
         self.stats.num_graphs, self.stats.capture_s = cost.num_graphs, cost.seconds
         self.stats.graph_bytes = cost.memory_bytes + self._buffers.num_bytes
@@ -117,13 +121,12 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         stats.num_padding_tokens += packed.budget - packed.num_tokens
         shape = self._shape(packed.budget)
         self._buffers.upload(self._model.replay_values(batch, shape), shape)
-        self._graphs.run(packed.budget)
-        return self._outputs[packed.budget]
+        # What a graph returns lies where the next one will write: it is split, into copies, at once.
+        output: torch.Tensor = self._forward(shape) if self._graphs is None else self._graphs.run(packed.budget)
+        return output
 
     def _shape(self, budget: int) -> BatchShape:
         return BatchShape(budget, self._max_items)
 
-    def _encode_padded(self, budget: int) -> None:
-        shape = self._shape(budget)
-        output = self._model.captured_forward(self._buffers.inputs(shape), shape)
-        self._outputs[budget] = self._buffers.keep(output)
+    def _forward(self, shape: BatchShape) -> torch.Tensor:
+        return self._model.captured_forward(self._buffers.inputs(shape), shape)

@@ -33,13 +33,13 @@ _NUM_KEPT_PRODUCTS = 32
 """Shapes of matrix products that oneDNN, and torch's layer above it, keep prepared; see docs/design/0062."""
 
 
-def configure_torch(spec: StageSpec) -> None:
+def configure_torch(num_threads: int, device: str) -> None:
     """Set this process's compute threads, and its GPU before anything else touches one."""
-    torch.set_num_threads(spec.num_threads)
+    torch.set_num_threads(num_threads)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read at the first product
         os.environ.setdefault(name, str(_NUM_KEPT_PRODUCTS))
-    if spec.device != "cpu":
-        torch.cuda.set_device(spec.device)
+    if device != "cpu":
+        torch.cuda.set_device(device)
 
 
 def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactory | None) -> StageModel:

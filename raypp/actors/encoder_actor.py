@@ -1,0 +1,129 @@
+"""The Ray actor of one encoder. Holds an `EncoderWorker`; has no logic of its own.
+
+It may die and be made again by Ray: then it is told to `load` and `join` once more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from raypp.actors.local_device import local_device
+from raypp.actors.processes import ActorProcess
+from raypp.models.registry import resolve_model_path
+
+if TYPE_CHECKING:
+    from raypp.encoder.protocol import SupportsEncoderCudaGraph
+    from raypp.encoder.spec import EncoderSpec
+    from raypp.encoder.worker import ItemFault
+    from raypp.models.config import ModelConfig
+    from raypp.prompt_items import EncoderItem
+
+
+@dataclass(frozen=True)
+class EncoderReady:
+    """An encoder that has loaded its model."""
+
+    process: ActorProcess
+    budgets: tuple[int, ...]
+
+
+class EncoderActor:
+    """Hosts one encoder. Called in this order: `load`, `join`; then `deliver` and the others, also side by side."""
+
+    def __init__(self, spec: EncoderSpec, config: ModelConfig, model: str | None, first_stage: Any) -> None:
+        """Take note of everything.
+
+        Args:
+            spec: What the encoder is to be.
+            config: The whole model's.
+            model: Its name, if files lie elsewhere on this node than where the plan was made.
+            first_stage: The actor that embeddings go to.
+        """
+        self._spec = replace(spec, device=local_device(spec.device))
+        self._config = config
+        self._model = model
+        self._first_stage = first_stage
+        self._lock = threading.Lock()
+
+    def load(self) -> EncoderReady:
+        """Load the model and capture its graphs.
+
+        Raises:
+            ModelLoadError, ResourceError: it cannot be read, or does not fit.
+        """
+        import torch
+
+        from raypp.encoder.build import build_manager
+        from raypp.encoder.worker import EncoderWorker
+        from raypp.stage.build import configure_torch
+
+        if self._model is not None:
+            self._spec = replace(self._spec, model_path=str(resolve_model_path(self._model)))
+        spec = self._spec
+        configure_torch(spec.num_threads, spec.device)
+        self._device = torch.device(spec.device)
+        manager = build_manager(_build_model(spec, self._config), spec)
+        self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
+        return EncoderReady(ActorProcess.of_this_process(), self._worker.budgets)
+
+    def join(self) -> None:
+        """Find the way to the first stage."""
+        from raypp.encoder.delivery import ItemSender
+        from raypp.transport.cuda_device import CudaDevice
+        from raypp.transport.place import StagePlace
+
+        spec = self._spec
+        place = StagePlace.here(self._device)
+        handle = ray.get(self._first_stage.open_items.remote(spec.encoder_index, place, spec.link_bytes))
+        if handle is None:
+            self._sender = ItemSender(self._device)
+        else:
+            self._sender = ItemSender(self._device, CudaDevice(self._device), handle, spec.link_bytes)
+
+    def deliver(self, items: Sequence[EncoderItem]) -> list[ItemFault]:
+        """Encode items and bring them to the first stage; return those that cannot be encoded."""
+        with self._lock:
+            self._enter()
+            return self._worker.deliver(items, self._sender, self._put)
+
+    def encode(self, items: Sequence[EncoderItem]) -> dict[bytes, Any]:
+        """Return what the encoder makes of each item, by key: float32 [1 + L, N, H], or the error."""
+        from raypp.errors import RayppError
+
+        with self._lock:
+            self._enter()
+            encoded = self._worker.encode(items)
+            return {
+                key: result if isinstance(result, RayppError) else result.rows.float().cpu().numpy()
+                for key, result in encoded.items()
+            }
+
+    def stats(self) -> dict[str, Any]:
+        """Return counters and figures, as plain data."""
+        return self._worker.stats()
+
+    def _put(self, parcel: Any) -> None:
+        ray.get(self._first_stage.put_items.remote(self._spec.encoder_index, parcel))
+
+    def _enter(self) -> None:
+        """Make the calling thread's GPU this encoder's: Ray calls from threads of its choice."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.set_device(self._device)
+
+
+def _build_model(spec: EncoderSpec, config: ModelConfig) -> SupportsEncoderCudaGraph[Any]:
+    import torch
+
+    from raypp.models.registry import build_encoder
+    from raypp.models.weights import open_weights
+
+    source = open_weights(spec.load_format, spec.model_path, spec.seed)
+    dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    return build_encoder(config, dtype=dtype, device=device, source=source)

@@ -1,0 +1,308 @@
+"""The encoders of one engine, as the driver holds them: made, started, fed, and started again when they die.
+
+    driver's loop --encode, drop--> thread of the group --calls--> encoder actors --put_items--> first stage
+         ^                                |   ^  answers, deaths       |
+         +---------- events --------------+   +------------------------+
+
+They are children of the driver's process: when that dies, Ray ends them. One that dies itself is made again by Ray; what
+it had under way is encoded again, there or by another one. Nothing of that is on the path of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypp.actors.deadline import Deadline
+from raypp.actors.encoder_actor import EncoderActor, EncoderReady
+from raypp.actors.local_device import SEES_ALL_GPUS
+from raypp.actors.placement import Placement
+from raypp.actors.processes import ActorProcess, end_processes
+from raypp.actors.remote_errors import in_short, raypp_errors
+from raypp.driver.encoder_shares import EncodeCall, EncoderShares
+from raypp.driver.engine_plan import EnginePlan
+from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.errors import EncoderDiedError, RayppError
+from raypp.prompt_items import EncoderItem
+
+_TICK_S = 0.5
+_KILL_S = 1.0
+_STATS_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Encoder:
+    """One actor, and what is known of it."""
+
+    index: int
+    actor: Any
+    process: ActorProcess | None = None
+    budgets: tuple[int, ...] = ()
+    num_deaths: int = 0
+    is_gone: bool = False
+    loading_since_s: float | None = None
+    called_at_s: dict[EncodeCall, float] = field(default_factory=dict)
+
+
+class EncoderGroup:
+    """All encoder actors of an engine; see `ItemEncoders`.
+
+    Args:
+        plan: Of the engine; it has encoders.
+        placement: Where they run.
+        first_stage: The actor that embeddings go to.
+        on_event: Called, from another thread, when `poll` has something to return.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, placement: Placement, first_stage: Any, on_event: Callable[[], None]
+    ) -> None:
+        faults = plan.config.faults
+        self._silence_s = faults.step_timeout_s
+        self._start_timeout_s = faults.start_timeout_s
+        self._first_stage = first_stage
+        self._on_event = on_event
+        self._encoders = [
+            _Encoder(index, _make_actor(plan, placement, index, first_stage)) for index in range(plan.num_encoders)
+        ]
+        self._shares = EncoderShares(plan.num_encoders, plan.config.encoder.max_images_per_batch)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._events: list[ItemEvent] = []
+        self._lock = threading.Lock()  # of the events
+        self._thread = threading.Thread(target=self._run, name="encoder-group", daemon=True)
+        self._loads: list[Any] = []
+
+    def load(self) -> None:
+        """Have the encoders load their model; does not wait."""
+        self._loads = [encoder.actor.load.remote() for encoder in self._encoders]
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait for them, join them to the first stage, which is connected, and start serving.
+
+        Raises:
+            ModelLoadError, ResourceError: one cannot read its model, or it does not fit.
+            EngineDeadError, DeadlineError: one does not come through.
+        """
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            ready: list[EncoderReady] = ray.get(self._loads, timeout=deadline.remaining_s)
+            ray.get([encoder.actor.join.remote() for encoder in self._encoders], timeout=deadline.remaining_s)
+        for encoder, about in zip(self._encoders, ready, strict=True):
+            encoder.process, encoder.budgets = about.process, about.budgets
+            self._shares.note_up(encoder.index)
+        self._thread.start()
+
+    def encode(self, items: Sequence[EncoderItem]) -> None:
+        """Have items encoded and brought to the first stage. Does not wait."""
+        self._tasks.put(partial(self._order, items))
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Have the first stage drop embeddings. Does not wait."""
+        self._tasks.put(partial(self._drop, keys))
+
+    def poll(self) -> list[ItemEvent]:
+        """Return what happened since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        """Return figures that the group has by itself."""
+        return {
+            "num_encoders": len(self._encoders),
+            "num_up": len(self._shares.up),
+            "num_waiting_items": self._shares.num_waiting,
+            "num_items_under_way": sum(
+                len(call.items) for encoder in self._encoders for call in self._shares.calls_of(encoder.index)
+            ),
+            "num_deaths": sum(encoder.num_deaths for encoder in self._encoders),
+        }
+
+    def encoder_stats(self) -> list[dict[str, Any] | None]:
+        """Return what each encoder counts; None of one that does not answer at once."""
+        asked = [encoder.actor.stats.remote() for encoder in self._encoders]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STATS_S)
+        return [_value_of(ref) if ref in answered else None for ref in asked]
+
+    @property
+    def actors(self) -> list[Any]:
+        """The actors, for those who have pictures encoded for themselves."""
+        return [encoder.actor for encoder in self._encoders]
+
+    def processes(self) -> list[ActorProcess]:
+        """Return the processes that run now."""
+        return [encoder.process for encoder in self._encoders if encoder.process is not None]
+
+    def kill(self) -> None:
+        """End the actors at once."""
+        self._tasks.put(None)
+        for encoder in self._encoders:
+            ray.kill(encoder.actor)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=_TICK_S)
+            except queue.Empty:
+                self._check_silence()
+                continue
+            if task is None:
+                return
+            task()
+
+    def _order(self, items: Sequence[EncoderItem]) -> None:
+        self._shares.add(items)
+        self._call()
+
+    def _call(self) -> None:
+        """Give the encoders what they can take."""
+        if all(encoder.is_gone for encoder in self._encoders):
+            error = EncoderDiedError(
+                "the encoders are gone, and pictures cannot be encoded",
+                hint="make a new engine; why they died is in the log",
+            )
+            self._fail(self._shares.give_up(), error)
+            return
+        while calls := self._shares.assign():
+            for call in calls:
+                encoder = self._encoders[call.encoder_index]
+                encoder.called_at_s[call] = time.monotonic()
+                self._when_done(encoder.actor.deliver.remote(call.items), partial(self._delivered, encoder, call))
+
+    def _delivered(self, encoder: _Encoder, call: EncodeCall, answer: Future[Any]) -> None:
+        encoder.called_at_s.pop(call, None)
+        error = answer.exception()
+        if error is not None:
+            if call in self._shares.calls_of(encoder.index):  # else this death has been dealt with
+                self._lost(encoder, error)
+            return
+        if self._shares.note_done(call):
+            for later in self._shares.calls_of(encoder.index):
+                encoder.called_at_s[later] = time.monotonic()  # it begins now
+            faults = {fault.key: fault.error for fault in answer.result()}
+            stored = [item.key for item in call.items if item.key not in faults]
+            self._tell([ItemsStored(stored)] if stored else [])
+            self._tell([ItemFailed(key, fault) for key, fault in faults.items()])
+        self._call()
+
+    def _lost(self, encoder: _Encoder, error: BaseException) -> None:
+        """Deal with an encoder that died, or whose device failed."""
+        logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
+        encoder.num_deaths += 1
+        encoder.called_at_s.clear()
+        given_up = self._shares.note_down(encoder.index)
+        self._fail(given_up, EncoderDiedError("an encoder died over and over with this picture", got=in_short_of(error)))
+        if not isinstance(error, ray.exceptions.RayActorError):
+            self._end(encoder)  # it lives, but its device does not
+        self._start_again(encoder)
+        self._call()
+
+    def _start_again(self, encoder: _Encoder) -> None:
+        """Have the encoder load its model in its new process, then join."""
+        encoder.loading_since_s = time.monotonic()
+        self._when_done(encoder.actor.load.remote(), partial(self._loaded, encoder))
+
+    def _loaded(self, encoder: _Encoder, answer: Future[Any]) -> None:
+        if (error := answer.exception()) is not None:
+            self._give_up(encoder, error)
+            return
+        encoder.process = answer.result().process
+        self._when_done(encoder.actor.join.remote(), partial(self._joined, encoder))
+
+    def _joined(self, encoder: _Encoder, answer: Future[Any]) -> None:
+        if (error := answer.exception()) is not None:
+            if isinstance(error, ray.exceptions.RayActorError) and not encoder.is_gone:
+                self._lost(encoder, error)  # it died once more, between the two
+            else:
+                self._give_up(encoder, error)
+            return
+        encoder.loading_since_s = None
+        logger.warning("encoder %d is back", encoder.index)
+        self._shares.note_up(encoder.index)
+        self._call()
+
+    def _give_up(self, encoder: _Encoder, error: BaseException) -> None:
+        logger.error("encoder %d cannot be started again: %s", encoder.index, in_short_of(error))
+        encoder.is_gone, encoder.loading_since_s = True, None
+        self._call()
+
+    def _drop(self, keys: Sequence[bytes]) -> None:
+        self._when_done(self._first_stage.drop_items.remote(keys), partial(self._dropped, keys))
+
+    def _dropped(self, keys: Sequence[bytes], answer: Future[Any]) -> None:
+        if answer.exception() is None:  # else the first stage is dead, and the engine with it
+            self._tell([ItemsDropped(keys)])
+
+    def _check_silence(self) -> None:
+        """End an encoder that takes too long: Ray does not see that a process stands still."""
+        now_s = time.monotonic()
+        for encoder in self._encoders:
+            calls = self._shares.calls_of(encoder.index)
+            since_s = encoder.called_at_s.get(calls[0], now_s) if calls else now_s
+            if now_s - since_s > self._silence_s:
+                logger.warning("encoder %d has not answered for %.0f s, and is ended", encoder.index, now_s - since_s)
+                encoder.called_at_s.clear()
+                self._end(encoder)
+            if encoder.loading_since_s is not None and now_s - encoder.loading_since_s > self._start_timeout_s:
+                self._give_up(encoder, EncoderDiedError(f"it did not start within {self._start_timeout_s:g} s"))
+
+    def _end(self, encoder: _Encoder) -> None:
+        ray.kill(encoder.actor, no_restart=False)
+        if encoder.process is not None:
+            end_processes([encoder.process], _KILL_S)  # a stopped process does not hear Ray
+
+    def _fail(self, items: Sequence[EncoderItem], error: RayppError) -> None:
+        self._tell([ItemFailed(item.key, error) for item in items])
+
+    def _tell(self, events: Sequence[ItemEvent]) -> None:
+        if events:
+            with self._lock:
+                self._events += events
+            self._on_event()
+
+    def _when_done(self, ref: Any, then: Callable[[Future[Any]], None]) -> None:
+        """Call `then`, in the group's thread, when a call has ended."""
+        ref.future().add_done_callback(lambda answer: self._tasks.put(partial(then, answer)))
+
+
+def _make_actor(plan: EnginePlan, placement: Placement, index: int, first_stage: Any) -> Any:
+    place, resources = placement.encoders[index], plan.encoder_resources()
+    options: dict[str, Any] = {
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement.group, placement_group_bundle_index=place.bundle_index
+        ),
+        "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
+        "max_restarts": plan.config.encoder.max_encoder_restarts,
+    }
+    if "GPU" in resources:
+        options["runtime_env"] = SEES_ALL_GPUS
+    model = None if placement.is_on_one_node else plan.config.model.model
+    return ray.remote(EncoderActor).options(**options).remote(plan.encoder_spec(index), plan.model, model, first_stage)
+
+
+def in_short_of(error: BaseException) -> str:
+    """Return the beginning of what went wrong."""
+    return in_short(error) if isinstance(error, Exception) else repr(error)
+
+
+def _value_of(ref: Any) -> Any:
+    """Return what a call returned, None when it failed."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayError:
+        return None

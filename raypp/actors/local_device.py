@@ -1,0 +1,19 @@
+"""Which GPU Ray gave to this process, as torch counts them."""
+
+from __future__ import annotations
+
+import os
+
+import ray
+
+SEES_ALL_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""A `runtime_env` for actors that map the memory of their neighbours' GPUs."""
+
+
+def local_device(device: str) -> str:
+    """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""
+    if device != "cuda":
+        return device
+    assigned = str(ray.get_gpu_ids()[0])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"cuda:{visible.split(',').index(assigned) if visible else assigned}"
