@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from raypp.actors.deadline import Deadline
+from raypp.actors.encoder_group import EncoderGroup
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_group import StageGroup
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class DriverActor:
     """Hosts the engine. `run` is endless; the other methods answer beside it.
 
-    Called in this order: `place`, `start`, `run`; `stop` and `trace` at any time after that.
+    Called in this order: `place`, `start`, `run`; `stop`, `trace` and those about encoders at any time after that.
     """
 
     def __init__(
@@ -48,19 +49,27 @@ class DriverActor:
         return ActorProcess.of_this_process()
 
     def place(self, timeout_s: float) -> list[ActorProcess]:
-        """Start the stages' processes, and return them.
+        """Start the stages' processes, and return them; start those of encoders, too.
 
         Raises:
-            StageDiedError, DeadlineError: one does not start.
+            StageDiedError, EngineDeadError, DeadlineError: one does not start.
         """
         self._stages = StageGroup(self._plan, self._factory, self._placement)
-        return self._stages.processes(Deadline(timeout_s))
+        self._encoders: EncoderGroup | None = None
+        if self._plan.num_encoders:
+            self._encoders = EncoderGroup(self._plan, self._placement, self._stages.first, self._wake)
+        deadline = Deadline(timeout_s)
+        processes = self._stages.processes(deadline)
+        if self._encoders is not None:
+            self._encoders.start(deadline)
+        return processes
 
     def start(self, timeout_s: float) -> str:
         """Get the stages ready; return the zmq address for clients.
 
         Raises:
             ModelLoadError, ConfigError, ResourceError, DeadlineError, StageDiedError: a stage cannot start.
+            EngineDeadError: an encoder cannot.
         """
         deadline = Deadline(timeout_s)
         faults = self._plan.config.faults
@@ -70,10 +79,14 @@ class DriverActor:
         self._clients = open_client_socket(self._context, client_address)
 
         channel = self._open_step_channel(num_stages)
+        if self._encoders is not None:
+            self._encoders.load()  # while the stages load
         rendezvous = self._stages.load(deadline)
         recordings = self._stages.connect(
             rendezvous, channel.stage_addresses, channel.result_address, channel.server_key, deadline
         )
+        if self._encoders is not None:
+            self._encoders.join(deadline)
         failures = FailureReports()
         health = StageHealth(
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
@@ -82,7 +95,7 @@ class DriverActor:
         self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy())
         self._server = DriverServer(
-            Engine(scheduler, self._pipeline, self._tracer),
+            Engine(scheduler, self._pipeline, self._tracer, self._encoders),
             self._pipeline,
             self._clients,
             health,
@@ -107,6 +120,8 @@ class DriverActor:
         finally:
             if self._tracer.enabled:
                 self._last_lanes = self._lanes()
+            if self._encoders is not None:
+                self._encoders.kill()
             self._stages.kill()
             self._clients.close()
             self._server.close()
@@ -116,9 +131,24 @@ class DriverActor:
         """Make `run` return soon."""
         self._server.stop()
 
+    def encoder_processes(self) -> list[ActorProcess]:
+        """Return the encoders' processes of this moment: they may be started again."""
+        return [] if self._encoders is None else self._encoders.processes()
+
+    def encoder_actors(self) -> list[Any]:
+        """Return the encoder actors, for those who have pictures encoded for themselves."""
+        return [] if self._encoders is None else self._encoders.actors
+
+    def encoder_stats(self) -> list[dict[str, Any] | None]:
+        """Return what each encoder counts; None of one that does not answer at once."""
+        return [] if self._encoders is None else self._encoders.encoder_stats()
+
     def trace(self) -> list[Lane]:
         """Return what the driver and the stages did when; after `run`, what they had done until then."""
         return self._last_lanes or self._lanes()
+
+    def _wake(self) -> None:
+        self._server.wake()
 
     def _lanes(self) -> list[Lane]:
         stages = enumerate(self._stages.traces())

@@ -50,6 +50,10 @@ class EncoderActor:
         self._first_stage = first_stage
         self._lock = threading.Lock()
 
+    def process(self) -> ActorProcess:
+        """Return this process."""
+        return ActorProcess.of_this_process()
+
     def load(self) -> EncoderReady:
         """Load the model and capture its graphs.
 
@@ -124,6 +128,6 @@ def _build_model(spec: EncoderSpec, config: ModelConfig) -> SupportsEncoderCudaG
     from raypp.models.registry import build_encoder
     from raypp.models.weights import open_weights
 
-    source = open_weights(spec.load_format, spec.model_path, spec.seed)
     dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
     return build_encoder(config, dtype=dtype, device=device, source=source)

@@ -4,8 +4,8 @@
          ^                                |   ^  answers, deaths       |
          +---------- events --------------+   +------------------------+
 
-They are children of the driver's process: when that dies, Ray ends them. One that dies itself is made again by Ray; what
-it had under way is encoded again, there or by another one. Nothing of that is on the path of a step.
+They are children of the driver's process: when that dies, Ray ends them. One that dies itself is made again by Ray;
+what it had under way is encoded again, there or by another one. Nothing of that is on the path of a step.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class EncoderGroup:
         on_event: Called, from another thread, when `poll` has something to return.
     """
 
-    def __init__(
-        self, plan: EnginePlan, placement: Placement, first_stage: Any, on_event: Callable[[], None]
-    ) -> None:
+    def __init__(self, plan: EnginePlan, placement: Placement, first_stage: Any, on_event: Callable[[], None]) -> None:
         faults = plan.config.faults
         self._silence_s = faults.step_timeout_s
         self._start_timeout_s = faults.start_timeout_s
@@ -83,6 +81,17 @@ class EncoderGroup:
         self._lock = threading.Lock()  # of the events
         self._thread = threading.Thread(target=self._run, name="encoder-group", daemon=True)
         self._loads: list[Any] = []
+
+    def start(self, deadline: Deadline) -> None:
+        """Wait for the processes.
+
+        Raises:
+            EngineDeadError, DeadlineError: one does not start.
+        """
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            processes = ray.get([e.actor.process.remote() for e in self._encoders], timeout=deadline.remaining_s)
+        for encoder, process in zip(self._encoders, processes, strict=True):
+            encoder.process = process
 
     def load(self) -> None:
         """Have the encoders load their model; does not wait."""
@@ -204,7 +213,9 @@ class EncoderGroup:
         encoder.num_deaths += 1
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
-        self._fail(given_up, EncoderDiedError("an encoder died over and over with this picture", got=in_short_of(error)))
+        self._fail(
+            given_up, EncoderDiedError("an encoder died over and over with this picture", got=in_short_of(error))
+        )
         if not isinstance(error, ray.exceptions.RayActorError):
             self._end(encoder)  # it lives, but its device does not
         self._start_again(encoder)

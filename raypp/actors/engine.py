@@ -108,6 +108,7 @@ class EngineHandle:
         self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
         self._driver_process: ActorProcess | None = None
         self._stage_processes: list[ActorProcess] = []
+        self._encoder_processes: list[ActorProcess] = []
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self.model_info = {
@@ -128,8 +129,24 @@ class EngineHandle:
         return {
             "driver": self._driver_process.pid,
             "stages": [process.pid for process in self._stage_processes],
-            "encoders": [],
+            "encoders": [process.pid for process in self._current_encoders()],
         }
+
+    def encoder_actors(self) -> list[Any]:
+        """Return the encoder actors; none of a model that reads text alone.
+
+        Raises:
+            EngineDeadError, DeadlineError: the driver does not answer.
+        """
+        return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
+
+    def encoder_stats(self) -> list[dict[str, Any] | None]:
+        """Return what each encoder counts (see `EncoderStats`); None of one that does not answer at once.
+
+        Raises:
+            EngineDeadError, DeadlineError: the driver does not answer.
+        """
+        return list(self._ask("encoder_stats", Deadline(_ANSWER_S)))
 
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the driver ends without having been told to."""
@@ -158,22 +175,34 @@ class EngineHandle:
 
     def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
         strategy = self._plan.config.parallel.placement
-        self._placement = reserve(self._plan.stage_resources(), len(self._plan.stages), strategy, deadline)
+        num_stages, num_encoders = len(self._plan.stages), self._plan.num_encoders
+        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoder_resources()] * num_encoders
+        self._placement = reserve(bundles, num_stages, strategy, deadline)
         self._driver = (
             ray.remote(DriverActor)
             .options(
                 num_cpus=0,
                 # On this node, whose sockets and folders the client shares.
                 scheduling_strategy=NodeAffinitySchedulingStrategy(self._placement.driver_node_id, soft=False),
-                max_concurrency=4,  # run, and stop, trace beside it
+                max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
                 max_restarts=0,
             )
             .remote(self._plan, stage_factory, self._placement, self._meeting_place)
         )
         self._driver_process = self._ask("process", deadline)
         self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
+        self._encoder_processes = self._ask("encoder_processes", deadline)
         self.client_address = self._ask("start", deadline, deadline.remaining_s)
         self._run = self._driver.run.remote()
+
+    def _current_encoders(self) -> list[ActorProcess]:
+        """Return the encoders' processes: those of now, if the driver still answers."""
+        if self._encoder_processes:
+            try:
+                self._encoder_processes = self._ask("encoder_processes", Deadline(_ANSWER_S))
+            except RayppError as error:
+                logger.debug("the driver does not say which encoders there are: %s", error)
+        return self._encoder_processes
 
     def _ask(self, method: str, deadline: Deadline, *args: object) -> Any:
         """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
@@ -182,6 +211,7 @@ class EngineHandle:
 
     def _end_actors(self) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
+        self._current_encoders()
         try:
             if self._run is not None:
                 self._end_in_order(Deadline(timeout_s))
@@ -191,7 +221,7 @@ class EngineHandle:
             if self._placement is not None:
                 remove_placement_group(self._placement.group)
             driver = [self._driver_process] if self._driver_process is not None else []
-            end_processes([*driver, *self._stage_processes], timeout_s)
+            end_processes([*driver, *self._stage_processes, *self._encoder_processes], timeout_s)
 
     def _end_in_order(self, deadline: Deadline) -> None:
         """Have the trace written and the driver stop, as far as it still can."""

@@ -1,8 +1,9 @@
-"""Where an engine's stages run: one placement group over the nodes of the cluster, and who sits where in it.
+"""Where an engine's stages and encoders run: one placement group over the cluster's nodes, and who sits where in it.
 
     nodes      |  node A  |     node B     |  node C  |
-    bundles    |   2   0  |     1    3     |     4    |    as Ray placed them
-    stages     |   0   1  |     2    3     |     4    |    in node order: at most nodes - 1 forward links cross
+    bundles    |   2   0  |     1    3     |   4   5  |    as Ray placed them; the last ones are the encoders'
+    stages     |   0   1  |     2    3     |   4      |    in node order: at most nodes - 1 forward links cross
+    encoders   |          |                |       0  |
 
 The driver is in no bundle: it takes no resources and belongs on the node of its client, see docs/design/0006.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ class Node:
 
 @dataclass(frozen=True)
 class StagePlace:
-    """Where one stage runs."""
+    """Where one stage, or one encoder, runs."""
 
     bundle_index: int
     node_id: str
@@ -67,24 +69,27 @@ class Placement:
     group: PlacementGroup
     driver_node_id: str
     stages: tuple[StagePlace, ...]  # by stage index
+    encoders: tuple[StagePlace, ...]  # by encoder index
     hosts: Mapping[str, str]  # the address of each node, as the others know it
 
     @property
     def is_on_one_node(self) -> bool:
-        """Whether driver and stages are all on the same node."""
-        return all(place.node_id == self.driver_node_id for place in self.stages)
+        """Whether driver, stages and encoders are all on the same node."""
+        return all(place.node_id == self.driver_node_id for place in (*self.stages, *self.encoders))
 
     def host_of(self, node_id: str) -> str:
         """Return the address at which an engine's processes on a node are reached: loopback when all are there."""
         return _LOOPBACK if self.is_on_one_node else self.hosts[node_id]
 
 
-def reserve(bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy, deadline: Deadline) -> Placement:
-    """Reserve a bundle for each stage. Waits while others hold what would suffice.
+def reserve(
+    bundles: Sequence[Mapping[str, float]], num_stages: int, strategy: PlacementStrategy, deadline: Deadline
+) -> Placement:
+    """Reserve a bundle for each stage and each encoder. Waits while others hold what would suffice.
 
     Args:
-        bundle: What one stage asks Ray for.
-        num_stages: P.
+        bundles: What they ask Ray for, the stages first.
+        num_stages: P; the other bundles are the encoders'.
         strategy: See `ParallelSection.placement`.
         deadline: How long others may take to free it.
 
@@ -93,16 +98,23 @@ def reserve(bundle: Mapping[str, float], num_stages: int, strategy: PlacementStr
     """
     nodes = alive_nodes()
     # A bundle must ask for something.
-    bundle = {name: amount for name, amount in bundle.items() if amount} or {"memory": 1.0}
-    check_capacity(nodes, bundle, num_stages, strategy)
+    bundles = [{name: amount for name, amount in one.items() if amount} or {"memory": 1.0} for one in bundles]
+    check_capacity(nodes, bundles, strategy)
     here = ray.get_runtime_context().get_node_id()
     group = None
     if len(nodes) > 1 and strategy in ("pack", "strict_pack"):
-        group = _reserve_on_node(here, nodes, bundle, num_stages, deadline)
+        group = _reserve_on_node(here, nodes, bundles, deadline)
     if group is None:
-        group = _reserve_anywhere(bundle, num_stages, strategy, deadline)
+        group = _reserve_anywhere(bundles, strategy, deadline)
     node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    return Placement(group, here, order_stages(node_of_bundle, here), {node.node_id: node.host for node in nodes})
+    stage_bundles = {index: node_of_bundle[index] for index in range(num_stages)}
+    return Placement(
+        group,
+        here,
+        stages=order_stages(stage_bundles, here),
+        encoders=tuple(StagePlace(index, node_of_bundle[index]) for index in range(num_stages, len(bundles))),
+        hosts={node.node_id: node.host for node in nodes},
+    )
 
 
 def alive_nodes() -> list[Node]:
@@ -114,18 +126,16 @@ def alive_nodes() -> list[Node]:
     ]
 
 
-def check_capacity(
-    nodes: Sequence[Node], bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy
-) -> None:
+def check_capacity(nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]], strategy: PlacementStrategy) -> None:
     """Refuse what the cluster could not hold even if nothing else ran on it.
 
     Raises:
         ResourceError: it says what is lacking.
     """
-    wanted = {name: amount * num_stages for name, amount in bundle.items()}
+    wanted = _sum(bundles)
     total = {name: sum(node.resources.get(name, 0.0) for node in nodes) for name in wanted}
     lacking = {name: amount for name, amount in wanted.items() if amount > total[name] + _ROUNDING}
-    hint = "add nodes, or ask for less (num_stages, stage_num_cpus, placement)"
+    hint = "add nodes, or ask for less (num_stages, stage_num_cpus, num_encoders, placement)"
     if lacking:
         raise ResourceError(
             "the Ray cluster lacks resources for the engine",
@@ -133,19 +143,33 @@ def check_capacity(
             expected=lacking,
             hint=hint,
         )
-    capacities = [node.capacity(bundle) for node in nodes]
-    room = {
-        "pack": sum(capacities),
-        "spread": sum(capacities),
-        "strict_pack": max(capacities),
-        "strict_spread": sum(capacity > 0 for capacity in capacities),
-    }[strategy]
-    if room < num_stages:
-        per_node = ", ".join(f"{node.host}: {capacity}" for node, capacity in zip(nodes, capacities, strict=True))
+    # Each kind by itself: whether all fit together, only Ray can say.
+    for kind in {tuple(sorted(bundle.items())) for bundle in bundles}:
+        bundle, count = dict(kind), sum(tuple(sorted(other.items())) == kind for other in bundles)
+        capacities = [node.capacity(bundle) for node in nodes]
+        room = {
+            "pack": sum(capacities),
+            "spread": sum(capacities),
+            "strict_pack": max(capacities),
+            "strict_spread": sum(capacity > 0 for capacity in capacities),
+        }[strategy]
+        if room < count:
+            per_node = ", ".join(f"{node.host}: {capacity}" for node, capacity in zip(nodes, capacities, strict=True))
+            raise ResourceError(
+                "the nodes of the Ray cluster have no room for the engine",
+                got=f"room for {room} with placement={strategy} ({per_node})",
+                expected=f"room for {count} times {bundle}",
+                hint=hint,
+            )
+    has_room = {
+        "strict_pack": any(node.capacity(wanted) for node in nodes),
+        "strict_spread": len(bundles) <= len(nodes),
+    }
+    if not has_room.get(strategy, True):
         raise ResourceError(
-            "the nodes of the Ray cluster have no room for the engine's stages",
-            got=f"room for {room} with placement={strategy} ({per_node})",
-            expected=f"room for {num_stages} times {dict(bundle)}",
+            "the nodes of the Ray cluster have no room for the engine",
+            got=f"{len(nodes)} nodes ({', '.join(node.host for node in nodes)}) with placement={strategy}",
+            expected=_in_words(bundles),
             hint=hint,
         )
 
@@ -159,15 +183,15 @@ def order_stages(node_of_bundle: Mapping[int, str], first_node_id: str) -> tuple
 
 
 def _reserve_on_node(
-    node_id: str, nodes: Sequence[Node], bundle: Mapping[str, float], num_stages: int, deadline: Deadline
+    node_id: str, nodes: Sequence[Node], bundles: Sequence[Mapping[str, float]], deadline: Deadline
 ) -> PlacementGroup | None:
     """Return a group on this node, whose stages need no network; None when it has no room now."""
-    if not any(node.node_id == node_id and node.capacity(bundle) >= num_stages for node in nodes):
+    if not any(node.node_id == node_id and node.capacity(_sum(bundles)) for node in nodes):
         return None
     group: PlacementGroup = placement_group(
-        [dict(bundle)] * num_stages,
+        [dict(bundle) for bundle in bundles],
         strategy="STRICT_PACK",
-        bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * num_stages,
+        bundle_label_selector=[{_NODE_ID_LABEL: node_id}] * len(bundles),
     )
     with _removed_on_error(group):
         if _is_ready(group, min(_OWN_NODE_PATIENCE_S, deadline.remaining_s)):
@@ -177,14 +201,14 @@ def _reserve_on_node(
 
 
 def _reserve_anywhere(
-    bundle: Mapping[str, float], num_stages: int, strategy: PlacementStrategy, deadline: Deadline
+    bundles: Sequence[Mapping[str, float]], strategy: PlacementStrategy, deadline: Deadline
 ) -> PlacementGroup:
-    wanted = f"{num_stages} times {dict(bundle)}"
-    group: PlacementGroup = placement_group([dict(bundle)] * num_stages, strategy=strategy.upper())
+    wanted = _in_words(bundles)
+    group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy=strategy.upper())
     with _removed_on_error(group):
         is_noticed = False
         while not _is_ready(group, min(_NOTICE_S, deadline.remaining_s)):
-            check_capacity(alive_nodes(), bundle, num_stages, strategy)  # a node may be lost meanwhile
+            check_capacity(alive_nodes(), bundles, strategy)  # a node may be lost meanwhile
             if not deadline.remaining_s:
                 break
             if not is_noticed:
@@ -198,6 +222,17 @@ def _reserve_anywhere(
             expected=wanted,
             hint="wait for other work to end, or ask for less",
         )
+
+
+def _sum(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what all bundles ask for together."""
+    names = {name for bundle in bundles for name in bundle}
+    return {name: sum(bundle.get(name, 0.0) for bundle in bundles) for name in sorted(names)}
+
+
+def _in_words(bundles: Sequence[Mapping[str, float]]) -> str:
+    kinds = Counter(str(dict(bundle)) for bundle in bundles)
+    return " and ".join(f"{count} times {bundle}" for bundle, count in kinds.items())
 
 
 def _is_ready(group: PlacementGroup, timeout_s: float) -> bool:

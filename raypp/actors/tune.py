@@ -49,7 +49,7 @@ def _measure_on_ray(
     plan: EnginePlan, num_rows: int, context_len: int, params: SamplingParams, deadline: Deadline
 ) -> MeasuredCosts:
     resources = plan.stage_resources()
-    check_capacity(alive_nodes(), resources, 1, "pack")
+    check_capacity(alive_nodes(), [resources], "pack")
     task = ray.remote(_measure).options(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0), max_retries=0)
     with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
         ref = task.remote(plan, num_rows, context_len, params)

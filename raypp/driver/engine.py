@@ -105,18 +105,23 @@ class Engine:
     def _exchange(self, encoders: ItemEncoders) -> None:
         """Take in what the encoders did, and order what is wanted now."""
         items = self._scheduler.items
-        for event in encoders.poll():
-            match event:
-                case ItemsStored(keys):
-                    items.note_stored(keys)
-                case ItemsDropped(keys):
-                    items.note_dropped(keys)
-                case ItemFailed(key, error):
-                    self._failed += self._scheduler.note_item_failed(key, error)
-        if drops := items.take_drops():
-            encoders.drop(drops)
-        if orders := items.take_orders():
-            encoders.encode(orders)
+        while True:
+            for event in encoders.poll():
+                match event:
+                    case ItemsStored(keys):
+                        items.note_stored(keys)
+                    case ItemsDropped(keys):
+                        items.note_dropped(keys)
+                    case ItemFailed(key, error):
+                        self._failed += self._scheduler.note_item_failed(key, error)
+            drops, orders = items.take_drops(), items.take_orders()
+            if not drops and not orders:
+                return
+            if drops:
+                encoders.drop(drops)
+            if orders:
+                encoders.encode(orders)
+            # Some encoders, those of tests, have done it by now.
 
     def _note_queue_times(self, now: int) -> None:
         for request in self._scheduler.started_by_last_step():

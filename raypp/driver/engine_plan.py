@@ -12,6 +12,12 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
+from raypp.driver.encoder_plan import (
+    describe_encoders,
+    encoder_spec,
+    item_bytes_on_first_stage,
+    max_item_tokens,
+)
 from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
@@ -24,6 +30,7 @@ from raypp.driver.speculation_plan import (
     ngram_window,
     table_bytes,
 )
+from raypp.encoder.spec import EncoderSpec
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.draft_head_config import DraftHeadConfig
@@ -69,6 +76,7 @@ class EnginePlan:
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
+    gpu_memory_bytes: int  # of the smallest GPU; 0 without any
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
     stages: tuple[StageLayout, ...]
@@ -98,7 +106,24 @@ class EnginePlan:
             # A head's last guess never enters; the others do, behind the row's end.
             num_lookahead_tokens=0 if self.draft_head is None else self.config.speculative.max_drafts - 1,
             caches_next_token=self.draft_head is not None,
+            max_item_tokens=max_item_tokens(self),
         )
+
+    @property
+    def num_encoders(self) -> int:
+        """Encoder actors: none for a model that reads text alone."""
+        return self.config.encoder.num_encoders if self.model.vision is not None else 0
+
+    def encoder_resources(self) -> dict[str, float]:
+        """Return what an encoder asks Ray for."""
+        resources = {"CPU": self.config.encoder.encoder_num_cpus}
+        if self.device == "cuda":
+            resources["GPU"] = self.config.encoder.encoder_num_gpus
+        return resources
+
+    def encoder_spec(self, encoder_index: int) -> EncoderSpec:
+        """Return what an encoder must be told."""
+        return encoder_spec(self, encoder_index)
 
     def stage_resources(self) -> dict[str, float]:
         """Return what a stage asks Ray for."""
@@ -176,6 +201,7 @@ class EnginePlan:
             "num_kv_blocks": self.num_blocks,
             "num_drafts": list(self.config.speculative.ladder),
             "graphs": describe_graphs(self.config, self.graphs),
+            "encoders": describe_encoders(self),
             "stages": [
                 {
                     "stage_index": stage.stage_index,
@@ -253,6 +279,7 @@ def plan_engine(
             weight_bytes=weight_bytes,
             block_bytes=stage_block_bytes,
             token_table_bytes=table_bytes(config, window),
+            item_bytes=item_bytes_on_first_stage(config, model),
         )
     starts = [sum(layers[:index]) for index in range(num_stages)]
     stages = tuple(
@@ -279,6 +306,7 @@ def plan_engine(
         draft_head=None if found_head is None else draft_head_spec(config, *found_head, starts),
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
+        gpu_memory_bytes=hardware.gpu_memory_bytes,
         stages=stages,
     )
 

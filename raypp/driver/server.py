@@ -13,7 +13,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import zmq

@@ -1,37 +1,63 @@
-"""The encoder of an engine that lives in one process: encodes at once, in the calling thread. For tests."""
+"""The encoder of an engine that lives in one process: encodes when it is told to, in the calling thread. For tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from raypp.driver.engine_plan import EnginePlan
+from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.encoder.build import build_manager
+from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
+from raypp.encoder.worker import EncoderWorker
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
-from raypp.prompt_items import EncoderItem, unique_items
+from raypp.prompt_items import EncoderItem
 from raypp.stage.item_store import ItemStore
+from raypp.transport.cuda_device import CudaDevice
 
 
 class LocalEncoder:
-    """Encodes items one by one with the plan's own tower, and puts them where the first stage finds them.
+    """The plan's own tower behind its graphs' manager, cache and parcels. An `ItemEncoders`.
 
     Args:
         plan: Of the engine.
-        store: Its first stage's. Nothing is ever dropped from it.
+        store: Of the first stage.
     """
 
     def __init__(self, plan: EnginePlan, store: ItemStore) -> None:
+        spec, device = plan.encoder_spec(0), torch.device(plan.device)
+        source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
+        tower = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=device, source=source)
+        self.worker = EncoderWorker(build_manager(tower, spec), spec.cache_bytes, device)
         self._store = store
-        device = torch.device(plan.device)
-        source = open_weights(plan.config.model.load_format, plan.model_path, plan.config.model.seed, device)
-        self._model = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=device, source=source)
+        self._sender = ItemSender(device)
+        self._receiver = ItemReceiver(device, CudaDevice)
+        self._events: list[ItemEvent] = []
 
-    @torch.inference_mode()
-    def encode(self, items: Iterable[EncoderItem]) -> None:
-        """Encode those of the items that are not there yet."""
-        for item in unique_items(items):
-            if item.key not in self._store:
-                batch = self._model.select_items([item], [0])
-                for encoded in self._model.split_output(self._model.eager_forward(batch), batch):
-                    self._store.put(encoded)
+    def encode(self, items: Sequence[EncoderItem]) -> None:
+        """Encode the items, and put them into the store."""
+        faults = {fault.key: fault.error for fault in self.worker.deliver(items, self._sender, self._put)}
+        self._events.append(ItemsStored([item.key for item in items if item.key not in faults]))
+        self._events += [ItemFailed(key, error) for key, error in faults.items()]
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Take embeddings out of the store."""
+        for key in keys:
+            self._store.drop(key)
+        self._events.append(ItemsDropped(keys))
+
+    def poll(self) -> list[ItemEvent]:
+        """Return what happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        """Return the encoder's figures."""
+        return self.worker.stats()
+
+    def _put(self, parcel: Parcel) -> None:
+        for item in self._receiver.take_in(0, parcel):
+            self._store.put(item)

@@ -80,7 +80,7 @@ def build_local_pipeline(
 
 
 class LocalEngine:
-    """Runs requests to their end in the calling thread. Pictures are encoded when their request is submitted."""
+    """Runs requests to their end in the calling thread."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class LocalEngine:
             pipeline: The stages, if they are made already.
         """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
-        self._encoder: LocalEncoder | None = None
+        encoder: LocalEncoder | None = None
         if pipeline is None:
             specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
             stages = [local.stage for local in build_local_stages(specs, plan.model, factory)]
             pipeline = LocalPipeline(stages)
-            if plan.model.vision is not None and factory is None:
-                self._encoder = LocalEncoder(plan, stages[0].items)
-        self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False))
+            if plan.num_encoders and factory is None:
+                encoder = LocalEncoder(plan, stages[0].items)
+        self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False), encoder)
         self._num_requests = 0
 
     def submit(
@@ -128,9 +128,6 @@ class LocalEngine:
             items=items,
         )
         self._num_requests += 1
-        if items is not None:
-            assert self._encoder is not None, "the model takes no pictures, or its stages were made elsewhere"
-            self._encoder.encode(items.items)
         self._engine.add(request)
         return request
 

@@ -30,6 +30,7 @@ from raypp.stage.loop import run_stage_loop
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
+from raypp.testing.local_encoder import LocalEncoder
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.open import open_local_links
 from raypp.transport.step_channel import DriverChannel, StageChannel
@@ -63,16 +64,17 @@ class ThreadedEngine:
         self._pipeline = ChannelPipeline(channel, health, failures)
         self.scheduler = Scheduler(plan.scheduler_limits())
         """To look at once the engine is closed."""
+        self._links: list[Any] = []
+        loops, encoder = self._stage_loops(channel, factory)
         self._server = DriverServer(
-            Engine(self.scheduler, self._pipeline, Tracer(DRIVER_LANE, enabled=False)),
+            Engine(self.scheduler, self._pipeline, Tracer(DRIVER_LANE, enabled=False), encoder),
             self._pipeline,
             self._clients,
             health,
             failures,
             heartbeat_s=faults.heartbeat_s,
         )
-        self._links: list[Any] = []
-        targets = [*self._stage_loops(channel, factory), self._drive]
+        targets = [*loops, self._drive]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
@@ -116,7 +118,10 @@ class ThreadedEngine:
             self._context.term()
             shutil.rmtree(self._meeting_place, ignore_errors=True)
 
-    def _stage_loops(self, driver: DriverChannel, factory: StageFactory | None) -> list[Callable[[], None]]:
+    def _stage_loops(
+        self, driver: DriverChannel, factory: StageFactory | None
+    ) -> tuple[list[Callable[[], None]], LocalEncoder | None]:
+        """Return what the stages' threads run, and the encoder, which works in the driver's thread."""
         plan, num_stages = self._plan, len(self._plan.stages)
         specs = [plan.stage_spec(index) for index in range(num_stages)]
         models = [build_stage_model(spec, plan.model, factory) for spec in specs]
@@ -149,7 +154,8 @@ class ThreadedEngine:
             )
             return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
 
-        return [loop(index) for index in range(num_stages)]
+        encoder = LocalEncoder(plan, stages[0].items) if plan.num_encoders else None
+        return [loop(index) for index in range(num_stages)], encoder
 
     def _drive(self) -> None:
         try:

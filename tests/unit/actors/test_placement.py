@@ -34,8 +34,10 @@ def test_links_cross_nodes_as_seldom_as_can_be():
 
 @pytest.mark.parametrize("strategy", ["pack", "spread", "strict_pack", "strict_spread"])
 def test_what_fits_is_let_through(strategy):
-    check_capacity(_nodes(2, 2), {"GPU": 1.0, "CPU": 0.01}, 2, strategy)
-    check_capacity(_nodes(1), {"GPU": 0.5}, 1, strategy)
+    check_capacity(_nodes(2, 2), [{"GPU": 1.0, "CPU": 0.01}] * 2, strategy)
+    check_capacity(_nodes(1), [{"GPU": 0.5}], strategy)
+    encoder = {"GPU": 0.25, "CPU": 0.01}
+    check_capacity(_nodes(2, 2, 2), [{"GPU": 0.5}, {"GPU": 0.5}, encoder], strategy)
 
 
 @pytest.mark.parametrize(
@@ -51,10 +53,19 @@ def test_what_fits_is_let_through(strategy):
 )
 def test_what_can_never_fit_is_refused_with_what_is_lacking(num_gpus, bundle, num_stages, strategy, words):
     with pytest.raises(ResourceError, match=words) as caught:
-        check_capacity(_nodes(*num_gpus), bundle, num_stages, strategy)
+        check_capacity(_nodes(*num_gpus), [bundle] * num_stages, strategy)
     error = caught.value
     assert error.got is not None
     assert error.expected is not None
     assert error.hint is not None
     if words == "no room":
         assert "host0" in str(error.got)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "strategy"), [((2,), "pack"), ((2, 2), "strict_pack"), ((2, 2), "strict_spread"), ((1, 1), "spread")]
+)
+def test_encoders_need_room_too(num_gpus, strategy):
+    with pytest.raises(ResourceError) as caught:
+        check_capacity(_nodes(*num_gpus), [{"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 0.5, "CPU": 0.01}], strategy)
+    assert "num_encoders" in caught.value.hint
