@@ -33,29 +33,25 @@ class EncoderReady:
 
 
 class EncoderActor:
-    """Hosts one encoder. Called in this order: `load`, `join`; then `deliver` and the others, also side by side."""
+    """Hosts one encoder. Called in this order: `load`, `join`; then `deliver` and the others, also side by side.
 
-    def __init__(self, spec: EncoderSpec, config: ModelConfig, model: str | None, first_stage: Any) -> None:
-        """Take note of everything.
+    It is made without arguments: Ray may have lost them by the time that it makes it again.
+    """
 
-        Args:
-            spec: What the encoder is to be.
-            config: The whole model's.
-            model: Its name, if files lie elsewhere on this node than where the plan was made.
-            first_stage: The actor that embeddings go to.
-        """
-        self._spec = replace(spec, device=local_device(spec.device))
-        self._config = config
-        self._model = model
-        self._first_stage = first_stage
+    def __init__(self) -> None:
         self._lock = threading.Lock()
 
     def process(self) -> ActorProcess:
         """Return this process."""
         return ActorProcess.of_this_process()
 
-    def load(self) -> EncoderReady:
+    def load(self, spec: EncoderSpec, config: ModelConfig, model: str | None) -> EncoderReady:
         """Load the model and capture its graphs.
+
+        Args:
+            spec: What the encoder is to be.
+            config: The whole model's.
+            model: Its name, if files lie elsewhere on this node than where the plan was made.
 
         Raises:
             ModelLoadError, ResourceError: it cannot be read, or does not fit.
@@ -66,24 +62,26 @@ class EncoderActor:
         from raypp.encoder.worker import EncoderWorker
         from raypp.stage.build import configure_torch
 
-        if self._model is not None:
-            self._spec = replace(self._spec, model_path=str(resolve_model_path(self._model)))
-        spec = self._spec
+        spec = replace(spec, device=local_device(spec.device))
+        if model is not None:
+            spec = replace(spec, model_path=str(resolve_model_path(model)))
+        self._spec = spec
         configure_torch(spec.num_threads, spec.device)
         self._device = torch.device(spec.device)
-        manager = build_manager(_build_model(spec, self._config), spec)
+        manager = build_manager(_build_model(spec, config), spec)
         self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
         return EncoderReady(ActorProcess.of_this_process(), self._worker.budgets)
 
-    def join(self) -> None:
-        """Find the way to the first stage."""
+    def join(self, first_stage: Any) -> None:
+        """Find the way to the first stage: to its actor."""
         from raypp.encoder.delivery import ItemSender
         from raypp.transport.cuda_device import CudaDevice
         from raypp.transport.place import StagePlace
 
         spec = self._spec
         place = StagePlace.here(self._device)
-        handle = ray.get(self._first_stage.open_items.remote(spec.encoder_index, place, spec.link_bytes))
+        self._first_stage = first_stage
+        handle = ray.get(first_stage.open_items.remote(spec.encoder_index, place, spec.link_bytes))
         if handle is None:
             self._sender = ItemSender(self._device)
         else:

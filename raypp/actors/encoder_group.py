@@ -32,6 +32,7 @@ from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.encoder.spec import EncoderSpec
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.prompt_items import EncoderItem
 
@@ -48,6 +49,7 @@ class _Encoder:
 
     index: int
     actor: Any
+    spec: EncoderSpec
     process: ActorProcess | None = None
     budgets: tuple[int, ...] = ()
     num_deaths: int = 0
@@ -71,9 +73,12 @@ class EncoderGroup:
         self._silence_s = faults.step_timeout_s
         self._start_timeout_s = faults.start_timeout_s
         self._first_stage = first_stage
+        self._config = plan.model
+        self._model = None if placement.is_on_one_node else plan.config.model.model
         self._on_event = on_event
         self._encoders = [
-            _Encoder(index, _make_actor(plan, placement, index, first_stage)) for index in range(plan.num_encoders)
+            _Encoder(index, _make_actor(plan, placement, index), plan.encoder_spec(index))
+            for index in range(plan.num_encoders)
         ]
         self._shares = EncoderShares(plan.num_encoders, plan.config.encoder.max_images_per_batch)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -95,7 +100,7 @@ class EncoderGroup:
 
     def load(self) -> None:
         """Have the encoders load their model; does not wait."""
-        self._loads = [encoder.actor.load.remote() for encoder in self._encoders]
+        self._loads = [self._load(encoder) for encoder in self._encoders]
 
     def join(self, deadline: Deadline) -> None:
         """Wait for them, join them to the first stage, which is connected, and start serving.
@@ -106,7 +111,7 @@ class EncoderGroup:
         """
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
             ready: list[EncoderReady] = ray.get(self._loads, timeout=deadline.remaining_s)
-            ray.get([encoder.actor.join.remote() for encoder in self._encoders], timeout=deadline.remaining_s)
+            ray.get([encoder.actor.join.remote(self._first_stage) for encoder in self._encoders], timeout=deadline.remaining_s)
         for encoder, about in zip(self._encoders, ready, strict=True):
             encoder.process, encoder.budgets = about.process, about.budgets
             self._shares.note_up(encoder.index)
@@ -221,17 +226,20 @@ class EncoderGroup:
         self._start_again(encoder)
         self._call()
 
+    def _load(self, encoder: _Encoder) -> Any:
+        return encoder.actor.load.remote(encoder.spec, self._config, self._model)
+
     def _start_again(self, encoder: _Encoder) -> None:
         """Have the encoder load its model in its new process, then join."""
         encoder.loading_since_s = time.monotonic()
-        self._when_done(encoder.actor.load.remote(), partial(self._loaded, encoder))
+        self._when_done(self._load(encoder), partial(self._loaded, encoder))
 
     def _loaded(self, encoder: _Encoder, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
             self._give_up(encoder, error)
             return
         encoder.process = answer.result().process
-        self._when_done(encoder.actor.join.remote(), partial(self._joined, encoder))
+        self._when_done(encoder.actor.join.remote(self._first_stage), partial(self._joined, encoder))
 
     def _joined(self, encoder: _Encoder, answer: Future[Any]) -> None:
         if (error := answer.exception()) is not None:
@@ -289,7 +297,7 @@ class EncoderGroup:
         ref.future().add_done_callback(lambda answer: self._tasks.put(partial(then, answer)))
 
 
-def _make_actor(plan: EnginePlan, placement: Placement, index: int, first_stage: Any) -> Any:
+def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
     place, resources = placement.encoders[index], plan.encoder_resources()
     options: dict[str, Any] = {
         "num_cpus": resources["CPU"],
@@ -302,8 +310,7 @@ def _make_actor(plan: EnginePlan, placement: Placement, index: int, first_stage:
     }
     if "GPU" in resources:
         options["runtime_env"] = SEES_ALL_GPUS
-    model = None if placement.is_on_one_node else plan.config.model.model
-    return ray.remote(EncoderActor).options(**options).remote(plan.encoder_spec(index), plan.model, model, first_stage)
+    return ray.remote(EncoderActor).options(**options).remote()
 
 
 def in_short_of(error: BaseException) -> str:

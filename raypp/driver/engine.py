@@ -11,7 +11,7 @@ from typing import Any
 
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.pipeline import Pipeline
-from raypp.errors import RequestError
+from raypp.errors import RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
@@ -37,7 +37,7 @@ class Engine:
         self._pipeline = pipeline
         self._tracer = tracer
         self._encoders = encoders
-        self._failed: list[tuple[Request, RequestError]] = []
+        self._failed: list[tuple[Request, RayppError]] = []
 
     def add(self, request: Request) -> None:
         """Take in a request.
@@ -78,7 +78,7 @@ class Engine:
             self._tracer.record("step", step_id, started, now_ns())
         return updates
 
-    def take_failed(self) -> Sequence[tuple[Request, RequestError]]:
+    def take_failed(self) -> Sequence[tuple[Request, RayppError]]:
         """Return the requests that ended with an error since the last call."""
         taken, self._failed = self._failed, []
         return taken

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from raypp.errors import ConfigError, DeadlineError, EngineDeadError, RayppError, RequestError
+from raypp.errors import ConfigError, DeadlineError, EncoderDiedError, EngineDeadError, RayppError, RequestError
 from raypp.openai_api.request_fields import OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
@@ -95,7 +95,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
             status, kind, code = 400, "invalid_request_error", None
         case ConfigError():
             status, kind, code = 400, "invalid_request_error", "unsupported"
-        case EngineDeadError():
+        case EngineDeadError() | EncoderDiedError():
             status, kind, code = 503, "server_error", "engine_dead"
         case DeadlineError():
             status, kind, code = 504, "server_error", "timeout"

@@ -208,8 +208,10 @@ class ItemAdmission:
             self._queue.push(state)
 
 
-def item_error(request_id: str, cause: RayppError) -> RequestError:
-    """Return the error of a request whose picture cannot be encoded."""
+def item_error(request_id: str, cause: RayppError) -> RayppError:
+    """Return the error of a request whose picture cannot be encoded: through its own fault, or that of the encoders."""
+    if not isinstance(cause, RequestError):
+        return cause
     return RequestError(
         f"a picture of the request could not be encoded: {cause.message}",
         request_id=request_id,

@@ -110,7 +110,7 @@ class Scheduler:
         self._end(state)
         return True
 
-    def note_item_failed(self, key: bytes, cause: RayppError) -> list[tuple[Request, RequestError]]:
+    def note_item_failed(self, key: bytes, cause: RayppError) -> list[tuple[Request, RayppError]]:
         """Take in that a picture cannot be encoded; end the requests that wait for it, and return them with why."""
         failed = []
         for state in self.items.note_failed(key):

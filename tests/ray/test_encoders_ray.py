@@ -1,0 +1,191 @@
+"""Encoder actors in an engine: the same tokens as in one process, and what happens when one of them goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture_prompt
+from leftovers import wait_until_gone
+from raw_client import WAIT_S, RawClient
+
+from raypp.actors.engine import EngineHandle, launch_engine
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.errors import EncoderDiedError, RequestError
+from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+pytestmark = pytest.mark.ray
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SETTINGS = {
+    "max_model_len": 256,
+    "block_size": 8,
+    "num_kv_blocks": 200,
+    "max_num_batched_tokens": 24,
+    "min_prefill_chunk_tokens": 4,
+    "max_num_seqs": 8,
+    "skip_tokenizer_init": True,
+    "heartbeat_s": 0.2,
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make_vision_checkpoint(3, tmp_path_factory.mktemp("vl"), min_layers=4)
+
+
+@pytest.fixture(scope="module")
+def prompts(path):
+    """Return prompts with none to four pictures of several sizes; some pictures come more than once."""
+    text = [FIRST_TEXT_TOKEN + i for i in range(20)]
+    pictures = [picture(seed, *size) for seed, size in enumerate(((40, 40), (90, 30), (17, 60), (64, 64), (33, 47)))]
+    return [
+        picture_prompt(path, parts)
+        for parts in (
+            [text[:5], pictures[0], text[5:9]],
+            [text[2:9]],
+            [pictures[1], text[:3], pictures[2], pictures[0], text[3:6]],
+            [text],
+            [text[:2], pictures[3], pictures[4], pictures[3], text[9:]],
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(path, prompts):
+    """Return what an engine in this process makes of the prompts."""
+    config = EngineConfig.from_flat(str(path), num_stages=2, device="cpu", **SETTINGS)
+    engine = LocalEngine(plan_engine(config, Hardware.of_this_machine()))
+    requests = [engine.submit(prompt, GREEDY, items=items) for prompt, items in prompts]
+    while engine.has_unfinished:
+        engine.step()
+    return [request.output_token_ids for request in requests]
+
+
+def launch(path, **settings) -> EngineHandle:
+    return launch_engine(EngineConfig.from_flat(str(path), device="cpu", **(SETTINGS | settings)))
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray, path):
+    """Return an engine of two stages and one encoder."""
+    handle = launch(path, num_stages=2)
+    yield handle
+    handle.close()
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    """Return the engine's client: its socket has no name any more when one has connected."""
+    with RawClient(engine.client_address) as client:
+        yield client
+
+
+def encoder_pid(engine) -> int:
+    [pid] = engine.processes()["encoders"]
+    return pid
+
+
+def test_tokens_equal_those_in_one_process(engine, client, prompts, expected):
+    for _ in range(2):
+        handles = [client.add(prompt, items) for prompt, items in prompts]
+        client.wait(handles)
+        assert not client.errors
+        assert [client.tokens[handle] for handle in handles] == expected
+    stats, [encoder] = client.stats(), engine.encoder_stats()
+    assert stats["encoders"]["num_up"] == 1
+    assert stats["num_waiting_for_items"] == 0
+    assert encoder["num_items"] == 5  # each picture once, however often it came
+    assert stats["num_hit_items"] == stats["num_query_items"] - 5
+    assert encoder["hit_rate"] > 0
+
+
+def test_text_goes_on_while_an_encoder_stands_still_and_pictures_when_it_is_back(engine, client, path, prompts):
+    fresh = picture_prompt(path, [[FIRST_TEXT_TOKEN], picture(77, 50, 40), [FIRST_TEXT_TOKEN + 1]])
+    stopped = encoder_pid(engine)
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with_picture = client.add(*fresh)
+        texts = [client.add(prompt, None) for prompt, items in prompts if items is None]
+        client.wait(texts)
+        assert client.stats()["num_waiting_for_items"] == 1
+    finally:
+        os.kill(stopped, signal.SIGKILL)  # in the middle of its work
+    more = [client.add(prompt, None) for prompt, items in prompts if items is None]
+    client.wait(more)
+    client.wait([with_picture])
+    assert not client.errors
+    assert len(client.tokens[with_picture]) == GREEDY.max_tokens
+    again = client.add(*fresh)
+    client.wait([again])
+    assert client.tokens[again] == client.tokens[with_picture]
+    assert encoder_pid(engine) != stopped
+    assert client.stats()["encoders"]["num_deaths"] == 1
+
+
+def test_a_picture_that_cannot_be_encoded_fails_its_own_request(engine, client, path, prompts):
+    prompt, items = picture_prompt(path, [[FIRST_TEXT_TOKEN], picture(5, 40, 40), [FIRST_TEXT_TOKEN]])
+    [item] = items.items
+    narrow = EncoderItem.of(np.ascontiguousarray(item.patches[:, :-1]), item.grid_thw, item.num_tokens)
+    broken = PromptItems((narrow,), items.starts, items.rope_positions, items.position_offset)
+    bad, good = client.add(prompt, broken), client.add(prompt, items)
+    client.wait([bad, good])
+    assert isinstance(client.errors[bad], RequestError)
+    assert "picture" in str(client.errors[bad])
+    assert len(client.tokens[good]) == GREEDY.max_tokens
+    assert client.stats()["encoders"]["num_up"] == 1
+
+
+def test_two_encoders_share_the_pictures_and_leave_nothing(local_ray, path, prompts, expected):
+    handle = launch(path, num_stages=1, num_encoders=2, max_images_per_batch=1)
+    try:
+        with RawClient(handle.client_address) as client:
+            handles = [client.add(prompt, items) for prompt, items in prompts]
+            client.wait(handles)
+            assert [client.tokens[h] for h in handles] == expected
+            counted = handle.encoder_stats()
+        assert sum(stats["num_items"] for stats in counted) == 5
+        assert all(stats["num_items"] for stats in counted)
+        processes = handle.processes()
+    finally:
+        handle.close()
+    assert not wait_until_gone([*processes["encoders"], *processes["stages"], processes["driver"]], WAIT_S)
+
+
+def test_without_encoders_left_pictures_are_refused_and_text_goes_on(local_ray, path, prompts, expected):
+    handle = launch(path, num_stages=1, max_encoder_restarts=0)
+    try:
+        with RawClient(handle.client_address) as client:
+            os.kill(encoder_pid(handle), signal.SIGKILL)
+            handles = [client.add(prompt, items) for prompt, items in prompts]
+            client.wait(handles)
+            for (_, items), one, tokens in zip(prompts, handles, expected, strict=True):
+                if items is None:
+                    assert client.tokens[one] == tokens
+                else:
+                    assert isinstance(client.errors[one], EncoderDiedError)
+    finally:
+        handle.close()
+
+
+def test_an_encoder_that_hangs_is_ended_and_started_again(local_ray, path, prompts, expected):
+    handle = launch(path, num_stages=1, step_timeout_s=3.0)
+    try:
+        with RawClient(handle.client_address) as client:
+            stopped = encoder_pid(handle)
+            os.kill(stopped, signal.SIGSTOP)
+            handles = [client.add(prompt, items) for prompt, items in prompts]
+            started = time.monotonic()
+            client.wait(handles)
+            assert not client.errors, f"after {time.monotonic() - started:.1f} s"
+            assert [client.tokens[h] for h in handles] == expected
+        assert not wait_until_gone([stopped], WAIT_S)
+    finally:
+        handle.close()
