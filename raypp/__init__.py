@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from raypp.config.engine import EngineConfig as EngineConfig
     from raypp.errors import ConfigError as ConfigError
     from raypp.errors import DeadlineError as DeadlineError
+    from raypp.errors import EncoderDiedError as EncoderDiedError
     from raypp.errors import EngineDeadError as EngineDeadError
     from raypp.errors import GraphMismatchError as GraphMismatchError
     from raypp.errors import ModelLoadError as ModelLoadError
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "RequestError": "raypp.errors",
     "ModelLoadError": "raypp.errors",
     "ResourceError": "raypp.errors",
+    "EncoderDiedError": "raypp.errors",
     "EngineDeadError": "raypp.errors",
     "StageDiedError": "raypp.errors",
     "DeadlineError": "raypp.errors",

@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from raypp.errors import EngineDeadError, RayppError
+from raypp.errors import EncoderDiedError, EngineDeadError, RayppError
 from raypp.openai_api.errors import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
 
 _ENGINE_RETRY_S = 3
@@ -123,7 +123,7 @@ async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONRespon
         return error_response(429, str(error), kind="rate_limit_error", code="queue_full", headers=retry)
     if isinstance(error, UnknownModelError):
         return _response(error.status, error.response)
-    retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError) else {}
+    retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError | EncoderDiedError) else {}
     return _response(*describe_error(error), retry)
 
 

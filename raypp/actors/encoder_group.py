@@ -111,7 +111,10 @@ class EncoderGroup:
         """
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
             ready: list[EncoderReady] = ray.get(self._loads, timeout=deadline.remaining_s)
-            ray.get([encoder.actor.join.remote(self._first_stage) for encoder in self._encoders], timeout=deadline.remaining_s)
+            ray.get(
+                [encoder.actor.join.remote(self._first_stage) for encoder in self._encoders],
+                timeout=deadline.remaining_s,
+            )
         for encoder, about in zip(self._encoders, ready, strict=True):
             encoder.process, encoder.budgets = about.process, about.budgets
             self._shares.note_up(encoder.index)

@@ -95,7 +95,9 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
             status, kind, code = 400, "invalid_request_error", None
         case ConfigError():
             status, kind, code = 400, "invalid_request_error", "unsupported"
-        case EngineDeadError() | EncoderDiedError():
+        case EncoderDiedError():
+            status, kind, code = 503, "server_error", "encoder_dead"
+        case EngineDeadError():
             status, kind, code = 503, "server_error", "engine_dead"
         case DeadlineError():
             status, kind, code = 504, "server_error", "timeout"
