@@ -17,9 +17,9 @@ from raypp.actors.processes import ActorProcess
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:
+    from raypp.encoder.item_fault import ItemFault
     from raypp.encoder.protocol import SupportsEncoderCudaGraph
     from raypp.encoder.spec import EncoderSpec
-    from raypp.encoder.worker import ItemFault
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
 
@@ -86,6 +86,10 @@ class EncoderActor:
             self._sender = ItemSender(self._device)
         else:
             self._sender = ItemSender(self._device, CudaDevice(self._device), handle, spec.link_bytes)
+
+    def live(self) -> None:
+        """Return never: the call ends when the process does, and whoever made it knows at once."""
+        threading.Event().wait()
 
     def deliver(self, items: Sequence[EncoderItem]) -> list[ItemFault]:
         """Encode items and bring them to the first stage; return those that cannot be encoded."""

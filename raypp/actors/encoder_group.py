@@ -32,6 +32,7 @@ from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.encoder.item_fault import ItemFault
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import EncoderDiedError, RayppError
 from raypp.prompt_items import EncoderItem
@@ -52,7 +53,7 @@ class _Encoder:
     spec: EncoderSpec
     process: ActorProcess | None = None
     budgets: tuple[int, ...] = ()
-    num_deaths: int = 0
+    life: int = 0  # how often it was started again: what is heard of an earlier life is old news
     is_gone: bool = False
     loading_since_s: float | None = None
     called_at_s: dict[EncodeCall, float] = field(default_factory=dict)
@@ -69,9 +70,8 @@ class EncoderGroup:
     """
 
     def __init__(self, plan: EnginePlan, placement: Placement, first_stage: Any, on_event: Callable[[], None]) -> None:
-        faults = plan.config.faults
-        self._silence_s = faults.step_timeout_s
-        self._start_timeout_s = faults.start_timeout_s
+        self._silence_s = plan.config.encoder.encoder_timeout_s
+        self._start_timeout_s = plan.config.faults.start_timeout_s
         self._first_stage = first_stage
         self._config = plan.model
         self._model = None if placement.is_on_one_node else plan.config.model.model
@@ -117,7 +117,7 @@ class EncoderGroup:
             )
         for encoder, about in zip(self._encoders, ready, strict=True):
             encoder.process, encoder.budgets = about.process, about.budgets
-            self._shares.note_up(encoder.index)
+            self._tasks.put(partial(self._up, encoder))
         self._thread.start()
 
     def encode(self, items: Sequence[EncoderItem]) -> None:
@@ -143,7 +143,7 @@ class EncoderGroup:
             "num_items_under_way": sum(
                 len(call.items) for encoder in self._encoders for call in self._shares.calls_of(encoder.index)
             ),
-            "num_deaths": sum(encoder.num_deaths for encoder in self._encoders),
+            "num_deaths": sum(encoder.life for encoder in self._encoders),
         }
 
     def encoder_stats(self) -> list[dict[str, Any] | None]:
@@ -170,15 +170,18 @@ class EncoderGroup:
             self._thread.join()
 
     def _run(self) -> None:
+        next_check_s = time.monotonic()
         while True:
             try:
                 task = self._tasks.get(timeout=_TICK_S)
+                if task is None:
+                    return
+                task()
             except queue.Empty:
+                pass
+            if time.monotonic() >= next_check_s:
                 self._check_silence()
-                continue
-            if task is None:
-                return
-            task()
+                next_check_s = time.monotonic() + _TICK_S
 
     def _order(self, items: Sequence[EncoderItem]) -> None:
         self._shares.add(items)
@@ -197,28 +200,37 @@ class EncoderGroup:
             for call in calls:
                 encoder = self._encoders[call.encoder_index]
                 encoder.called_at_s[call] = time.monotonic()
-                self._when_done(encoder.actor.deliver.remote(call.items), partial(self._delivered, encoder, call))
+                self._ask(encoder, encoder.actor.deliver.remote(call.items), partial(self._delivered, encoder, call))
 
-    def _delivered(self, encoder: _Encoder, call: EncodeCall, answer: Future[Any]) -> None:
+    def _delivered(self, encoder: _Encoder, call: EncodeCall, faults: Sequence[ItemFault]) -> None:
         encoder.called_at_s.pop(call, None)
-        error = answer.exception()
-        if error is not None:
-            if call in self._shares.calls_of(encoder.index):  # else this death has been dealt with
-                self._lost(encoder, error)
-            return
-        if self._shares.note_done(call):
-            for later in self._shares.calls_of(encoder.index):
-                encoder.called_at_s[later] = time.monotonic()  # it begins now
-            faults = {fault.key: fault.error for fault in answer.result()}
-            stored = [item.key for item in call.items if item.key not in faults]
-            self._tell([ItemsStored(stored)] if stored else [])
-            self._tell([ItemFailed(key, fault) for key, fault in faults.items()])
+        self._shares.note_done(call)
+        for later in self._shares.calls_of(encoder.index):
+            encoder.called_at_s[later] = time.monotonic()  # it begins now
+        errors = {fault.key: fault.error for fault in faults}
+        stored = [item.key for item in call.items if item.key not in errors]
+        self._tell([ItemsStored(stored)] if stored else [])
+        self._tell([ItemFailed(key, error) for key, error in errors.items()])
         self._call()
+
+    def _ask(self, encoder: _Encoder, ref: Any, then: Callable[[Any], None]) -> None:
+        """Call `then` with the answer to a call; if the encoder fails instead, start it again."""
+        life = encoder.life
+
+        def answered(answer: Future[Any]) -> None:
+            if encoder.life != life or encoder.is_gone:
+                return  # that death has been dealt with
+            if (error := answer.exception()) is not None:
+                self._lost(encoder, error)
+            else:
+                then(answer.result())
+
+        self._when_done(ref, answered)
 
     def _lost(self, encoder: _Encoder, error: BaseException) -> None:
         """Deal with an encoder that died, or whose device failed."""
         logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
-        encoder.num_deaths += 1
+        encoder.life += 1
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
         self._fail(
@@ -235,24 +247,25 @@ class EncoderGroup:
     def _start_again(self, encoder: _Encoder) -> None:
         """Have the encoder load its model in its new process, then join."""
         encoder.loading_since_s = time.monotonic()
-        self._when_done(self._load(encoder), partial(self._loaded, encoder))
+        life = encoder.life
 
-    def _loaded(self, encoder: _Encoder, answer: Future[Any]) -> None:
-        if (error := answer.exception()) is not None:
-            self._give_up(encoder, error)
-            return
-        encoder.process = answer.result().process
-        self._when_done(encoder.actor.join.remote(self._first_stage), partial(self._joined, encoder))
+        def loaded(answer: Future[Any]) -> None:
+            if (error := answer.exception()) is not None:
+                self._give_up(encoder, error)  # Ray does not make it again, or it cannot load what it could before
+            elif encoder.life == life:
+                encoder.process = answer.result().process
+                self._ask(encoder, encoder.actor.join.remote(self._first_stage), partial(self._joined, encoder))
 
-    def _joined(self, encoder: _Encoder, answer: Future[Any]) -> None:
-        if (error := answer.exception()) is not None:
-            if isinstance(error, ray.exceptions.RayActorError) and not encoder.is_gone:
-                self._lost(encoder, error)  # it died once more, between the two
-            else:
-                self._give_up(encoder, error)
-            return
-        encoder.loading_since_s = None
+        self._when_done(self._load(encoder), loaded)
+
+    def _joined(self, encoder: _Encoder, _: None) -> None:
         logger.warning("encoder %d is back", encoder.index)
+        self._up(encoder)
+
+    def _up(self, encoder: _Encoder) -> None:
+        """Give work to an encoder from now on, and watch it."""
+        encoder.loading_since_s = None
+        self._ask(encoder, encoder.actor.live.remote(), lambda _: None)
         self._shares.note_up(encoder.index)
         self._call()
 
@@ -280,6 +293,7 @@ class EncoderGroup:
                 self._end(encoder)
             if encoder.loading_since_s is not None and now_s - encoder.loading_since_s > self._start_timeout_s:
                 self._give_up(encoder, EncoderDiedError(f"it did not start within {self._start_timeout_s:g} s"))
+                ray.kill(encoder.actor)
 
     def _end(self, encoder: _Encoder) -> None:
         ray.kill(encoder.actor, no_restart=False)

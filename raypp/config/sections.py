@@ -224,6 +224,8 @@ class EncoderSection(Section):
     link_embedding_bytes: int = Field(default=1 << 26, ge=1 << 12)
     """Memory of the first stage's GPU through which each encoder writes embeddings; what is larger goes by way of host
     memory."""
+    encoder_timeout_s: float = Field(default=120.0, gt=0)
+    """How long an encoder may take for one batch of pictures until it counts as frozen, and is started again."""
     max_encoder_restarts: int = Field(default=10, ge=0)
     """How often an encoder that died is started again; its pictures are encoded once more. After that, requests with
     pictures are refused, and text goes on."""

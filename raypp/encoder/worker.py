@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Generic
 
 import torch
 
 from raypp.encoder.delivery import ItemSender, Parcel
 from raypp.encoder.embedding_cache import EmbeddingCache
+from raypp.encoder.item_fault import ItemFault
 from raypp.encoder.items import EncodedItem
 from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.encoder.packing import PackedBatch
@@ -23,14 +24,6 @@ from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ItemFault:
-    """An item that cannot be encoded, through its own fault or for want of memory."""
-
-    key: bytes
-    error: RayppError
 
 
 class EncoderWorker(Generic[BatchT]):

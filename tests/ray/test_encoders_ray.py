@@ -176,7 +176,7 @@ def test_without_encoders_left_pictures_are_refused_and_text_goes_on(local_ray, 
 
 
 def test_an_encoder_that_hangs_is_ended_and_started_again(local_ray, path, prompts, expected):
-    handle = launch(path, num_stages=1, step_timeout_s=3.0)
+    handle = launch(path, num_stages=1, encoder_timeout_s=6.0)
     try:
         with RawClient(handle.client_address) as client:
             stopped = encoder_pid(handle)
