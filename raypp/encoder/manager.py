@@ -1,7 +1,7 @@
 """Encodes items in captured batches: the budgeted CUDA graphs of an encoder.
 
     items --pack--> batches of whole items --pad--> the smallest budget that fits --replay--> embeddings, in order
-                        +-- an item larger than every budget --> eager forward --^
+                        +-- larger than every budget, or faster without --> eager forward --^
 
 A graph fixes the shapes of everything; pictures come in all sizes. So there is one graph per budget of tokens, each
 batch is padded to one, and what depends on the items lies in buffers that are filled before the replay. Without CUDA
@@ -10,25 +10,27 @@ the same padded batches run on the same buffers with calls in place of graphs.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 from typing import Generic
 
 import torch
 
 from raypp.encoder.batch_buffers import BatchBuffers
+from raypp.encoder.graph_choice import BudgetTimes, GraphChoice
 from raypp.encoder.items import EncodedItem
 from raypp.encoder.packing import PackedBatch, pack_items
 from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
 from raypp.encoder.stats import EncoderStats
+from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.prompt_items import EncoderItem
 
 _MODE = "encoder"
-
-logger = logging.getLogger(__name__)
+_NUM_MEASURED = 5
 
 
 class EncoderCudaGraphManager(Generic[BatchT]):
@@ -54,8 +56,10 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._model = model
         self._budgets = budgets
         self._max_items = max_items
+        self._device = device
         self._graphs = CudaGraphManager(graph_maker(device)) if replay else None
         self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
+        self.choice = GraphChoice(budgets, {})
         self.stats = EncoderStats()
 
     @property
@@ -66,31 +70,39 @@ class EncoderCudaGraphManager(Generic[BatchT]):
     def capture(self) -> None:
         """Capture all budgets, the largest first: the others use its memory again. Under `torch.inference_mode`.
 
-        Where calls stand in for graphs there is nothing to capture.
+        A budget that there is no memory for is left out. Where calls stand in for graphs there is nothing to capture.
+
+        Raises:
+            ResourceError: there was memory for none.
         """
-        if self._graphs is None:
+        graphs = self._graphs
+        if graphs is None:
             return
-        with self._graphs.recording():
-            for budget in reversed(self._budgets.sizes):
-                shape = self._shape(budget)
-                self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
-                self._graphs.record(_MODE, budget, partial(self._forward, shape))
-        cost = self._graphs.costs[_MODE]
+
+        def record(budget: int) -> None:
+            shape = self._shape(budget)
+            self._buffers.upload(self._model.replay_values(self._model.capture_batch(shape), shape), shape)
+            graphs.record(_MODE, budget, partial(self._forward, shape))
+
+        with graphs.recording():
+            recorded = graphs.record_sizes(_MODE, self._budgets.sizes[::-1], record)
+        if not recorded:
+            raise ResourceError(
+                "an encoder's memory holds none of its graphs",
+                got=f"graphs for {', '.join(map(str, self._budgets.sizes))} tokens",
+                hint="smaller token_budgets, or a larger encoder_num_gpus",
+            )
+        self._budgets = Buckets(set(recorded))
+        self.choice = GraphChoice(self._budgets, {budget: self._measured(budget) for budget in recorded})
+        graphs.log_costs()
+        cost = graphs.costs[_MODE]
         self.stats.num_graphs, self.stats.capture_s = cost.num_graphs, cost.seconds
         self.stats.graph_bytes = cost.memory_bytes + self._buffers.num_bytes
-        logger.info(
-            "%d encoder graphs for %d to %d tokens took %.1f s and %.2f GiB, buffers included",
-            cost.num_graphs,
-            self._budgets.sizes[0],
-            self._budgets.sizes[-1],
-            cost.seconds,
-            self.stats.graph_bytes / 2**30,
-        )
 
     def pack(self, items: Sequence[EncoderItem]) -> list[PackedBatch]:
         """Return which of the items are to be encoded together."""
         sizes = [spec.num_tokens for spec in self._model.item_specs(items)]
-        return pack_items(sizes, self._budgets, self._max_items)
+        return pack_items(sizes, self._budgets.sizes[-1], self._max_items, self.choice.budget_of)
 
     def encode(self, items: Sequence[EncoderItem]) -> list[EncodedItem]:
         """Return what the encoder makes of each item, in their order. Queues the work on a GPU, and does not wait.
@@ -114,16 +126,40 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         stats.num_tokens += packed.num_tokens
         if packed.budget is None:
             stats.num_eager_batches += 1
+            stats.num_oversize_items += packed.num_tokens > self._budgets.sizes[-1]
             return self._model.eager_forward(batch)
         stats.num_captured_batches += 1
         stats.num_captured_items += len(packed.indices)
         stats.num_captured_tokens += packed.num_tokens
         stats.num_padding_tokens += packed.budget - packed.num_tokens
-        shape = self._shape(packed.budget)
+        return self._encode_captured(batch, packed.budget)
+
+    def _encode_captured(self, batch: BatchT, budget: int) -> torch.Tensor:
+        """Encode a batch, padded to a budget."""
+        shape = self._shape(budget)
         self._buffers.upload(self._model.replay_values(batch, shape), shape)
         # What a graph returns lies where the next one will write: it is split, into copies, at once.
-        output: torch.Tensor = self._forward(shape) if self._graphs is None else self._graphs.run(packed.budget)
+        output: torch.Tensor = self._forward(shape) if self._graphs is None else self._graphs.run(budget)
         return output
+
+    def _measured(self, budget: int) -> BudgetTimes:
+        """Return what a full batch takes with and without its graph."""
+        batch = self._model.capture_batch(self._shape(budget))
+        return BudgetTimes(
+            captured_s=self._seconds_of(lambda: self._encode_captured(batch, budget)),
+            eager_s=self._seconds_of(lambda: self._model.eager_forward(batch)),
+        )
+
+    def _seconds_of(self, function: Callable[[], object]) -> float:
+        """Return the median time of a call and what it put on the device."""
+        seconds = []
+        for _ in range(1 + _NUM_MEASURED):
+            torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            function()
+            torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - started)
+        return median(seconds[1:])
 
     def _shape(self, budget: int) -> BatchShape:
         return BatchShape(budget, self._max_items)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from raypp.graphs.buckets import Buckets
 
 
 @dataclass(frozen=True)
@@ -14,20 +12,23 @@ class PackedBatch:
 
     indices: tuple[int, ...]  # into the list of items, ascending
     num_tokens: int  # of these items together
-    budget: int | None  # what they are padded to; None for an item that is larger than every budget
+    budget: int | None  # what they are padded to; None when they are encoded eagerly
 
 
-def pack_items(num_tokens: Sequence[int], budgets: Buckets, max_items: int) -> list[PackedBatch]:
+def pack_items(
+    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[int], int | None]
+) -> list[PackedBatch]:
     """Fill batches one after the other, each with as many items as go into the largest budget.
 
     Items keep their order, but for those too large for any budget: each of them is a batch of its own.
 
     Args:
         num_tokens: Of each item.
-        budgets: What there are graphs for. A batch takes the smallest that holds it.
+        largest: The largest budget.
         max_items: The most items of a batch.
+        budget_of: Returns what a batch of so many tokens is padded to: the smallest budget that holds it; None when
+            it had better be encoded eagerly.
     """
-    largest = budgets.sizes[-1]
     batches: list[PackedBatch] = []
     indices: list[int] = []
     filled = 0
@@ -35,7 +36,7 @@ def pack_items(num_tokens: Sequence[int], budgets: Buckets, max_items: int) -> l
     def close() -> None:
         nonlocal filled
         if indices:
-            batches.append(PackedBatch(tuple(indices), filled, budgets.fit(filled)))
+            batches.append(PackedBatch(tuple(indices), filled, budget_of(filled)))
             indices.clear()
             filled = 0
 

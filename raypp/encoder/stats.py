@@ -19,7 +19,9 @@ class EncoderStats:
     """Without padding."""
     num_padding_tokens: int = 0
     num_eager_batches: int = 0
-    """Of an item each that is larger than every budget."""
+    """Encoded without a graph: an item larger than every budget, or a batch whose padding costs more than launching."""
+    num_oversize_items: int = 0
+    """Items that are larger than every budget."""
     num_graphs: int = 0
     capture_s: float = 0.0
     graph_bytes: int = 0
