@@ -137,8 +137,8 @@ def error_from_dict(values: dict[str, Any]) -> RayppError:
     return cls(keywords.pop("message"), **keywords)
 
 
-def encode_client_message(message: ClientMessage) -> list[bytes]:
-    """Return the frames of a message to the driver."""
+def encode_client_message(message: ClientMessage) -> list[bytes | memoryview]:
+    """Return the frames of a message to the driver. Pictures are views: they need not be copied to be sent."""
     match message:
         case OpenClient():
             return [_OPEN, b""]
@@ -154,19 +154,14 @@ def encode_client_message(message: ClientMessage) -> list[bytes]:
             return [_CLOSE, b""]
 
 
-def decode_client_message(frames: Sequence[bytes], arrays: Sequence[memoryview] = ()) -> ClientMessage:
-    """Return the message that a client sent.
-
-    Args:
-        frames: All of its frames, or those that are text and token ids.
-        arrays: The others, if they are not to be copied: the message has views of them.
-    """
-    kind, header = frames[0], frames[1]
+def decode_client_message(frames: Sequence[bytes | memoryview]) -> ClientMessage:
+    """Return the message that a client sent. Its pictures are views of their frames."""
+    kind, header = bytes(frames[0]), bytes(frames[1])
     if kind == _OPEN:
         return OpenClient()
     if kind == _ADD:
         token_ids = np.frombuffer(frames[2], "<i4").tolist()
-        pictures: Iterator[bytes | memoryview] = iter([*frames[3:], *arrays])
+        pictures = iter(frames[3:])
         requests, offset = [], 0
         for values in json.loads(header):
             end = offset + values["num_prompt_tokens"]
@@ -248,10 +243,13 @@ def _items_header(items: PromptItems) -> dict[str, Any]:
     }
 
 
-def _item_frames(items: PromptItems) -> list[bytes]:
+def _item_frames(items: PromptItems) -> list[bytes | memoryview]:
     """Return the arrays of one prompt: its positions, then each item's patches; a repeated item's only once."""
     patches = {item.key: item.patches for item in items.items}
-    return [items.rope_positions.astype("<i4").tobytes(), *(array.tobytes() for array in patches.values())]
+    return [
+        items.rope_positions.astype("<i4").tobytes(),
+        *(np.ascontiguousarray(array).reshape(-1).data for array in patches.values()),
+    ]
 
 
 def _items_from(values: dict[str, Any], frames: Iterator[bytes | memoryview]) -> PromptItems:

@@ -139,10 +139,6 @@ class DriverActor:
         """Return the encoder actors, for those who have pictures encoded for themselves."""
         return [] if self._encoders is None else self._encoders.actors
 
-    def encoder_stats(self) -> list[dict[str, Any] | None]:
-        """Return what each encoder counts; None of one that does not answer at once."""
-        return [] if self._encoders is None else self._encoders.encoder_stats()
-
     def trace(self) -> list[Lane]:
         """Return what the driver and the stages did when; after `run`, what they had done until then."""
         return self._last_lanes or self._lanes()

@@ -91,11 +91,11 @@ class EncoderActor:
         """Return never: the call ends when the process does, and whoever made it knows at once."""
         threading.Event().wait()
 
-    def deliver(self, items: Sequence[EncoderItem]) -> list[ItemFault]:
-        """Encode items and bring them to the first stage; return those that cannot be encoded."""
+    def deliver(self, items: Sequence[EncoderItem]) -> tuple[list[ItemFault], dict[str, Any]]:
+        """Encode items and bring them to the first stage; return those that cannot be encoded, and the counters."""
         with self._lock:
             self._enter()
-            return self._worker.deliver(items, self._sender, self._put)
+            return self._worker.deliver(items, self._sender, self._put), self.stats()
 
     def encode(self, items: Sequence[EncoderItem]) -> dict[bytes, Any]:
         """Return what the encoder makes of each item, by key: float32 [1 + L, N, H], or the error."""
@@ -111,7 +111,7 @@ class EncoderActor:
 
     def stats(self) -> dict[str, Any]:
         """Return counters and figures, as plain data."""
-        return self._worker.stats()
+        return self._worker.stats() | {"writes_to_first_stage": self._sender.writes_to_receiver}
 
     def _put(self, parcel: Any) -> None:
         ray.get(self._first_stage.put_items.remote(self._spec.encoder_index, parcel))

@@ -31,7 +31,7 @@ from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.engine_plan import EnginePlan
-from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.encoder.item_fault import ItemFault
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import EncoderDiedError, RayppError
@@ -39,7 +39,6 @@ from raypp.prompt_items import EncoderItem
 
 _TICK_S = 0.5
 _KILL_S = 1.0
-_STATS_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class _Encoder:
     life: int = 0  # how often it was started again: what is heard of an earlier life is old news
     is_gone: bool = False
     loading_since_s: float | None = None
+    counted: dict[str, Any] | None = None  # when it answered last
     called_at_s: dict[EncodeCall, float] = field(default_factory=dict)
 
 
@@ -86,6 +86,7 @@ class EncoderGroup:
         self._lock = threading.Lock()  # of the events
         self._thread = threading.Thread(target=self._run, name="encoder-group", daemon=True)
         self._loads: list[Any] = []
+        self._past: list[dict[str, Any]] = []  # what encoders counted in lives that are over
 
     def start(self, deadline: Deadline) -> None:
         """Wait for the processes.
@@ -135,8 +136,9 @@ class EncoderGroup:
         return events
 
     def stats(self) -> dict[str, Any]:
-        """Return figures that the group has by itself."""
-        return {
+        """Return figures, as far as they are known without asking the encoders: as of their last batches."""
+        counted = [encoder.counted for encoder in self._encoders]
+        whole = {
             "num_encoders": len(self._encoders),
             "num_up": len(self._shares.up),
             "num_waiting_items": self._shares.num_waiting,
@@ -144,13 +146,9 @@ class EncoderGroup:
                 len(call.items) for encoder in self._encoders for call in self._shares.calls_of(encoder.index)
             ),
             "num_deaths": sum(encoder.life for encoder in self._encoders),
+            "actors": counted,
         }
-
-    def encoder_stats(self) -> list[dict[str, Any] | None]:
-        """Return what each encoder counts; None of one that does not answer at once."""
-        asked = [encoder.actor.stats.remote() for encoder in self._encoders]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_STATS_S)
-        return [_value_of(ref) if ref in answered else None for ref in asked]
+        return {"encoders": whole, **encoder_sums([*self._past, *(of for of in counted if of is not None)])}
 
     @property
     def actors(self) -> list[Any]:
@@ -202,7 +200,8 @@ class EncoderGroup:
                 encoder.called_at_s[call] = time.monotonic()
                 self._ask(encoder, encoder.actor.deliver.remote(call.items), partial(self._delivered, encoder, call))
 
-    def _delivered(self, encoder: _Encoder, call: EncodeCall, faults: Sequence[ItemFault]) -> None:
+    def _delivered(self, encoder: _Encoder, call: EncodeCall, answer: tuple[list[ItemFault], dict[str, Any]]) -> None:
+        faults, encoder.counted = answer
         encoder.called_at_s.pop(call, None)
         self._shares.note_done(call)
         for later in self._shares.calls_of(encoder.index):
@@ -231,6 +230,9 @@ class EncoderGroup:
         """Deal with an encoder that died, or whose device failed."""
         logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
         encoder.life += 1
+        if encoder.counted is not None:
+            self._past.append(encoder.counted)
+            encoder.counted = None
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
         self._fail(
@@ -333,11 +335,3 @@ def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
 def in_short_of(error: BaseException) -> str:
     """Return the beginning of what went wrong."""
     return in_short(error) if isinstance(error, Exception) else repr(error)
-
-
-def _value_of(ref: Any) -> Any:
-    """Return what a call returned, None when it failed."""
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayError:
-        return None

@@ -140,14 +140,6 @@ class EngineHandle:
         """
         return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
 
-    def encoder_stats(self) -> list[dict[str, Any] | None]:
-        """Return what each encoder counts (see `EncoderStats`); None of one that does not answer at once.
-
-        Raises:
-            EngineDeadError, DeadlineError: the driver does not answer.
-        """
-        return list(self._ask("encoder_stats", Deadline(_ANSWER_S)))
-
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the driver ends without having been told to."""
 

@@ -43,7 +43,8 @@ class EngineClient:
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; does not wait."""
-        self._socket.send_multipart(encode_client_message(message))
+        frames = encode_client_message(message)
+        self._socket.send_multipart(frames, copy=all(isinstance(frame, bytes) for frame in frames))
         if not self._loop.is_closed():
             self._loop.call_soon(self._read)
 

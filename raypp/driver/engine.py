@@ -99,8 +99,7 @@ class Engine:
 
     def stats_dict(self) -> dict[str, Any]:
         """Return the scheduler's counters and the encoders' figures, as plain data."""
-        encoders = {} if self._encoders is None else {"encoders": self._encoders.stats()}
-        return asdict(self._scheduler.stats()) | encoders
+        return asdict(self._scheduler.stats()) | ({} if self._encoders is None else self._encoders.stats())
 
     def _exchange(self, encoders: ItemEncoders) -> None:
         """Take in what the encoders did, and order what is wanted now."""

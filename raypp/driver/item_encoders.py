@@ -5,7 +5,7 @@ The same whether they are actors or run in this process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,4 +51,25 @@ class ItemEncoders(Protocol):
         """Return what happened since the last call; does not wait."""
 
     def stats(self) -> dict[str, Any]:
-        """Return figures of the encoders, as plain data; what is known without asking them."""
+        """Return figures of the encoders, as plain data; what is known without asking them.
+
+        `encoders`: of each and of all, see `encoder_sums` for the others, which are sums.
+        """
+
+
+_SUMS = {
+    "num_encoder_items": ("num_items",),
+    "num_encoder_cache_hits": ("cache_hits",),
+    "num_encoder_tokens": ("num_tokens", "num_padding_tokens"),
+    "num_encoder_padding_tokens": ("num_padding_tokens",),
+}
+
+
+def encoder_sums(counted: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the counters of several encoders together, under the names that an engine's figures have for them.
+
+    Args:
+        counted: What each has counted, see `EncoderStats`; of one that died, what is known of its last life.
+    """
+    counters = list(counted)
+    return {total: sum(of[name] for of in counters for name in names) for total, names in _SUMS.items()}

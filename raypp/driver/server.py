@@ -44,7 +44,6 @@ from raypp.scheduler.request import Request, RequestUpdate
 
 _MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
 _UNTAKEN_MESSAGES = 1 << 16
-_NUM_TEXT_FRAMES = 3  # of a client's message: its kind, its header, and token ids; arrays of pictures may follow
 
 logger = logging.getLogger(__name__)
 
@@ -175,9 +174,7 @@ class DriverServer:
                 client, *frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            texts = [frame.bytes for frame in frames[:_NUM_TEXT_FRAMES]]
-            arrays = [frame.buffer for frame in frames[_NUM_TEXT_FRAMES:]]
-            self._handle(client.bytes, decode_client_message(texts, arrays))
+            self._handle(client.bytes, decode_client_message([frame.buffer for frame in frames]))
 
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         match message:

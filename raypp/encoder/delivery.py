@@ -61,6 +61,11 @@ class ItemSender:
         # Not the encoder's stream: that has begun with the next batch.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def writes_to_receiver(self) -> bool:
+        """Whether rows go to the receiver's memory; else they travel in the parcels."""
+        return self._memory is not None
+
     def parcels(self, items: Sequence[EncodedItem], computed: torch.cuda.Event | None) -> Iterator[Parcel]:
         """Return the items in parcels, complete. Ask for the next when the one before was taken in.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raypp.driver.engine_plan import EnginePlan
-from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored
+from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.encoder.build import build_manager
 from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.worker import EncoderWorker
@@ -56,7 +56,8 @@ class LocalEncoder:
 
     def stats(self) -> dict[str, Any]:
         """Return the encoder's figures."""
-        return self.worker.stats()
+        counted = self.worker.stats()
+        return {"encoders": {"num_encoders": 1, "num_up": 1, "actors": [counted]}, **encoder_sums([counted])}
 
     def _put(self, parcel: Parcel) -> None:
         for item in self._receiver.take_in(0, parcel):

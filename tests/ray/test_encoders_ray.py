@@ -99,12 +99,15 @@ def test_tokens_equal_those_in_one_process(engine, client, prompts, expected):
         client.wait(handles)
         assert not client.errors
         assert [client.tokens[handle] for handle in handles] == expected
-    stats, [encoder] = client.stats(), engine.encoder_stats()
+    stats = client.stats()
+    [encoder] = stats["encoders"]["actors"]
     assert stats["encoders"]["num_up"] == 1
     assert stats["num_waiting_for_items"] == 0
     assert encoder["num_items"] == 5  # each picture once, however often it came
     assert stats["num_hit_items"] == stats["num_query_items"] - 5
     assert encoder["hit_rate"] > 0
+    assert not encoder["writes_to_first_stage"]  # which has no GPU
+    assert stats["num_encoder_items"] == 5
 
 
 def test_text_goes_on_while_an_encoder_stands_still_and_pictures_when_it_is_back(engine, client, path, prompts):
@@ -127,7 +130,9 @@ def test_text_goes_on_while_an_encoder_stands_still_and_pictures_when_it_is_back
     client.wait([again])
     assert client.tokens[again] == client.tokens[with_picture]
     assert encoder_pid(engine) != stopped
-    assert client.stats()["encoders"]["num_deaths"] == 1
+    stats = client.stats()
+    assert stats["encoders"]["num_deaths"] == 1
+    assert stats["num_encoder_items"] == 6  # what was counted before the death counts
 
 
 def test_a_picture_that_cannot_be_encoded_fails_its_own_request(engine, client, path, prompts):
@@ -150,7 +155,7 @@ def test_two_encoders_share_the_pictures_and_leave_nothing(local_ray, path, prom
             handles = [client.add(prompt, items) for prompt, items in prompts]
             client.wait(handles)
             assert [client.tokens[h] for h in handles] == expected
-            counted = handle.encoder_stats()
+            counted = client.stats()["encoders"]["actors"]
         assert sum(stats["num_items"] for stats in counted) == 5
         assert all(stats["num_items"] for stats in counted)
         processes = handle.processes()
