@@ -8,6 +8,10 @@ from ray import serve
 from ray.serve import Application
 
 from raypp.config.engine import EngineConfig
+from raypp.errors import ModelLoadError
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
+from serve_app.encoder import encoder_deployment
 from serve_app.replica import EngineReplica
 from serve_app.settings import ServeSettings, split_arguments
 
@@ -59,5 +63,20 @@ def build_application(
         graceful_shutdown_timeout_s=2 * config.faults.close_timeout_s,
     )
     # Nothing is given to ingress: the app is made in the replica, once there is an engine to make it around.
-    application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory)
+    encoder = None
+    if takes_pictures(config):
+        encoder = encoder_deployment(
+            num_cpus=settings.replica_num_cpus,
+            max_ongoing=settings.max_ongoing_encodes,
+            max_queued=settings.max_queued_encodes,
+        ).bind()
+    application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory, encoder)
     return application
+
+
+def takes_pictures(config: EngineConfig) -> bool:
+    """Return whether the model has a vision tower. One that cannot be read here is the replica's to complain of."""
+    try:
+        return load_model_config(resolve_model_path(config.model.model)).vision is not None
+    except ModelLoadError:
+        return False

@@ -16,6 +16,7 @@ from serve_app.errors import AsciiJSONResponse, add_error_handlers
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
+from serve_app.pictures import OpenGate, PictureGate
 from serve_app.prompts import PromptEncoder
 from serve_app.routes.generation import generation_routes
 from serve_app.routes.models import model_routes
@@ -51,7 +52,12 @@ async def exposition(llm: AsyncLLM, metrics: EngineMetrics) -> str:
 
 
 def make_context(
-    llm: AsyncLLM, settings: ServeSettings, *, metrics: EngineMetrics, siblings: Siblings | None = None
+    llm: AsyncLLM,
+    settings: ServeSettings,
+    *,
+    metrics: EngineMetrics,
+    siblings: Siblings | None = None,
+    pictures: PictureGate | None = None,
 ) -> AppContext:
     """Return what the routes share.
 
@@ -60,6 +66,7 @@ def make_context(
         settings: Of the door.
         metrics: This replica's.
         siblings: All replicas; by default there is only this one.
+        pictures: What requests with pictures pass; by default nothing.
     """
     admission = Admission(llm.config.scheduler.max_num_seqs, settings.max_queued_requests)
     return AppContext(
@@ -67,7 +74,7 @@ def make_context(
         settings=settings,
         metrics=metrics,
         admission=admission,
-        runner=RequestRunner(llm, admission, metrics),
+        runner=RequestRunner(llm, admission, metrics, pictures or OpenGate()),
         prompts=PromptEncoder(llm.tokenizer, llm.pictures),
         takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),

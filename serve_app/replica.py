@@ -5,17 +5,21 @@ The app lives in the replica that talks to the driver: no token crosses a deploy
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine import EngineConfig
+from serve_app.encoder import ServedPictures
 from serve_app.http_app import exposition, make_context, make_http_app, model_names
 from serve_app.metrics import EngineMetrics
+from serve_app.pictures import OpenGate, PictureGate
 from serve_app.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -30,7 +34,11 @@ class EngineReplica:
     """Hosts one engine and its HTTP app. What the app does is the app's affair."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: EngineConfig, settings: ServeSettings, stage_factory: StageFactory | None
+        self,
+        config: EngineConfig,
+        settings: ServeSettings,
+        stage_factory: StageFactory | None,
+        encoder: DeploymentHandle[Any] | None = None,
     ) -> None:
         """Start the engine.
 
@@ -38,16 +46,23 @@ class EngineReplica:
             config: Of the engine.
             settings: Of the door.
             stage_factory: Makes other models than the real ones.
+            encoder: The deployment that pictures pass; None for a model that reads text alone.
         """
         self._settings = settings
         self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
         context = serve.get_replica_context()
         self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
+        self._pictures: PictureGate = OpenGate()
+        if encoder is not None:
+            actors = await asyncio.to_thread(self._llm.encoder_actors)
+            self._pictures = ServedPictures(encoder, context.replica_id.unique_id, actors)
         self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP app. Serve calls this once the constructor is done."""
-        context = make_context(self._llm, self._settings, metrics=self._metrics, siblings=self._siblings)
+        context = make_context(
+            self._llm, self._settings, metrics=self._metrics, siblings=self._siblings, pictures=self._pictures
+        )
         return make_http_app(context)
 
     async def check_health(self) -> None:
@@ -59,8 +74,8 @@ class EngineReplica:
         return await exposition(self._llm, self._metrics)
 
     async def processes(self) -> dict[str, object]:
-        """Return the process ids of the driver and the stages."""
-        return self._llm.processes()
+        """Return the process ids of the driver, the stages and the encoders."""
+        return await asyncio.to_thread(self._llm.processes)
 
     async def __del__(self) -> None:
         """Stop the engine, before another replica looks for the resources that it has."""

@@ -14,6 +14,7 @@ from raypp.errors import RayppError
 from raypp.types import RequestOutput, SamplingParams
 from serve_app.admission import Admission
 from serve_app.metrics import EngineMetrics
+from serve_app.pictures import PictureGate
 
 
 @dataclass(frozen=True)
@@ -34,21 +35,24 @@ class Job:
 class RequestRunner:
     """Runs jobs on one engine. Closing the generator that `run` returns aborts what is left of the job."""
 
-    def __init__(self, llm: AsyncLLM, admission: Admission, metrics: EngineMetrics) -> None:
+    def __init__(self, llm: AsyncLLM, admission: Admission, metrics: EngineMetrics, pictures: PictureGate) -> None:
         self._llm = llm
         self._admission = admission
         self._metrics = metrics
+        self._pictures = pictures
 
     async def run(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yield (index of the prompt, its outputs so far) whenever there are new ones, until all have ended.
 
         Raises:
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests, or too many pictures, wait.
             RequestError: it cannot be run.
             EngineDeadError: the engine died.
         """
         started_s = time.monotonic()
         with self._admission.admit(job.num_sequences):
+            if items := [item for prompt in job.prompts if prompt.items for item in prompt.items.items]:
+                await self._pictures.pass_on(items)
             async with aclosing(self._outputs(job)) as outputs:
                 watches = [self._metrics.watch(started_s, len(prompt.token_ids)) for prompt in job.prompts]
                 try:

@@ -97,6 +97,12 @@ class EncoderActor:
             self._enter()
             return self._worker.deliver(items, self._sender, self._put), self.stats()
 
+    def prepare(self, items: Sequence[EncoderItem]) -> None:
+        """Encode items and keep what comes of them. What cannot be encoded is told to whoever has it delivered."""
+        with self._lock:
+            self._enter()
+            self._worker.encode(items)
+
     def encode(self, items: Sequence[EncoderItem]) -> dict[bytes, Any]:
         """Return what the encoder makes of each item, by key: float32 [1 + L, N, H], or the error."""
         from raypp.errors import RayppError

@@ -238,6 +238,10 @@ class AsyncLLM:
         """Return `{"driver": pid, "stages": [pid, ...], "encoders": [...]}`."""
         return self._engine.handle.processes()
 
+    def encoder_actors(self) -> list[Any]:
+        """Return the Ray actors that encode pictures, for those who have some encoded for themselves. Blocks."""
+        return self._engine.handle.encoder_actors()
+
     async def close(self) -> None:
         """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing.
 

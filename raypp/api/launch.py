@@ -41,6 +41,9 @@ class EngineHandle(Protocol):
     def processes(self) -> dict[str, Any]:
         """Return the process ids of the driver, the stages and the encoders."""
 
+    def encoder_actors(self) -> list[Any]:
+        """Return the Ray actors that encode pictures; none of a model that reads text alone. Blocks."""
+
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the engine dies."""
 

@@ -98,6 +98,10 @@ class ThreadedEngine:
         """Return this process's id, for the driver and for every stage."""
         return {"driver": os.getpid(), "stages": [os.getpid()] * len(self._plan.stages), "encoders": []}
 
+    def encoder_actors(self) -> list[Any]:
+        """Return nothing: there are no actors."""
+        return []
+
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the engine dies."""
         self._watchers.append(callback)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def launch(path, **settings) -> EngineHandle:
 @pytest.fixture(scope="module")
 def engine(local_ray, path):
     """Return an engine of two stages and one encoder."""
-    handle = launch(path, num_stages=2)
+    handle = launch(path, num_stages=2, encoder_timeout_s=6.0)
     yield handle
     handle.close()
 
@@ -120,7 +120,8 @@ def test_text_goes_on_while_an_encoder_stands_still_and_pictures_when_it_is_back
         client.wait(texts)
         assert client.stats()["num_waiting_for_items"] == 1
     finally:
-        os.kill(stopped, signal.SIGKILL)  # in the middle of its work
+        with suppress(ProcessLookupError):  # on a machine that is so slow, it counted as frozen
+            os.kill(stopped, signal.SIGKILL)  # in the middle of its work
     more = [client.add(prompt, None) for prompt, items in prompts if items is None]
     client.wait(more)
     client.wait([with_picture])
@@ -148,49 +149,36 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_request(engine, client, 
     assert client.stats()["encoders"]["num_up"] == 1
 
 
-def test_two_encoders_share_the_pictures_and_leave_nothing(local_ray, path, prompts, expected):
-    handle = launch(path, num_stages=1, num_encoders=2, max_images_per_batch=1)
+def test_an_encoder_that_hangs_is_ended_and_started_again(engine, client, path):
+    stopped = encoder_pid(engine)
+    num_deaths = client.stats()["encoders"]["num_deaths"]
+    os.kill(stopped, signal.SIGSTOP)
+    fresh = client.add(*picture_prompt(path, [[FIRST_TEXT_TOKEN], picture(78, 50, 40), [FIRST_TEXT_TOKEN + 1]]))
+    client.wait([fresh])
+    assert not client.errors.get(fresh)
+    assert len(client.tokens[fresh]) == GREEDY.max_tokens
+    assert client.stats()["encoders"]["num_deaths"] == num_deaths + 1
+    assert not wait_until_gone([stopped], WAIT_S)
+
+
+def test_two_encoders_share_the_pictures_and_without_any_text_goes_on(local_ray, path, prompts, expected):
+    handle = launch(path, num_stages=1, num_encoders=2, max_images_per_batch=1, max_encoder_restarts=0)
     try:
         with RawClient(handle.client_address) as client:
             handles = [client.add(prompt, items) for prompt, items in prompts]
             client.wait(handles)
             assert [client.tokens[h] for h in handles] == expected
             counted = client.stats()["encoders"]["actors"]
-        assert sum(stats["num_items"] for stats in counted) == 5
-        assert all(stats["num_items"] for stats in counted)
-        processes = handle.processes()
+            assert sum(stats["num_items"] for stats in counted) == 5
+            assert all(stats["num_items"] for stats in counted)
+            processes = handle.processes()
+            for pid in processes["encoders"]:
+                os.kill(pid, signal.SIGKILL)
+            unseen = client.add(*picture_prompt(path, [[FIRST_TEXT_TOKEN], picture(79, 50, 40), [FIRST_TEXT_TOKEN]]))
+            handles = [client.add(prompt, items) for prompt, items in prompts]
+            client.wait([unseen, *handles])
+            assert isinstance(client.errors[unseen], EncoderDiedError)
+            assert [client.tokens[h] for h in handles] == expected  # the first stage still has these pictures
     finally:
         handle.close()
     assert not wait_until_gone([*processes["encoders"], *processes["stages"], processes["driver"]], WAIT_S)
-
-
-def test_without_encoders_left_pictures_are_refused_and_text_goes_on(local_ray, path, prompts, expected):
-    handle = launch(path, num_stages=1, max_encoder_restarts=0)
-    try:
-        with RawClient(handle.client_address) as client:
-            os.kill(encoder_pid(handle), signal.SIGKILL)
-            handles = [client.add(prompt, items) for prompt, items in prompts]
-            client.wait(handles)
-            for (_, items), one, tokens in zip(prompts, handles, expected, strict=True):
-                if items is None:
-                    assert client.tokens[one] == tokens
-                else:
-                    assert isinstance(client.errors[one], EncoderDiedError)
-    finally:
-        handle.close()
-
-
-def test_an_encoder_that_hangs_is_ended_and_started_again(local_ray, path, prompts, expected):
-    handle = launch(path, num_stages=1, encoder_timeout_s=6.0)
-    try:
-        with RawClient(handle.client_address) as client:
-            stopped = encoder_pid(handle)
-            os.kill(stopped, signal.SIGSTOP)
-            handles = [client.add(prompt, items) for prompt, items in prompts]
-            started = time.monotonic()
-            client.wait(handles)
-            assert not client.errors, f"after {time.monotonic() - started:.1f} s"
-            assert [client.tokens[h] for h in handles] == expected
-        assert not wait_until_gone([stopped], WAIT_S)
-    finally:
-        handle.close()

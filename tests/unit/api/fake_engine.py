@@ -90,6 +90,9 @@ class FakeEngine:
     def processes(self) -> dict[str, Any]:
         return {"driver": 1, "stages": [2], "encoders": []}
 
+    def encoder_actors(self) -> list[Any]:
+        return []
+
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         self._watchers.append(callback)
 
