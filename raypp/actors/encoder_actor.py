@@ -45,6 +45,7 @@ class EncoderActor:
         """Return this process."""
         return ActorProcess.of_this_process()
 
+    @ray.method(max_task_retries=-1)  # it waits for a process that is just being made, as often as Ray makes one
     def load(self, spec: EncoderSpec, config: ModelConfig, model: str | None) -> EncoderReady:
         """Load the model and capture its graphs.
 
