@@ -29,6 +29,7 @@ from raypp.actors.local_device import SEES_ALL_GPUS
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
+from raypp.driver.encoder_plan import encoder_resources
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
@@ -317,7 +318,7 @@ class EncoderGroup:
 
 
 def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
-    place, resources = placement.encoders[index], plan.encoder_resources()
+    place, resources = placement.encoders[index], encoder_resources(plan)
     options: dict[str, Any] = {
         "num_cpus": resources["CPU"],
         "num_gpus": resources.get("GPU", 0),

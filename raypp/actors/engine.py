@@ -23,6 +23,7 @@ from raypp.actors.placement import Placement, reserve
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
+from raypp.driver.encoder_plan import encoder_resources
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, EngineDeadError, RayppError
@@ -168,7 +169,7 @@ class EngineHandle:
     def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
         strategy = self._plan.config.parallel.placement
         num_stages, num_encoders = len(self._plan.stages), self._plan.num_encoders
-        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoder_resources()] * num_encoders
+        bundles = [self._plan.stage_resources()] * num_stages + [encoder_resources(self._plan)] * num_encoders
         self._placement = reserve(bundles, num_stages, strategy, deadline)
         self._driver = (
             ray.remote(DriverActor)

@@ -35,6 +35,14 @@ def item_bytes_on_first_stage(config: EngineConfig, model: ModelConfig) -> int:
     return 2 * section.stage_embedding_bytes + section.num_encoders * section.link_embedding_bytes
 
 
+def encoder_resources(plan: EnginePlan) -> dict[str, float]:
+    """Return what an encoder asks Ray for."""
+    resources = {"CPU": plan.config.encoder.encoder_num_cpus}
+    if plan.device == "cuda":
+        resources["GPU"] = plan.config.encoder.encoder_num_gpus
+    return resources
+
+
 def encoder_spec(plan: EnginePlan, index: int) -> EncoderSpec:
     """Return what an encoder must be told.
 
@@ -69,7 +77,7 @@ def describe_encoders(plan: EnginePlan) -> dict[str, Any] | None:
     spec = encoder_spec(plan, 0)
     return {
         "num_encoders": plan.num_encoders,
-        "resources": plan.encoder_resources(),
+        "resources": encoder_resources(plan),
         "memory_bytes": spec.memory_bytes,
         "token_budgets": None if spec.token_budgets is None else list(spec.token_budgets),
         "max_images_per_batch": spec.max_images_per_batch,

@@ -12,12 +12,7 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
-from raypp.driver.encoder_plan import (
-    describe_encoders,
-    encoder_spec,
-    item_bytes_on_first_stage,
-    max_item_tokens,
-)
+from raypp.driver.encoder_plan import describe_encoders, encoder_spec, item_bytes_on_first_stage, max_item_tokens
 from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
@@ -113,13 +108,6 @@ class EnginePlan:
     def num_encoders(self) -> int:
         """Encoder actors: none for a model that reads text alone."""
         return self.config.encoder.num_encoders if self.model.vision is not None else 0
-
-    def encoder_resources(self) -> dict[str, float]:
-        """Return what an encoder asks Ray for."""
-        resources = {"CPU": self.config.encoder.encoder_num_cpus}
-        if self.device == "cuda":
-            resources["GPU"] = self.config.encoder.encoder_num_gpus
-        return resources
 
     def encoder_spec(self, encoder_index: int) -> EncoderSpec:
         """Return what an encoder must be told."""

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from raypp.encoder.delivery import ItemReceiver, ItemSender
 from raypp.encoder.items import EncodedItem
 
-sys.path.append(str(Path(__file__).parents[1] / "transport"))
-
 CPU = torch.device("cpu")
 MEMORY_BYTES = 4096
 
