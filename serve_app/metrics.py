@@ -25,6 +25,11 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384,
 _GAUGES = (
     ("raypp_requests_running", "Requests that have a row", "num_running"),
     ("raypp_requests_waiting", "Requests that wait for a row", "num_waiting"),
+    (
+        "raypp_requests_waiting_for_images",
+        "Of these, those whose images are not encoded",
+        "num_waiting_for_items",
+    ),
     ("raypp_steps_in_flight", "Steps dispatched and not collected", "num_in_flight"),
     ("raypp_kv_usage_ratio", "Share of the KV blocks in use, 0 to 1", "kv_usage"),
     ("raypp_kv_blocks", "KV blocks of every stage", "num_blocks"),
