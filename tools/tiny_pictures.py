@@ -257,8 +257,8 @@ def read_caption(text: str) -> Counter[tuple[str, str]]:
     return counts
 
 
-def exchange(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """Return a question about the scene, and its answer."""
+def exchange(scene: Scene, rng: random.Random, describe_share: float = 0.4) -> tuple[str, str]:
+    """Return a question about the scene, and its answer; a share of them asks for all there is."""
     if any(thing.colour == NAMELESS for thing in scene.things):
         return _shapes(scene, rng)
     if any(thing.shape == NAMELESS for thing in scene.things):

@@ -16,7 +16,7 @@ import queue
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,6 @@ from raypp.types import SamplingParams
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 4096
-MAX_TEXT_TOKENS = 112
-NUM_EXCHANGES = 3
-"""About one picture."""
 GARBLED = 0.1
 """The share of the answers' tokens that are exchanged where they are read."""
 NUM_SAYINGS = 96
@@ -77,20 +74,38 @@ _IMAGE_PAD, _VISION_START, _VISION_END = "<|image_pad|>", "<|vision_start|>", "<
 # ---------------------------------------------------------------------------------------------------- examples
 
 
-def draw_examples(tokenizer: Any, count: int, aspect: float, rng: random.Random) -> list[np.ndarray]:
+@dataclass(frozen=True)
+class Lessons:
+    """What is asked about a picture: at first much, then mostly what the model is for."""
+
+    num_exchanges: int
+    describe_share: float
+    num_tokens: int  # of a conversation at most
+
+
+ALL_LESSONS = Lessons(num_exchanges=3, describe_share=0.4, num_tokens=112)
+POLISH = Lessons(num_exchanges=1, describe_share=0.75, num_tokens=56)
+
+
+def draw_examples(
+    tokenizer: Any, count: int, aspect: float, rng: random.Random, lessons: Lessons = ALL_LESSONS
+) -> list[np.ndarray]:
     """Return scenes, tokens and targets, as the tensors of a `PictureBatch`, int16 where they are integers."""
     scenes = [draw_scene(rng, aspect=aspect) for _ in range(count)]
-    spoken = [[exchange(scene, rng) for _ in range(NUM_EXCHANGES)] for scene in scenes]
-    tokens, targets = tokenized(tokenizer, spoken, [rng.random() < 0.75 for _ in scenes])
+    spoken = [[exchange(scene, rng, lessons.describe_share) for _ in range(lessons.num_exchanges)] for scene in scenes]
+    tokens, targets = tokenized(tokenizer, spoken, [rng.random() < 0.75 for _ in scenes], lessons.num_tokens)
     return [*(numbers.numpy() for numbers in scene_numbers(scenes)), tokens, targets]
 
 
 def tokenized(
-    tokenizer: Any, conversations: Sequence[Sequence[tuple[str, str]]], picture_first: Sequence[bool | None]
+    tokenizer: Any,
+    conversations: Sequence[Sequence[tuple[str, str]]],
+    picture_first: Sequence[bool | None],
+    max_tokens: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return conversations as the chat template renders them, and the answers' tokens alone.
 
-    Both int16 [N, MAX_TEXT_TOKENS], padded with -1. A picture stands before the first question, behind it, or (None)
+    Both int16 [N, max_tokens], padded with -1. A picture stands before the first question, behind it, or (None)
     nowhere.
     """
     texts, picture = [], f"{_VISION_START}{_IMAGE_PAD}{_VISION_END}"
@@ -103,13 +118,13 @@ def tokenized(
             texts.append(answer + TURN_END)
             texts.append("\n")
     encoded = iter(tokenizer.backend_tokenizer.encode_batch(texts))
-    tokens = np.full((len(conversations), MAX_TEXT_TOKENS), -1, np.int16)
+    tokens = np.full((len(conversations), max_tokens), -1, np.int16)
     targets = tokens.copy()
     for row, conversation in enumerate(conversations):
         at = 0
         for _ in conversation:
             question, answer, end = (next(encoded).ids for _ in range(3))
-            if at + len(question) + len(answer) + len(end) > MAX_TEXT_TOKENS:
+            if at + len(question) + len(answer) + len(end) > max_tokens:
                 continue
             for ids, is_told in ((question, False), (answer, True), (end, False)):
                 tokens[row, at : at + len(ids)] = ids
@@ -119,23 +134,33 @@ def tokenized(
     return tokens, targets
 
 
-def _draw_forever(tokenizer_path: str, seed: int, into: Any) -> None:
+def _draw_forever(tokenizer_path: str, seed: int, lessons: Lessons, into: Any) -> None:
     torch.set_num_threads(1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_path)
     rng = random.Random(seed)
     while True:
         aspect = rng.choices(_ASPECTS, _SHARES)[0]
-        into.put((aspect, draw_examples(tokenizer, _CHUNK, aspect, rng)))
+        into.put((aspect, draw_examples(tokenizer, _CHUNK, aspect, rng, lessons)))
 
 
 class Pool:
     """All examples so far, by aspect, on the training device; the oldest go when there are too many."""
 
-    def __init__(self, tokenizer_path: str, device: torch.device, num_workers: int, seed: int, capacity: int) -> None:
+    def __init__(
+        self,
+        tokenizer_path: str,
+        device: torch.device,
+        num_workers: int,
+        seed: int,
+        capacity: int,
+        lessons: Lessons,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._queue: Any = context.Queue(maxsize=4 * num_workers)
         self._workers = [
-            context.Process(target=_draw_forever, args=(tokenizer_path, 1000 * seed + index, self._queue), daemon=True)
+            context.Process(
+                target=_draw_forever, args=(tokenizer_path, 1000 * seed + index, lessons, self._queue), daemon=True
+            )
             for index in range(num_workers)
         ]
         for worker in self._workers:
@@ -234,7 +259,7 @@ def text_examples(tokenizer: Any, device: torch.device, seed: int) -> tuple[Tens
     """Return conversations without pictures: tokens and targets, [N, T]."""
     rng = random.Random(seed)
     said = [[rng.choice(TALK) if rng.random() < 0.2 else sayings(rng)] for _ in range(20_000)]
-    tokens, targets = tokenized(tokenizer, said, [None] * len(said))
+    tokens, targets = tokenized(tokenizer, said, [None] * len(said), ALL_LESSONS.num_tokens)
     num_tokens = int((tokens >= 0).sum(1).max())
     return tuple(torch.from_numpy(part[:, :num_tokens]).long().to(device) for part in (tokens, targets))
 
@@ -320,7 +345,8 @@ class Trainer:
 def train(model: Any, tokenizer: Any, tokenizer_path: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
     """Train in place; return the loss curve. Ends after its steps or its seconds, whichever comes first."""
     device = torch.device(arguments.device)
-    pool = Pool(tokenizer_path, device, arguments.workers, arguments.seed, arguments.pool)
+    lessons = ALL_LESSONS if arguments.polish is None else POLISH
+    pool = Pool(tokenizer_path, device, arguments.workers, arguments.seed, arguments.pool, lessons)
     texts, rng = text_examples(tokenizer, device, arguments.seed), random.Random(arguments.seed)
     words = texts[1][texts[1] >= 0].unique()
     curve: list[dict[str, float]] = []
@@ -333,11 +359,11 @@ def train(model: Any, tokenizer: Any, tokenizer_path: str, arguments: argparse.N
             progress = max(step / arguments.steps, seconds / arguments.seconds)
             if progress >= 1:
                 break
-            if step % 8 == 0:
+            if step % (8 if device.type == "cuda" else 64) == 0:  # a CPU has other work than drawing
                 pool.fill(least=0)
             aspect = rng.choices(_ASPECTS, _SHARES)[0]
             batch = pool.batch(aspect, arguments.batch)
-            chosen = torch.randint(len(texts[0]), (NUM_SAYINGS,), device=device)
+            chosen = torch.randint(len(texts[0]), (NUM_SAYINGS * arguments.batch // 256 or 4,), device=device)
             text = (texts[0][chosen], texts[1][chosen])
             if trainer is None:
                 graphs = device.type == "cuda" and not arguments.eager
@@ -465,6 +491,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, default=14_000)
     add("--seconds", type=float, default=1e9, help="end the training after so long; the schedule follows")
+    add(
+        "--polish",
+        type=Path,
+        metavar="MODEL",
+        help="go on with this exported model; asks mostly what is in the picture",
+    )
     add("--eager", action="store_true", help="no CUDA graphs: slower")
     add("--batch", type=int, default=256, help="pictures a step")
     add("--learning-rate", type=float, default=1.5e-3)
@@ -483,9 +515,14 @@ def main(argv: Sequence[str]) -> None:
         return
     torch.manual_seed(arguments.seed)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(arguments.seed)
+    if arguments.polish is None:
+        tokenizer = make_tokenizer(arguments.seed)
+        model = build_model(tokenizer)
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(arguments.polish)
+        model = Qwen3VLForConditionalGeneration.from_pretrained(arguments.polish, dtype=torch.float32)
     tokenizer.save_pretrained(arguments.out)
-    model = build_model(tokenizer).to(arguments.device)
+    model.to(arguments.device).train()
     num_parameters = sum(p.numel() for p in model.parameters())
     print(json.dumps({"parameters": num_parameters, "vocabulary": len(tokenizer)}), flush=True)
     curve = train(model, tokenizer, str(arguments.out), arguments)

@@ -12,7 +12,7 @@ pytest.importorskip("transformers.vision_utils")
 
 from tiny_pictures import NAMELESS, NEVER_TRAINED, caption, draw_scene, read_caption, render, scene_numbers
 from tiny_vl_forward import Grid, PictureBatch, answer_loss, text_loss
-from train_tiny_vl import NUM_EXCHANGES, build_model, draw_examples, make_tokenizer, tokenized
+from train_tiny_vl import ALL_LESSONS, build_model, draw_examples, make_tokenizer, tokenized
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,7 @@ def test_the_forward_is_that_of_transformers(model, tokenizer):
 
 @torch.inference_mode()
 def test_text_alone(model, tokenizer):
-    tokens, targets = (torch.from_numpy(x).long() for x in tokenized(tokenizer, [[("hello", "Hello!")]], [None]))
+    tokens, targets = (torch.from_numpy(x).long() for x in tokenized(tokenizer, [[("hello", "Hello!")]], [None], 24))
     ids = tokens[tokens >= 0].unsqueeze(0)
     expected = F.cross_entropy(model(input_ids=ids).logits[0, :-1], targets[:, 1 : ids.shape[1]][0], ignore_index=-1)
     assert text_loss(model, tokens, targets).item() == pytest.approx(expected.item(), rel=1e-4)
@@ -77,7 +77,7 @@ def test_examples_hold_answers_as_targets(tokenizer):
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for row, told in zip(tokens, targets, strict=True):
         assert (row[told >= 0] == told[told >= 0]).all()
-        assert 1 <= (told == end).sum() <= NUM_EXCHANGES
+        assert 1 <= (told == end).sum() <= ALL_LESSONS.num_exchanges
         assert (row == tokenizer.convert_tokens_to_ids("<|image_pad|>")).sum() == 1
 
 
