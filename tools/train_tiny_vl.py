@@ -15,7 +15,7 @@ import platform
 import queue
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ GARBLED = 0.1
 """The share of the answers' tokens that are exchanged where they are read."""
 NUM_SAYINGS = 96
 """Conversations without a picture, in a step."""
-PIXELS = {"shortest_edge": 5120, "longest_edge": 9216}  # so that a picture is 20 to 36 tokens
+PIXELS = {"shortest_edge": 5120, "longest_edge": 10752}  # most come out at the sizes below, of 32 to 36 tokens
 SIZES = {
     1.0: ((96, 96),),
     1.4: ((80, 112), (80, 96)),
@@ -134,13 +134,18 @@ def tokenized(
     return tokens, targets
 
 
-def _draw_forever(tokenizer_path: str, seed: int, lessons: Lessons, into: Any) -> None:
-    torch.set_num_threads(1)
+def _drawn_chunks(tokenizer_path: str, seed: int, lessons: Lessons) -> Iterator[tuple[float, list[np.ndarray]]]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_path)
     rng = random.Random(seed)
     while True:
         aspect = rng.choices(_ASPECTS, _SHARES)[0]
-        into.put((aspect, draw_examples(tokenizer, _CHUNK, aspect, rng, lessons)))
+        yield aspect, draw_examples(tokenizer, _CHUNK, aspect, rng, lessons)
+
+
+def _draw_forever(tokenizer_path: str, seed: int, lessons: Lessons, into: Any) -> None:
+    torch.set_num_threads(1)
+    for chunk in _drawn_chunks(tokenizer_path, seed, lessons):
+        into.put(chunk)
 
 
 class Pool:
@@ -156,7 +161,7 @@ class Pool:
         lessons: Lessons,
     ) -> None:
         context = multiprocessing.get_context("spawn")
-        self._queue: Any = context.Queue(maxsize=4 * num_workers)
+        self._queue: Any = context.Queue(maxsize=4 * num_workers or 1)
         self._workers = [
             context.Process(
                 target=_draw_forever, args=(tokenizer_path, 1000 * seed + index, lessons, self._queue), daemon=True
@@ -165,6 +170,7 @@ class Pool:
         ]
         for worker in self._workers:
             worker.start()
+        self._own_chunks = _drawn_chunks(tokenizer_path, 1000 * seed, lessons)  # without processes
         self._device = device
         self._rng = random.Random(seed)
         self._capacity = capacity // _CHUNK * _CHUNK
@@ -175,10 +181,13 @@ class Pool:
         """Take in what was drawn; wait until there are as many of each aspect."""
         while True:
             is_short = min(self.counts.values()) < least
-            try:
-                aspect, arrays = self._queue.get(timeout=60.0 if is_short else 0.0)
-            except queue.Empty:
-                return
+            if not self._workers:
+                aspect, arrays = next(self._own_chunks)
+            else:
+                try:
+                    aspect, arrays = self._queue.get(timeout=60.0 if is_short else 0.0)
+                except queue.Empty:
+                    return
             drawn = [torch.from_numpy(array).to(self._device) for array in arrays]
             if aspect not in self._parts:
                 self._parts[aspect] = tuple(
@@ -189,6 +198,8 @@ class Pool:
             for kept, new in zip(self._parts[aspect], drawn, strict=True):
                 kept[at : at + _CHUNK] = new
             self.counts[aspect] += _CHUNK
+            if not self._workers and min(self.counts.values()) >= least:
+                return
 
     def batch(self, aspect: float, count: int) -> PictureBatch:
         """Return some of them, at random."""
@@ -500,7 +511,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--eager", action="store_true", help="no CUDA graphs: slower")
     add("--batch", type=int, default=256, help="pictures a step")
     add("--learning-rate", type=float, default=1.5e-3)
-    add("--workers", type=int, default=12, help="processes that draw")
+    add("--workers", type=int, default=12, help="processes that draw; 0: this one")
     add("--pool", type=int, default=1_000_000, help="examples of each aspect that are kept")
     add("--report-every", type=int, default=200, metavar="STEPS")
     add("--seed", type=int, default=0)
