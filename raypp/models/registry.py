@@ -28,7 +28,7 @@ LAYER_CLASSES = {
 }
 """Where each architecture's layer is; imported when first used."""
 
-EMBEDDED_MODELS = ("tiny",)
+EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""
 
 EMBEDDED_DRAFT_HEADS = ("tiny-eagle3",)

@@ -62,7 +62,7 @@ class RunningApp:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        llm = await AsyncLLM.create("tiny", launch=launch_in_threads, **{**ENGINE, **self._engine})
+        llm = await AsyncLLM.create(launch=launch_in_threads, **{"model": "tiny", **ENGINE, **self._engine})
         self.context = make_context(llm, self._settings, metrics=EngineMetrics("tiny", "test"))
         self.app: FastAPI = make_http_app(self.context)
         config = uvicorn.Config(self.app, port=0, log_level="warning", timeout_graceful_shutdown=1)
