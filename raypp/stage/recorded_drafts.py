@@ -103,7 +103,7 @@ class RecordedDrafts:
     def draft(
         self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
     ) -> StepTokens:
-        """Do as `Speculation.draft`, after a step that was not a recording; the drafts are valid until the next step."""
+        """Do as `Speculation.draft`, after a step that was no recording; the drafts are valid until the next step."""
         num_rows = len(shape.sampled_rows)
         bucket = self._fit(num_rows)
         if bucket is None or not search.proposes:
