@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py                       two engines beside each other, runs alternate
     python benchmarks/speculation.py --rounds 9 --num-stages 2
+    python benchmarks/speculation.py --method auto --draft-model tiny-eagle3
 
     code    four requests that continue code with repeated identifiers, greedy
     copy    four requests that copy a document, greedy
@@ -68,10 +69,14 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--num-speculative-tokens", type=int)
+    parser.add_argument("--method", default="ngram")
+    parser.add_argument("--draft-model", help="of eagle3 and auto, e.g. tiny-eagle3")
     args = parser.parse_args()
 
     fixed: dict[str, Any] = {"num_stages": args.num_stages, "enable_prefix_caching": False, "max_num_seqs": 8}
-    speculative = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
+    speculative = {"method": args.method, "num_speculative_tokens": args.num_speculative_tokens}
+    if args.draft_model:
+        speculative["model"] = args.draft_model
     figures: dict[str, Any] = {}
     with LLM("tiny", **fixed) as off, LLM("tiny", **fixed, speculative=speculative) as on:
         config = resolved_config(on)

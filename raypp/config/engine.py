@@ -165,7 +165,7 @@ def _check_speculative(given: SpeculativeSection) -> None:
             "speculative.min_n is more than max_n", got=f"{given.min_n} and {given.max_n}", expected="min_n <= max_n"
         )
     ladder = given.draft_ladder
-    if ladder != sorted(set(ladder)) or ladder[0] < 0 or not 1 <= ladder[-1] <= _MAX_DRAFTS:
+    if ladder is not None and (ladder != sorted(set(ladder)) or ladder[0] < 0 or not 1 <= ladder[-1] <= _MAX_DRAFTS):
         raise ConfigError(
             "speculative.draft_ladder cannot be climbed",
             got=ladder,

@@ -16,6 +16,10 @@ Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 """How stages are placed over the nodes of a cluster; see `raypp.actors.placement`."""
 
 
+_NGRAM_LADDER = (0, 2, 4, 8)
+_HEAD_LADDER = (0, 2, 4)
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
 
@@ -103,8 +107,9 @@ class SpeculativeSection(Section):
     `model` names the engine's own model, so this one is given within its section."""
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
     """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""
-    draft_ladder: list[int] = Field(default=[0, 2, 4, 8], min_length=1)
-    """The numbers of drafts to choose from, ascending; at most 16. Every one costs CUDA graphs of its own."""
+    draft_ladder: list[int] | None = Field(default=None, min_length=1)
+    """The numbers of drafts to choose from, ascending; at most 16. Every one costs CUDA graphs of its own, and a head
+    always drafts as many as the last. None: 0, 2, 4, 8 for n-grams, 0, 2, 4 for heads."""
     min_n: int = Field(default=2, ge=1, le=15)
     """The shortest run of tokens that counts as an occurrence."""
     max_n: int = Field(default=5, ge=1, le=15)
@@ -131,7 +136,8 @@ class SpeculativeSection(Section):
             return (0,)
         if self.num_speculative_tokens is not None:
             return (0, self.num_speculative_tokens)
-        return (0, *(count for count in self.draft_ladder if count))
+        given = self.draft_ladder or (_HEAD_LADDER if self.uses_head else _NGRAM_LADDER)
+        return (0, *(count for count in given if count))
 
     @property
     def max_drafts(self) -> int:

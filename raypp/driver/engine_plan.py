@@ -123,7 +123,8 @@ class EnginePlan:
 
     def draft_policy(self) -> DraftPolicy:
         """Return who chooses the number of drafts of each step."""
-        return draft_policy(self.config, self.device)
+        head = None if self.draft_head is None else self.draft_head.config
+        return draft_policy(self.config, self.device, self.model, head)
 
     def stage_spec(self, stage_index: int) -> StageSpec:
         """Return what a stage must be told."""

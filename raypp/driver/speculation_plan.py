@@ -12,7 +12,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
 from raypp.models.registry import resolve_draft_head_path
-from raypp.models.sizes import embedding_bytes
+from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.specdec.token_table import token_table_bytes
@@ -114,10 +114,15 @@ def draft_head_spec(
     return DraftHeadSpec(model=str(config.speculative.model), path=str(path), config=head, tap_stages=tap_stages)
 
 
-def draft_policy(config: EngineConfig, device: str) -> DraftPolicy:
+def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None) -> DraftPolicy:
     """Return who chooses the number of drafts of each step."""
     given = config.speculative
     if given.method is None or given.num_speculative_tokens is not None:
         return FixedDrafts(given.max_drafts)
     free_tokens = given.free_step_tokens or _FREE_STEP_TOKENS[device]
-    return AdaptiveDrafts(given.ladder, config.parallel.num_stages, RooflineCost(free_tokens))
+    drafting_cost = 0.0
+    if head is not None:  # in the time of a step, which is that of reading its weights
+        step_bytes = model.num_layers * layer_weight_bytes(model, 1) + lm_head_bytes(model, 1)
+        drafting_cost = head.drafting_bytes(given.max_drafts, 1) / step_bytes
+    cost = RooflineCost(free_tokens)
+    return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)

@@ -22,6 +22,9 @@ _DOUBT = 2.0
 _MIN_GAIN = 1.03
 """K is raised only for this much more speed: estimates are noisy, and so are cost models."""
 
+_SHADOW_SHARE = 0.25
+"""Of the steps without drafts, those that are followed by a proposal where that costs something."""
+
 
 class StepCost(Protocol):
     """What a decode step costs."""
@@ -80,24 +83,27 @@ class _Acceptance:
 class AdaptiveDrafts:
     """Chooses the K that brings the most tokens per time."""
 
-    def __init__(self, ladder: Sequence[int], num_cohorts: int, cost: StepCost) -> None:
+    def __init__(self, ladder: Sequence[int], num_cohorts: int, cost: StepCost, *, drafting_cost: float = 0.0) -> None:
         """Begin without any drafts.
 
         Args:
             ladder: The values of K to choose from, ascending; the first is 0.
             num_cohorts: Cohorts, each with an estimate of its own.
             cost: What a step of so many tokens costs.
+            drafting_cost: What proposing costs besides, in the same unit. A step without drafts is followed by a
+                proposal now and then.
         """
         assert ladder[0] == 0
         self._ladder = tuple(ladder)
         self._cost = cost
+        self._drafting_cost = drafting_cost
         self._acceptance = [_Acceptance() for _ in range(num_cohorts)]
 
     def num_drafts(self, cohort: int, num_rows: int, most: int) -> int:
         """Return K for a step of the cohort."""
         record = self._acceptance[cohort]
         speeds = [
-            (record.tokens_per_row(count) / self._cost(num_rows * (1 + count)), count)
+            (record.tokens_per_row(count) / self._cost_of(count, num_rows), count)
             for count in self._ladder
             if count <= most
         ]
@@ -105,6 +111,10 @@ class AdaptiveDrafts:
         kept = max(entry for entry in speeds if entry[1] <= record.num_drafts)
         record.num_drafts = best if best <= kept[1] or speed > kept[0] * _MIN_GAIN else kept[1]
         return record.num_drafts
+
+    def _cost_of(self, num_drafts: int, num_rows: int) -> float:
+        share = 1.0 if num_drafts else _SHADOW_SHARE
+        return self._cost(num_rows * (1 + num_drafts)) + share * self._drafting_cost
 
     def note_result(
         self, cohort: int, num_drafts: int, num_drafted: NDArray[np.int32], num_matched: NDArray[np.int32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -29,6 +30,15 @@ class Choice:
 
     chosen: torch.Tensor  # [N] int64, the model's own token at every position
     tokens: StepTokens  # what the rows yield
+
+
+class Drafting(Protocol):
+    """Proposes drafts after a step that was verified."""
+
+    def draft(
+        self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
+    ) -> StepTokens:
+        """Return the step's tokens with the next drafts; see `raypp.stage.speculation.Speculation.draft`."""
 
 
 def choose_tokens(

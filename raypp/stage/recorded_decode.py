@@ -99,9 +99,10 @@ class RecordedDecode:
         self._kept_logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
-        self._drafts: RecordedDrafts | None = None
+        self.drafts: RecordedDrafts | None = None
+        """What the proposer's own recordings do, if it has some."""
         if speculation is not None and speculation.is_recorded_apart:
-            self._drafts = RecordedDrafts(
+            self.drafts = RecordedDrafts(
                 spec, speculation, graphs, FULL, lambda bucket: self._feedback_views(bucket)["draft_ids"]
             )
         # What is fed back may be a step of any K.
@@ -125,8 +126,8 @@ class RecordedDecode:
                 continue
             tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
             self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
-        if self._drafts is not None:
-            self._drafts.record(self._shapes[size], lambda: self._last.hidden)
+        if self.drafts is not None:
+            self.drafts.record(self._shapes[size], lambda: self._last.hidden)
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
@@ -164,9 +165,9 @@ class RecordedDecode:
     def choose(self, bucket: int, num_drafts: int, needs: Needs, search: Search) -> Choice:
         """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
         choice = self._choose(bucket, num_drafts, needs)
-        if self._drafts is None:
+        if self.drafts is None:
             return choice
-        self._drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
+        self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
         if search.compares:
             return choice
         return replace(choice, tokens=replace(choice.tokens, num_drafted=None, num_matched=None))
@@ -298,10 +299,10 @@ class RecordedDecode:
     def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
-        if self._drafts is not None:
+        if self.drafts is not None:
             assert self._speculation is not None
             choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search())
-            self._drafts.keep(choice.tokens)
+            self.drafts.keep(shape.rows, choice.tokens)
         else:
             max_length = self._spec.max_seq_len + 1
             choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())

@@ -2,13 +2,14 @@
 
     [ verified tokens ] --> follow (per rows and K) --> [ followed ] --> propose (per rows) --> [ next drafts ]
 
-Verification has recordings for every need of the sampler; these have none of that, so there are few of them. Rows that
-are proposed nothing skip the second.
+Verification has recordings for every need of the sampler; these have none of that, so there are few of them. After any
+other step, with prompts in it, the second takes the rows that yielded just so. Rows that are proposed nothing skip it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,9 +19,11 @@ from raypp.graphs.manager import CudaGraphManager
 from raypp.specdec.proposer import Followed, SteppedHidden
 from raypp.stage.checked_tokens import only
 from raypp.stage.spec import StageSpec
-from raypp.stage.speculation import Speculation
+from raypp.stage.speculation import Search, Speculation
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
+
+_PADDING_LENGTH = 2  # of the row that padding reads: one token, and the one that it yields
 
 
 class RecordedDrafts:
@@ -48,17 +51,24 @@ class RecordedDrafts:
         self._mode = mode
         self._drafts_of = drafts_of
         self._max_length = spec.max_seq_len + 1
+        self._padding_row = spec.padding_row
+        self._rows = torch.full((rows,), spec.padding_row, dtype=torch.int64, device=device)
         self._token_ids = torch.zeros(rows * (1 + spec.max_drafts), dtype=torch.int32, device=device)
         self._num_valid = torch.ones(rows, dtype=torch.int32, device=device)
-        self._lengths = torch.full((rows,), 2, dtype=torch.int64, device=device)
+        self._lengths = torch.full((rows,), _PADDING_LENGTH, dtype=torch.int64, device=device)
+        self._recorded: set[int] = set()  # numbers of rows
         self._num_rows = 0  # of the step that ran last, without padding
         self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first recording
 
-    def keep(self, tokens: StepTokens) -> None:
+    def keep(self, rows: torch.Tensor, tokens: StepTokens) -> None:
         """Copy a verified step's tokens to where the recordings read them. Part of the recording that verifies."""
         assert tokens.num_valid is not None, "a recorded step compares"
         kept = self._kept(*tokens.token_ids.shape)
-        for into, values in ((kept.token_ids, tokens.token_ids), (kept.lengths, tokens.lengths)):
+        for into, values in (
+            (self._rows[: len(rows)], rows),
+            (kept.token_ids, tokens.token_ids),
+            (kept.lengths, tokens.lengths),
+        ):
             into.copy_(values)
         self._num_valid[: len(tokens.num_valid)].copy_(tokens.num_valid)
 
@@ -72,16 +82,17 @@ class RecordedDrafts:
         bucket, width = shape.num_rows, shape.decode_query_len
         self._num_rows = bucket
         follow = partial(self._follow, shape, hidden_of)
-        watched = Watched(reads=self._reads, yields=partial(self._yields_followed, shape.rows))
+        watched = Watched(reads=self._reads, yields=self._yields_followed)
         self._graphs.record(self._mode, ("follow", bucket, width), follow, watched=watched)
         watched = Watched(
             reads=self._reads,
             changes=self._speculation.tensors,
-            yields=lambda _: {"drafts": only(self._have_room(shape.rows), self._drafts_of(bucket)[: self._num_rows])},
+            yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
         for name, program in (("propose", self._propose), ("miss", self._miss)):
+            self._recorded.add(bucket)
             if (name, bucket) not in self._graphs:
-                self._graphs.record(self._mode, (name, bucket), partial(program, bucket, shape.rows), watched=watched)
+                self._graphs.record(self._mode, (name, bucket), partial(program, bucket), watched=watched)
 
     def run(self, bucket: int, num_drafts: int, num_rows: int, *, proposes: bool) -> None:
         """Run it, on what was kept last. Of the B rows all but the first `num_rows` are padding."""
@@ -89,17 +100,41 @@ class RecordedDrafts:
         self._graphs.run(("follow", bucket, 1 + num_drafts))
         self._graphs.run(("propose" if proposes else "miss", bucket))
 
+    def draft(
+        self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
+    ) -> StepTokens:
+        """Do as `Speculation.draft`, after a step that was no recording; the drafts are valid until the next step."""
+        num_rows = len(shape.sampled_rows)
+        bucket = self._fit(num_rows)
+        if bucket is None or not search.proposes:
+            return self._speculation.draft(shape, tokens, hidden, max_length, search)
+        assert self._followed is not None
+        followed = self._speculation.follow(shape, tokens, hidden, max_length)
+        self._rows[num_rows:bucket] = self._padding_row
+        self._lengths[num_rows:bucket] = _PADDING_LENGTH
+        kept, values = (self._rows, self._lengths, *self._followed), (shape.sampled_rows, tokens.lengths, *followed)
+        for into, value in zip(kept, values, strict=True):
+            into[:num_rows].copy_(value)
+        self._num_rows = num_rows
+        self._graphs.run(("propose", bucket))
+        return replace(tokens, draft_ids=self._drafts_of(bucket)[:num_rows])
+
+    def _fit(self, num_rows: int) -> int | None:
+        """Return the smallest recording of proposals for so many rows; None if there is none, or nothing to propose."""
+        fitting = [bucket for bucket in self._recorded if bucket >= num_rows and ("propose", bucket) in self._graphs]
+        return min(fitting, default=None) if num_rows else None
+
     def _reads(self) -> dict[str, torch.Tensor]:
-        kept = {"token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}
+        kept = {"rows": self._rows, "token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}
         return kept | {f"followed {index}": tensor for index, tensor in enumerate(self._followed or ())}
 
-    def _yields_followed(self, rows: torch.Tensor, result: None) -> dict[str, torch.Tensor]:
-        counts, followed = self._have_room(rows), self._followed or ()
+    def _yields_followed(self, result: None) -> dict[str, torch.Tensor]:
+        counts, followed = self._have_room(), self._followed or ()
         return {f"followed {index}": only(counts, tensor[: self._num_rows]) for index, tensor in enumerate(followed)}
 
-    def _have_room(self, rows: torch.Tensor) -> torch.Tensor:
+    def _have_room(self) -> torch.Tensor:
         """Return which rows have blocks for all that is drafted: what others do with the null block is arbitrary."""
-        return self._speculation.have_room(rows[: self._num_rows], self._lengths[: self._num_rows])
+        return self._speculation.have_room(self._rows[: self._num_rows], self._lengths[: self._num_rows])
 
     def _kept(self, num_rows: int, width: int) -> StepTokens:
         return StepTokens(
@@ -118,12 +153,14 @@ class RecordedDrafts:
         for into, values in zip(self._followed, followed, strict=True):
             into[: shape.num_rows].copy_(values)
 
-    def _propose(self, bucket: int, rows: torch.Tensor) -> None:
+    def _propose(self, bucket: int) -> None:
         assert self._followed is not None
         followed = tuple(tensor[:bucket] for tensor in self._followed)
-        drafts = self._speculation.propose(rows, self._lengths[:bucket], followed, self._max_length)
+        drafts = self._speculation.propose(self._rows[:bucket], self._lengths[:bucket], followed, self._max_length)
         self._drafts_of(bucket).copy_(drafts)
 
-    def _miss(self, bucket: int, rows: torch.Tensor) -> None:
+    def _miss(self, bucket: int) -> None:
         # Any valid ids will do: zeros, and whatever was verified, are.
-        self._drafts_of(bucket).copy_(self._speculation.miss(rows, self._token_ids[:bucket].unsqueeze(1)))
+        self._drafts_of(bucket).copy_(
+            self._speculation.miss(self._rows[:bucket], self._token_ids[:bucket].unsqueeze(1))
+        )

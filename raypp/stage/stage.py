@@ -10,6 +10,7 @@ A stage executes the driver's plans in their order and decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -19,7 +20,7 @@ from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
-from raypp.stage.choose import LastHidden, choose_tokens
+from raypp.stage.choose import Drafting, LastHidden, verify_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
@@ -129,6 +130,8 @@ class Stage:
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
             full = () if self._recorded is None else self._recorded.record()
+        recorded_drafts = None if self._recorded is None else self._recorded.drafts
+        self._drafting: Drafting | None = recorded_drafts or self._speculation
         self._graphs.log_costs()
         recorded = StepSizes(full, piecewise)
         if spec.graphs.is_required:
@@ -349,7 +352,10 @@ class Stage:
         max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        choice = choose_tokens(shape, last, self._sampler, self._speculation, needs, max_length, search)
+        choice = verify_tokens(shape, last, self._sampler, self._speculation, needs, search)
+        if self._drafting is not None:
+            drafted = self._drafting.draft(shape, choice.tokens, stepped, max_length, search)
+            choice = replace(choice, tokens=drafted)
         logprobs = self._logprobs.report(plan, shape, logits, choice.chosen, hidden, self._model.compute_logits)
         link, schema = self._links.feedback_out, self._schemas.feedback
         assert link is not None

@@ -34,7 +34,7 @@ NUM_DRAFTS = 3
 # Checkpoints in float32: of each family, one with tied embeddings and one without.
 TARGETS = (("qwen3", 4), ("llama", 4), ("qwen3", 2), ("llama", 2))
 CELLS = list(product(HEADS, range(len(TARGETS)), (1, 2, 3, 4), ("none", "full")))
-NUM_CELLS = int(os.environ.get("RAYPP_EAGLE_CELLS", "6"))
+NUM_CELLS = int(os.environ.get("RAYPP_EAGLE_CELLS", "4"))
 
 
 @dataclass

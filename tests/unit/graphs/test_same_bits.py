@@ -37,7 +37,10 @@ def _settings(seed: int) -> dict[str, Any]:
         "enable_prefix_caching": rng.random() < 0.5,
     }
     if num_drafts := (0, 0, 3, 1)[seed % 4]:
-        settings["speculative"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+        method = {2: "eagle3", 3: "auto", 6: "ngram", 7: "eagle3"}[seed % 8]
+        settings["speculative"] = {"method": method, "num_speculative_tokens": num_drafts}
+        if method != "ngram":
+            settings["speculative"]["model"] = "tiny-eagle3"
     return settings
 
 

@@ -122,3 +122,11 @@ def test_k_does_not_flicker_between_equals():
     cohort.step(rate=0.7, num_steps=400)
     changes = sum(a != b for a, b in zip(cohort.chosen[100:], cohort.chosen[101:], strict=False))
     assert changes < 60
+
+
+@pytest.mark.parametrize(("drafting_cost", "rate", "pays"), [(0.0, 0.4, True), (2.0, 0.4, False), (2.0, 0.9, True)])
+def test_drafts_that_cost_something_must_bring_more(drafting_cost, rate, pays):
+    cohort = Cohort(AdaptiveDrafts((0, 2, 4), 1, GPU, drafting_cost=drafting_cost))
+    cohort.step(rate, num_steps=300)
+    drafting = np.mean(np.array(cohort.chosen[100:]) > 0)
+    assert drafting > 0.8 if pays else drafting < 0.2
