@@ -161,6 +161,7 @@ class DraftHead:
 
         Shapes: entered [R, ...], of decode rows of one token each; it may be overwritten.
         """
+        self._kernels.plan_attention(attention, 0)
         attended = self._attention(entered.qkv, by, kv_cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
         token_ids = self._choice.greedy(self._logits(hidden))

@@ -36,8 +36,11 @@ def _settings(seed: int) -> dict[str, Any]:
         "num_kv_blocks": (1200, 160)[rng.randrange(2)] // block_size,
         "enable_prefix_caching": rng.random() < 0.5,
     }
-    if num_drafts := (0, 0, 3, 1)[seed % 4]:
-        settings["speculative"] = {"method": "ngram", "num_speculative_tokens": num_drafts}
+    if seed % 4 == 2:
+        settings["speculative"] = {"method": "ngram", "num_speculative_tokens": rng.choice((1, 3))}
+    elif seed % 4 == 3:
+        method = ("auto", "eagle3")[seed // 4 % 2]
+        settings["speculative"] = {"method": method, "model": "tiny-eagle3", "num_speculative_tokens": 2}
     return settings
 
 
