@@ -71,12 +71,8 @@ class EnginePlan:
     num_threads: int  # compute threads of a stage
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
+    graphs: GraphSpec  # which steps are recorded and replayed
     stages: tuple[StageLayout, ...]
-
-    @property
-    def graphs(self) -> GraphSpec:
-        """Which steps are recorded and replayed."""
-        return graph_spec(self.config, self.model, self.device, self.dtype_bytes)
 
     @property
     def dtype_bytes(self) -> int:
@@ -279,6 +275,7 @@ def plan_engine(
         draft_head=None if found_head is None else draft_head_spec(config, *found_head, starts),
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
+        graphs=graph_spec(config, model, device, _DTYPE_BYTES[dtype], hardware.gpu_memory_bytes),
         stages=stages,
     )
 
