@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from raypp.errors import RayppError
 from raypp.openai_api.errors import describe_error
-from raypp.openai_api.from_outputs import ResponseHead, usage_of
+from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
 from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.responses import PromptLogprobs
 from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
@@ -25,6 +26,7 @@ DONE = "data: [DONE]\n\n"
 class _Choice:
     """What of one choice has been sent."""
 
+    parser: MessageParser | None = None  # of a chat's
     num_chars: int = 0
     num_tokens: int = 0
     logprobs_offset: int = 0  # characters of the tokens whose log-probabilities were sent
@@ -45,6 +47,7 @@ class ChunkWriter:
         params: SamplingParams,
         options: StreamOptions | None,
         echoes: Sequence[str] | None = None,
+        make_parser: Callable[[], MessageParser] | None = None,
     ) -> None:
         """Write nothing yet.
 
@@ -54,6 +57,7 @@ class ChunkWriter:
             params: How the texts are sampled.
             options: What else the stream holds.
             echoes: Texts that the choices of each prompt begin with.
+            make_parser: Of a parser for each answer of a chat.
         """
         name = "chat.completion.chunk" if kind == "chat" else "text_completion"
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
@@ -63,6 +67,7 @@ class ChunkWriter:
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
         self._echoes = echoes
+        self._make_parser = make_parser
         self._choices: dict[int, _Choice] = {}
         self._last: dict[int, RequestOutput] = {}
 
@@ -96,18 +101,25 @@ class ChunkWriter:
         )
 
     def _event(self, index: int, completion: CompletionOutput, prompt_index: int, output: RequestOutput) -> str:
-        choice = self._choices.setdefault(index, _Choice())
+        if index not in self._choices:
+            self._choices[index] = _Choice(None if self._make_parser is None else self._make_parser())
+        choice = self._choices[index]
         text = completion.text[choice.num_chars :]
-        if choice.is_finished or not (text or completion.finish_reason or not choice.is_begun):
+        choice.num_chars = len(completion.text)
+        is_last = completion.finish_reason is not None
+        delta = None if choice.parser is None else choice.parser.feed(text, is_last=is_last)
+        has_news = bool(text) if delta is None else bool(delta)
+        if choice.is_finished or not (has_news or is_last or not choice.is_begun):
             return ""
-        fields = self._text_fields(index, choice, text, prompt_index)
+        fields = self._text_fields(index, choice, text, prompt_index, delta)
         fields["logprobs"] = self._logprobs(choice, completion, output, prompt_index)
-        fields["finish_reason"] = completion.finish_reason
+        parser = choice.parser
+        fields["finish_reason"] = completion.finish_reason if parser is None else reason_of(completion, parser)
         if completion.finish_reason:
             fields["stop_reason"] = completion.stop_reason
         if not choice.is_begun and output.prompt_logprobs is not None and self._echoes is None:
             fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
-        choice.num_chars, choice.num_tokens = len(completion.text), len(completion.token_ids)
+        choice.num_tokens = len(completion.token_ids)
         choice.is_begun, choice.is_finished = True, completion.finish_reason is not None
         usage = usage_of([output]).model_dump_json() if self._with_every_usage else "null" if self._with_usage else ""
         return self._chunk(json.dumps(fields, separators=(",", ":")), usage)
@@ -116,10 +128,14 @@ class ChunkWriter:
         tail = f',"usage":{usage}' if usage else ""
         return f'data: {self._head},"choices":[{choice}]{tail}}}\n\n'
 
-    def _text_fields(self, index: int, choice: _Choice, text: str, prompt_index: int) -> dict[str, Any]:
+    def _text_fields(
+        self, index: int, choice: _Choice, text: str, prompt_index: int, delta: MessageDelta | None
+    ) -> dict[str, Any]:
         if self._is_chat:
-            delta = {"content": text} if choice.is_begun else {"role": "assistant", "content": text}
-            return {"index": index, "delta": delta}
+            new = {"content": text} if delta is None else delta.plain()
+            if not choice.is_begun:
+                new = {"role": "assistant", "content": ""} | new
+            return {"index": index, "delta": new}
         if self._echoes is not None and not choice.is_begun:
             text = self._echoes[prompt_index] + text
         return {"index": index, "text": text}

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.openai_api.conventions import ChatConventions
 from serve_app.admission import Admission
 from serve_app.errors import UnknownModelError
 from serve_app.live import LiveFeed
@@ -36,6 +37,7 @@ class AppContext:
     siblings: Siblings
     model_names: tuple[str, ...]
     takes_images: bool = False
+    conventions: ChatConventions = field(default_factory=ChatConventions)
     created_s: int = field(default=0)  # when the engine was started, seconds since the epoch
 
     @property

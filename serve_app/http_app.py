@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 
 import raypp
 from raypp.api.async_llm import AsyncLLM
+from raypp.openai_api.conventions import ChatConventions
 from serve_app.admission import Admission
 from serve_app.context import AppContext, Siblings
 from serve_app.errors import AsciiJSONResponse, add_error_handlers
@@ -80,6 +81,7 @@ def make_context(
         live=LiveFeed(llm, settings.live_period_s),
         siblings=siblings or OnlyReplica(llm, metrics),
         model_names=model_names(llm.config.model.model, settings),
+        conventions=ChatConventions.of(llm.tokenizer),
         created_s=int(time.time()),
     )
 

@@ -88,6 +88,11 @@ class Tokenizer:
         text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def has_tokens(self, *texts: str) -> bool:
+        """Return whether each of these texts is a token of its own."""
+        vocabulary = self._hf.get_vocab()
+        return all(text in vocabulary for text in texts)
+
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary has it; ids that it does not know are empty."""
         names: list[str | None] = self._hf.convert_ids_to_tokens(list(token_ids))

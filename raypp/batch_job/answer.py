@@ -17,12 +17,16 @@ from raypp.batch_job.settings import JobSettings
 from raypp.errors import RayppError, RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.errors import ErrorResponse, describe_error, model_not_found
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
 from raypp.openai_api.responses import ChatCompletion, Completion
 from raypp.types import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_PROMPT_END = 40
+"""Characters that tell whether a prompt leaves off inside of a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Answerer:
     def __init__(self, llm: BatchEngine, settings: JobSettings) -> None:
         self._llm = llm
         self._settings = settings
+        self._conventions = ChatConventions.of(llm.tokenizer)
 
     async def answer(self, line: Line) -> Answer:
         """Run a line; what is wrong with it is its answer.
@@ -75,9 +80,9 @@ class Answerer:
     async def _run(
         self, line: Line, request: ChatRequest | CompletionRequest, request_id: str
     ) -> ChatCompletion | Completion:
-        params = self._seeded(request.sampling_params(self._llm.max_model_len), line)
         model = request.model or self._served[0]
         if isinstance(request, ChatRequest):
+            params = self._seeded(request.sampling_params(self._llm.max_model_len, self._conventions), line)
             output = await self._llm.complete_chat(
                 request.conversation(takes_images=self._llm.takes_images),
                 params,
@@ -85,7 +90,10 @@ class Answerer:
                 priority=request.priority or 0,
                 chat_template_kwargs=request.template_kwargs(),
             )
-            return chat_completion(ResponseHead.new("chatcmpl", model), output, params)
+            prompt_end = (output.prompt or "")[-_PROMPT_END:]
+            head = ResponseHead.new("chatcmpl", model)
+            return chat_completion(head, output, params, lambda: request.parser(self._conventions, prompt_end))
+        params = self._seeded(request.sampling_params(self._llm.max_model_len), line)
         prompts = request.prompts()
         request_ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         outputs = await self._llm.complete(prompts, params, request_ids, priority=request.priority or 0)

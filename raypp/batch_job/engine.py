@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
@@ -20,6 +21,10 @@ class BatchEngine(Protocol):
     @property
     def takes_images(self) -> bool:
         """Whether conversations may hold pictures."""
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None without one."""
 
     async def complete(
         self,

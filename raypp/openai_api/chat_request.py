@@ -8,8 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raypp.errors import RequestError
+from raypp.openai_api.answer_form import AnswerForm, response_schema
+from raypp.openai_api.conventions import ChatConventions, begins_in_thought
+from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import OpenAIModel, RequestFields, make_sampling_params
+from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
 from raypp.types import SamplingParams
+
+_PLAIN = ChatConventions()
 
 
 class TextPart(OpenAIModel):
@@ -86,13 +92,13 @@ class ChatRequest(RequestFields):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
     response_format: ResponseFormat | None = None
-    """Only `text` as yet."""
-    tools: list[dict[str, Any]] | None = None
-    """Not supported as yet."""
-    tool_choice: str | dict[str, Any] | None = None
-    """Only `none` and `auto` as yet."""
+    """`json_object`, or `json_schema` with a schema that the answer follows."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call."""
+    tool_choice: ToolChoice | None = None
+    """`auto`, the default, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
-    """Taken and ignored: there are no tools."""
+    """Whether one answer may call several times; by default it may."""
     modalities: list[Literal["text", "audio"]] | None = None
     """Only text."""
     reasoning_effort: str | None = None
@@ -111,14 +117,28 @@ class ChatRequest(RequestFields):
         """
         return [_plain_message(message, takes_images=takes_images) for message in self.messages]
 
-    def sampling_params(self, max_model_len: int) -> SamplingParams:
+    def sampling_params(
+        self, max_model_len: int, conventions: ChatConventions = _PLAIN, prompt_end: str = ""
+    ) -> SamplingParams:
         """Return how to sample; without a limit, up to the engine's `max_model_len`.
+
+        Args:
+            max_model_len: The most tokens of a request, prompt and output together.
+            conventions: How the model writes thoughts and calls.
+            prompt_end: The end of the rendered conversation.
 
         Raises:
             RequestError: a value that makes no sense, or one that this engine cannot serve.
         """
         self._check_supported()
         given = self.given_params()
+        if (constraint := self._form(conventions, prompt_end).constraint()) is not None:
+            if given.get("structured_outputs"):
+                raise RequestError(
+                    "structured_outputs beside response_format or tools that hold the answer to a form",
+                    expected="one of them",
+                )
+            given["structured_outputs"] = constraint
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         if self.logprobs:
@@ -132,17 +152,49 @@ class ChatRequest(RequestFields):
 
     def template_kwargs(self) -> Mapping[str, Any]:
         """Return what the chat template gets besides the messages."""
-        return self.chat_template_kwargs or {}
+        given = self.chat_template_kwargs or {}
+        if self._tool_use() is None:
+            return given
+        return {**given, "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or ()]}
+
+    def parser(self, conventions: ChatConventions, prompt_end: str = "") -> MessageParser:
+        """Return a parser for one of the answers.
+
+        Args:
+            conventions: How the model writes thoughts and calls.
+            prompt_end: The end of the rendered conversation.
+        """
+        return MessageParser(
+            has_thoughts=conventions.has_thoughts,
+            has_calls=conventions.has_calls and self._tool_use() is not None,
+            begins_in_thought=conventions.has_thoughts and begins_in_thought(prompt_end),
+        )
+
+    def _tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def _form(self, conventions: ChatConventions, prompt_end: str) -> AnswerForm:
+        use = self._tool_use()
+        if use is not None and not conventions.has_calls:
+            raise RequestError(
+                "this model's way of calling tools is not known",
+                got=f"{len(use.tools)} tools",
+                expected="a model that writes calls as Qwen3 does, between <tool_call> and </tool_call>",
+                hint='leave tools out, or say tool_choice="none"',
+            )
+        wanted = self.response_format
+        thinks = conventions.has_thoughts and (self.chat_template_kwargs or {}).get("enable_thinking") is not False
+        return AnswerForm(
+            schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),
+            tool_use=use,
+            may_think=thinks,
+            is_thinking=thinks and begins_in_thought(prompt_end),
+        )
 
     def _check_supported(self) -> None:
-        if self.response_format is not None and self.response_format.type != "text":
-            raise RequestError(
-                "response_format is not supported by this version",
-                got=self.response_format.type,
-                expected="text",
-            )
-        if self.tools or self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tools are not supported by this version", hint="leave tools and tool_choice out")
+        wanted = self.response_format
+        if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
+            raise RequestError("response_format has no json_schema", expected='{"name": ..., "schema": {...}}')
         if self.modalities is not None and self.modalities != ["text"]:
             raise RequestError("modalities other than text", got=self.modalities, expected='["text"]')
 

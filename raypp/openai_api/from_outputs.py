@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -15,10 +16,15 @@ from raypp.openai_api.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    FinishReason,
     PromptTokensDetails,
     Usage,
 )
 from raypp.types import CompletionOutput, RequestOutput, SamplingParams
+
+
+def _no_conventions() -> MessageParser:
+    return MessageParser(has_thoughts=False, has_calls=False)
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,21 @@ def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def chat_completion(head: ResponseHead, output: RequestOutput, params: SamplingParams) -> ChatCompletion:
-    """Return a finished conversation's answers."""
+def chat_completion(
+    head: ResponseHead,
+    output: RequestOutput,
+    params: SamplingParams,
+    make_parser: Callable[[], MessageParser] = _no_conventions,
+) -> ChatCompletion:
+    """Return a finished conversation's answers.
+
+    Args:
+        head: The response's name.
+        output: The engine's.
+        params: How it was sampled.
+        make_parser: Of a parser for each answer.
+    """
+    parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
     return ChatCompletion(
         id=head.id,
         created=head.created,
@@ -62,18 +81,36 @@ def chat_completion(head: ResponseHead, output: RequestOutput, params: SamplingP
         choices=[
             ChatChoice(
                 index=completion.index,
-                message=AssistantMessage(content=completion.text),
+                message=message,
                 logprobs=None
                 if completion.logprobs is None
                 else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0),
-                finish_reason=completion.finish_reason,
+                finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
             )
-            for completion in output.outputs
+            for completion, (message, finish_reason) in zip(output.outputs, parsed, strict=True)
         ],
         usage=usage_of([output]),
         prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
     )
+
+
+def _parsed(completion: CompletionOutput, parser: MessageParser) -> tuple[AssistantMessage, FinishReason | None]:
+    """Return the message that an answer's text is, and why it ended."""
+    delta = parser.feed(completion.text, is_last=True)
+    calls = [{name: value for name, value in call.plain().items() if name != "index"} for call in delta.calls]
+    message = AssistantMessage(
+        content=delta.content or (None if calls else ""),
+        reasoning_content=delta.reasoning or None,
+        tool_calls=calls or None,
+    )
+    return message, reason_of(completion, parser)
+
+
+def reason_of(completion: CompletionOutput, parser: MessageParser) -> FinishReason | None:
+    """Return why an answer ended; `tool_calls` when it ended by itself and calls something."""
+    reason = completion.finish_reason
+    return "tool_calls" if reason == "stop" and parser.num_calls else reason
 
 
 def completion(

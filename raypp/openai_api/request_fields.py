@@ -33,6 +33,32 @@ class StreamOptions(OpenAIModel):
     """Taken and ignored."""
 
 
+class StructuredOutputsFields(OpenAIModel):
+    """One of these constraints."""
+
+    json_schema: dict[str, Any] | str | None = None
+    """JSON that this schema accepts."""
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    """The same, by vLLM's name."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    """The text matches."""
+    choice: list[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """EBNF with a rule `root`."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Free text with constrained parts, in xgrammar's format."""
+
+    def given(self) -> dict[str, Any]:
+        """Return what is given, by the engine's names."""
+        values = self.model_dump(exclude_none=True)
+        if "json_" in values:
+            values.setdefault("json_schema", values.pop("json_"))
+        return values
+
+
 class RequestFields(OpenAIModel):
     """The fields that both endpoints have."""
 
@@ -86,6 +112,8 @@ class RequestFields(OpenAIModel):
     """Let the text end behind the stop string, not before it."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
     """Log-probabilities of the prompt's tokens, and of this many alternatives."""
+    structured_outputs: StructuredOutputsFields | None = None
+    """What the text has to be, all of it (vLLM)."""
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Smaller is earlier, where the engine schedules by priority."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128)
@@ -109,7 +137,10 @@ class RequestFields(OpenAIModel):
 
     def given_params(self) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names."""
-        return {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        if self.structured_outputs is not None:
+            given["structured_outputs"] = self.structured_outputs.given()
+        return given
 
 
 _SAMPLING_FIELDS = (

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from raypp.openai_api.request_fields import OpenAIModel
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-"""OpenAI has `stop` and `length`; a request that was aborted says so."""
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+"""OpenAI has `stop`, `length` and `tool_calls`; a request that was aborted says so."""
 
 
 class PromptTokensDetails(OpenAIModel):

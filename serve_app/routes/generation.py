@@ -11,12 +11,16 @@ from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import ChatCompletion, Completion
 from serve_app.chunks import ChunkWriter
 from serve_app.client_connection import ClientGoneError, EventStream, client_gone_response, while_connected
 from serve_app.context import AppContext
 from serve_app.errors import AsciiJSONResponse, documented, event_stream
 from serve_app.runner import Job
+
+_PROMPT_END = 8
+"""Tokens that tell whether a prompt leaves off inside of a thought."""
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
 
@@ -29,18 +33,24 @@ def generation_routes(context: AppContext) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of server-sent events."""
         context.check_model(body.model)
-        params = body.sampling_params(context.max_model_len)
         messages = body.conversation(takes_images=context.takes_images)
         prompt = await context.prompts.chat(messages, body.template_kwargs())
+        prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:])
+        params = body.sampling_params(context.max_model_len, context.conventions, prompt_end)
         head = _head("chatcmpl", body.request_id, context)
         job = Job(head.id, [prompt], params, body.priority or 0)
+
+        def make_parser() -> MessageParser:
+            return body.parser(context.conventions, prompt_end)
+
         if body.stream:
-            return await _stream(context, request, job, ChunkWriter(head, "chat", params, body.stream_options))
+            writer = ChunkWriter(head, "chat", params, body.stream_options, make_parser=make_parser)
+            return await _stream(context, request, job, writer)
         try:
             [output] = await while_connected(request.receive, context.runner.complete(job))
         except ClientGoneError:
             return client_gone_response()
-        return AsciiJSONResponse(chat_completion(head, output, params).model_dump())
+        return AsciiJSONResponse(chat_completion(head, output, params, make_parser).model_dump())
 
     @router.post("/v1/completions", responses={200: _ok(Completion), **_ERRORS})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

@@ -19,6 +19,7 @@ class ShoutingEngine:
 
     max_model_len = 1000
     takes_images = False
+    tokenizer = None
 
     def __init__(
         self, lives_for: int | None = None, num_turns: int = 1, on_question: Callable[[int], object] = lambda _: None

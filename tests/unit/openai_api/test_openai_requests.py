@@ -113,8 +113,12 @@ def test_a_bad_body_names_the_field(fields: dict[str, Any], param: str, words: s
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": {"type": "json_object"}},
-        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_schema"}},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tool_choice": "required"},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}, "ignore_eos": True},
         {"top_logprobs": 3},
         {"logit_bias": {"x": 1}},
     ],

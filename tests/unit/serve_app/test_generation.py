@@ -169,7 +169,7 @@ def test_vllms_fields_reach_the_engine(http: httpx.Client) -> None:
         ("/v1/chat/completions", {"messages": HELLO, "model": "gpt-9"}, 404, "tiny"),
         (
             "/v1/chat/completions",
-            {"messages": HELLO, "response_format": {"type": "json_object"}},
+            {"messages": HELLO, "response_format": {"type": "json_schema"}},
             400,
             "response_format",
         ),

@@ -1,0 +1,37 @@
+"""Where a JSON object ends, as its text comes."""
+
+from __future__ import annotations
+
+
+class JsonScanner:
+    """Counts braces outside of strings."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._depth = 0
+        self._is_in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int:
+        """Read on; return how many of these characters belong to the object, which begins with the first one ever."""
+        for index, char in enumerate(text):
+            if self.is_complete:
+                return index
+            if self._is_in_string:
+                self._read_in_string(char)
+            elif char == '"':
+                self._is_in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                self.is_complete = self._depth == 0
+        return len(text)
+
+    def _read_in_string(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._is_in_string = False

@@ -1,0 +1,117 @@
+"""The tools of a chat request: functions that the model may call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from raypp.errors import RequestError
+from raypp.grammar.schema_check import enforceable
+from raypp.openai_api.request_fields import OpenAIModel
+
+_ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
+
+
+class FunctionDefinition(OpenAIModel):
+    """A function."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments, an object; by default none."""
+    strict: bool | None = None
+    """Hold the arguments of every call to the schema."""
+
+
+class Tool(OpenAIModel):
+    """Something that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(OpenAIModel):
+    """Which function."""
+
+    name: str
+
+
+class NamedToolChoice(OpenAIModel):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools that a request may use, and whether it must."""
+
+    tools: tuple[Tool, ...]
+    must_call: bool
+    may_call_several: bool
+
+    @property
+    def holds_arguments(self) -> bool:
+        """Whether calls are held to a form, not only looked for."""
+        return self.must_call or any(tool.function.strict for tool in self.tools)
+
+    def argument_schema(self, tool: Tool) -> dict[str, Any]:
+        """Return what a tool's arguments are held to.
+
+        Raises:
+            RequestError: a strict function whose schema cannot be enforced.
+        """
+        schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+        try:
+            enforceable(schema)
+        except RequestError as error:
+            if tool.function.strict:
+                raise RequestError(
+                    f"the parameters of {tool.function.name} cannot be enforced, and it is strict",
+                    got=error.got,
+                    expected=error.expected,
+                    hint="leave strict out: then any object is taken",
+                ) from error
+            return _ANY_ARGUMENTS
+        return schema
+
+
+def tool_use(
+    tools: Sequence[Tool] | None, choice: ToolChoice | None, parallel_tool_calls: bool | None
+) -> ToolUse | None:
+    """Return which tools may be used; None when none may.
+
+    Raises:
+        RequestError: a choice that the tools do not have.
+    """
+    names = [tool.function.name for tool in tools or ()]
+    if len(set(names)) < len(names):
+        raise RequestError("two tools have the same name", got=", ".join(names))
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice without tools", got=_plain(choice), expected="tools beside it")
+        return None
+    if choice == "none":
+        return None
+    several = parallel_tool_calls is not False
+    if isinstance(choice, NamedToolChoice):
+        named = tuple(tool for tool in tools if tool.function.name == choice.function.name)
+        if not named:
+            raise RequestError(
+                "tool_choice names a function that is not among the tools",
+                got=choice.function.name,
+                expected=", ".join(names),
+            )
+        return ToolUse(named, must_call=True, may_call_several=False)
+    return ToolUse(tuple(tools), must_call=choice == "required", may_call_several=several)
+
+
+def _plain(choice: ToolChoice | None) -> object:
+    return choice.function.name if isinstance(choice, NamedToolChoice) else choice

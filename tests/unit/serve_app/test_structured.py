@@ -1,0 +1,142 @@
+"""Forms, tools and constraints over HTTP, with the grammar process that the engine really has."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai_tools import HELLO, SILENT, check_named_tool_and_none, check_parse, check_tools
+from running_app import RunningApp, running_app
+
+FREE = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[RunningApp]:
+    with running_app(max_model_len=1024, grammar_compile_timeout_s=4, speculative={"method": "ngram"}) as app:
+        yield app
+
+
+@pytest.fixture
+def client(app: RunningApp) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_the_clients_helpers(client: openai.OpenAI) -> None:
+    check_parse(client)
+    check_tools(client)
+    check_named_tool_and_none(client)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": "[a-z]{3}-[0-9]{2}"}, "[a-z]{3}-[0-9]{2}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "a" "b"? "c"'}, "ab?c"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+        ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 5}}, "[345]"),
+    ],
+)
+def test_constraints_at_both_endpoints(http: httpx.Client, constraint: dict[str, Any], pattern: str) -> None:
+    body = {"max_tokens": 40, "structured_outputs": constraint}
+    [choice] = http.post("/v1/completions", json={"prompt": "def", **body}).json()["choices"]
+    assert re.fullmatch(pattern, choice["text"])
+    assert choice["finish_reason"] == "stop"
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, "n": 2, **body}).json()
+    for choice in answer["choices"]:
+        assert re.fullmatch(pattern, choice["message"]["content"])
+
+
+def test_json_object(http: httpx.Client) -> None:
+    body = {
+        "messages": HELLO,
+        "response_format": {"type": "json_object"},
+        "temperature": 0,
+        "max_tokens": 200,
+        **SILENT,
+    }
+    [choice] = http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert isinstance(json.loads(choice["message"]["content"]), dict)
+
+
+def test_thoughts_are_told_apart(http: httpx.Client) -> None:
+    thought = {"structured_outputs": {"regex": "<think>\nwhy not\n</think>\n\nfine"}, "max_tokens": 60}
+    [choice] = http.post("/v1/chat/completions", json={"messages": HELLO, **thought}).json()["choices"]
+    assert choice["message"]["reasoning_content"] == "why not"
+    assert choice["message"]["content"] == "fine"
+    reasoning = content = ""
+    with http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True, **thought}) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                delta = json.loads(line[6:])["choices"][0]["delta"]
+                reasoning += delta.get("reasoning_content", "")
+                content += delta.get("content", "")
+    assert (reasoning, content) == ("why not", "fine")
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
+    "remote reference": ({"json_schema": {"$ref": "http://example.com/schema.json"}}, "part of the schema itself"),
+    "deep nesting": ({"json_schema": json.loads('{"items":' * 200 + "true" + "}" * 200)}, "nesting"),
+    "nested parentheses": ({"grammar": "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000}, "cannot be compiled"),
+    "left recursion without an end": ({"grammar": "root ::= root"}, "nothing that the model's tokens can write"),
+    "huge enum": (
+        {"json_schema": {"enum": [f"v{index:05}" for index in range(99_000)]}},
+        "takes longer than|crashed|too long",
+    ),
+    "nested quantifiers": ({"regex": "((a|aa)+)+b"}, None),
+    "huge repetition": ({"regex": "([a-z]{1,3000}-){1,3000}"}, None),
+    "what is not enforced": ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    "no grammar at all": ({"grammar": "what is this?"}, "cannot be compiled"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_constraints_harm_nobody(http: httpx.Client, name: str) -> None:
+    constraint, said = HOSTILE[name]
+    plain = http.post("/v1/completions", json=FREE).json()["choices"][0]["text"]
+    began_s = time.monotonic()
+    answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 4, "structured_outputs": constraint})
+    took_s = time.monotonic() - began_s
+    if said is not None:
+        assert answer.status_code == 400, answer.text
+        assert re.search(said, answer.json()["error"]["message"])
+    else:  # either is fine: it is compiled in time, or said to take too long
+        assert answer.status_code in (200, 400), answer.text
+    assert took_s < 30  # of a machine that has other things to do; the limit is 4
+    assert http.post("/v1/completions", json=FREE).json()["choices"][0]["text"] == plain
+
+
+def test_a_grammar_process_that_dies_is_replaced(http: httpx.Client) -> None:
+    body = {"prompt": "def", "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3}-[0-9]{2}"}, "temperature": 0}
+    before = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    for process_id in _grammar_processes():
+        os.kill(process_id, signal.SIGKILL)
+    assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == before
+
+
+def _grammar_processes() -> list[int]:
+    """Return the children of this process that follow grammars."""
+    own = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, parent = (
+                (folder / "cmdline").read_bytes(),
+                (folder / "stat").read_text().rsplit(")", 1)[1].split()[1],
+            )
+        except OSError:
+            continue  # it has just ended
+        if b"raypp.grammar.process" in command and int(parent) == os.getpid():
+            own.append(int(folder.name))
+    assert own
+    return own
