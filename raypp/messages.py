@@ -57,7 +57,7 @@ class StepPlan:
     rows: Int32s  # [R]
     num_scheduled_tokens: Int32s  # [R] decode rows: 1 + K
     num_computed_tokens: Int32s  # [R] before this step; exact for prefill rows, an upper bound for decode rows
-    samples: Bools  # [R] whether the row yields tokens: decode rows, and the last chunk of a prefill
+    samples: Bools  # [R] whether the row may yield tokens: decode rows, and the last chunk of a prefill
     drafting: Bools  # [R] whether a draft head must see the row's hidden states; empty when it must see all
 
     start_rows: Int32s  # [S] rows that a request takes over with this step
@@ -76,6 +76,9 @@ class StepPlan:
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
     block_ids: Int32s  # [B] KV block
+
+    # How long the last stage may hold the step up for the masks of rows under a grammar; nobody else is to be kept.
+    max_mask_wait_us: int = 0
 
     @property
     def num_drafting_tokens(self) -> int:
@@ -108,6 +111,25 @@ class StartExtras:
     bad_word_token_ids: Int32s
     num_logprobs: Int32s  # [E] most likely tokens to report beside the sampled one; -1: nothing at all
     num_prompt_logprobs: Int32s  # [E] the same for prompt tokens
+    has_grammar: Int32s  # [E] 1 for rows that choose no token without a mask, see `MaskUpdate`
+
+
+@dataclass(frozen=True, eq=False)
+class MaskUpdate:
+    """Which tokens the grammars of G rows allow next, from the driver to the last stage.
+
+    A row's masks are for one position of its text, and for the drafts behind it: mask j + 1 is what the grammar allows
+    once draft j was accepted. The stage compares both with what is true. So a mask that comes late, or for drafts that
+    are none any more, changes nothing: the row yields as many tokens as it has masks for, none without any.
+    """
+
+    rows: Int32s  # [G]
+    start_steps: Int64s  # [G] the step with which the request took the row over
+    after_steps: Int64s  # [G] the newest of the row's steps whose tokens are taken into account
+    positions: Int32s  # [G] absolute, of the token that the first mask is for
+    num_masks: Int32s  # [G] at least 1
+    draft_ids: Int32s  # [sum of num_masks - 1]
+    bitmasks: Int32s  # [sum of num_masks, ceil(V / 32)] token t is bit t % 32 of word t // 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +156,14 @@ class StepResult:
 
     step_id: int
     token_ids: Int32s  # [R, K + 1] valid up to num_valid
-    num_valid: Int32s  # [R] tokens that the row yielded; 0 for prefill chunks that are not the last
+    # [R] tokens that the row yielded; 0 for prefill chunks that are not the last, and for rows without their mask
+    num_valid: Int32s
     # With speculation, else empty: [R] drafts, not counting misses, that were compared with the model's own tokens (at
     # K = 0 the first may still be, as a shadow; else empty); and how many leading ones of them are equal.
     num_drafted: Int32s = field(default_factory=lambda: NO_INT32S)
     num_matched: Int32s = field(default_factory=lambda: NO_INT32S)
     logprobs: Bytes = field(default_factory=lambda: NO_BYTES)  # a packed `StepLogprobs` when any row asks for them
+    draft_ids: Int32s = field(default_factory=lambda: NO_INT32S)  # [R, K_max] next drafts, if any row has a grammar
 
 
 @dataclass(frozen=True, eq=False)

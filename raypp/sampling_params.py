@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raypp.errors import RequestError
+from raypp.structured_outputs import as_structured_outputs
 
 _MAX_NUMBER = 1e30  # what float32 holds with room to spare
 _MAX_BIAS = 1e6
@@ -70,6 +71,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt; the prompt is then computed as a whole, none of it found in the cache."""
 
+    structured_outputs: Mapping[str, Any] | None = field(default=None, hash=False)
+    """What the text has to be, `{"json_schema": ...}` for instance; see `raypp.structured_outputs`. The grammar goes
+    before everything else: of tokens that it allows, bans and allowed_token_ids leave at least one. None: anything."""
+
     stop: Strings | str = ()
     """The text ends before the first of these strings. Kept as a tuple; None is none."""
     stop_token_ids: TokenIds = ()
@@ -89,6 +94,7 @@ class SamplingParams:
         self._set("bad_words", _as_tuple("bad_words", self.bad_words))
         self._set("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         self._set("logit_bias", _as_bias(self.logit_bias))
+        self._set("structured_outputs", as_structured_outputs(self.structured_outputs))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if self.top_k == -1:
@@ -125,6 +131,13 @@ class SamplingParams:
                 got=f"n={self.n} and temperature=0",
                 expected="n=1 for greedy sampling",
                 hint="all continuations would be the same; raise the temperature",
+            )
+        if self.structured_outputs and self.ignore_eos:
+            raise RequestError(
+                "SamplingParams contradict each other",
+                got="structured_outputs and ignore_eos=True",
+                expected="ignore_eos=False",
+                hint="a text that follows a grammar ends where the grammar does",
             )
         if self.stop and not self.detokenize:
             raise RequestError(

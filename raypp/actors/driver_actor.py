@@ -17,6 +17,7 @@ from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import FailureReports
+from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.scheduler.scheduler import Scheduler
@@ -95,7 +96,13 @@ class DriverActor:
         self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy())
         self._server = DriverServer(
-            Engine(scheduler, self._pipeline, self._tracer, self._encoders),
+            Engine(
+                scheduler,
+                self._pipeline,
+                self._tracer,
+                self._encoders,
+                GrammarProcess(self._plan.grammar_settings()),
+            ),
             self._pipeline,
             self._clients,
             health,

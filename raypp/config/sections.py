@@ -93,6 +93,8 @@ class SchedulerSection(Section):
     """Tokens that one step may compute."""
     min_prefill_chunk_tokens: int = Field(default=512, ge=1)
     """A prompt is not cut into smaller chunks than this, unless the step is full."""
+    grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
+    """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
 
 
 class SpeculativeSection(Section):

@@ -11,7 +11,7 @@ from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.stage_activity import StageActivity
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, EngineDeadError
-from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.stage.failure import read_failure
 from raypp.transport.step_channel import DriverChannel, Heartbeat, StageError, StageResult
 
@@ -41,6 +41,10 @@ class ChannelPipeline:
             self._channel.send_plan(pack(plan))
         except DeadlineError as error:
             raise EngineDeadError(error.message, got=error.got, hint=error.hint) from error
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow."""
+        self._channel.send_masks(pack(update))
 
     def collect(self) -> list[StepResult]:
         """Return the results that have arrived; note the heartbeats and the errors."""

@@ -5,17 +5,21 @@ What encoders have done is collected in the same turn, and what they are to do i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
+from raypp.driver.grammar_process import GrammarBackend
+from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.pipeline import Pipeline
 from raypp.errors import RayppError, RequestError
+from raypp.messages import StepPlan
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.scheduler.stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns
+from raypp.types import FinishReason
 
 _MAX_INT32 = 2**31 - 1
 
@@ -28,19 +32,26 @@ class Engine:
         pipeline: Who executes the plans.
         tracer: Of the driver.
         encoders: Who encodes pictures; without them, requests with pictures are refused.
+        grammars: Who follows grammars; without them, requests that need that are refused.
     """
 
     def __init__(
-        self, scheduler: Scheduler, pipeline: Pipeline, tracer: Tracer, encoders: ItemEncoders | None = None
+        self,
+        scheduler: Scheduler,
+        pipeline: Pipeline,
+        tracer: Tracer,
+        encoders: ItemEncoders | None = None,
+        grammars: GrammarBackend | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._pipeline = pipeline
         self._tracer = tracer
         self._encoders = encoders
+        self._grammars = None if grammars is None else Grammars(grammars, pipeline.send_masks)
         self._failed: list[tuple[Request, RayppError]] = []
 
     def add(self, request: Request) -> None:
-        """Take in a request.
+        """Take in a request. One under a grammar runs when that is compiled, or is among those of `take_failed`.
 
         Raises:
             RequestError: it can never run.
@@ -53,11 +64,32 @@ class Engine:
                 got=f"{len(request.items.items)} pictures",
                 hint="ask a model that has a vision tower",
             )
-        self._scheduler.add(request)
+        if not request.has_grammar:
+            self._scheduler.add(request)
+        elif self._grammars is None:
+            raise RequestError("this engine follows no grammars", request_id=request.request_id)
+        else:
+            self._grammars.open(request)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request now; return whether there was one."""
-        return self._scheduler.abort(request_id)
+    def abort(self, request: Request) -> bool:
+        """End a request now; return whether it was unfinished."""
+        if self._grammars is not None and request.has_grammar:
+            if self._grammars.is_held_back(request):
+                request.finish_reason = FinishReason.ABORT
+            self._grammars.close(request)
+            if request.finish_reason:
+                return True
+        return self._scheduler.abort(request.request_id)
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, when `step` has something to do although no result has come."""
+        if self._grammars is not None:
+            self._grammars.wake_with(wake)
+
+    def close(self) -> None:
+        """End what the engine has started."""
+        if self._grammars is not None:
+            self._grammars.stop()
 
     def step(self) -> list[RequestUpdate]:
         """Take in the results that are there, dispatch every step that may go, and return what changed."""
@@ -65,7 +97,13 @@ class Engine:
         updates: list[RequestUpdate] = []
         results = self._pipeline.collect()
         for result in results:
-            updates.extend(self._scheduler.update(result))
+            brought = self._scheduler.update(result)
+            if self._grammars is not None and self._grammars.num_texts:
+                self._grammars.note_step(result.step_id, brought)
+                brought = [update for update in brought if update.is_news]
+            updates.extend(brought)
+        if self._grammars is not None and self._grammars.num_texts:
+            self._look_at_grammars(self._grammars)
         if self._encoders is not None:
             self._exchange(self._encoders)
         step_id = results[-1].step_id if results else -1
@@ -73,7 +111,7 @@ class Engine:
             self._pipeline.submit(plan)
             step_id = plan.step_id
             if len(plan.start_rows):
-                self._note_queue_times(now_ns())
+                self._note_started(plan, now_ns())
         if step_id >= 0:
             self._tracer.record("step", step_id, started, now_ns())
         return updates
@@ -81,12 +119,16 @@ class Engine:
     def take_failed(self) -> Sequence[tuple[Request, RayppError]]:
         """Return the requests that ended with an error since the last call."""
         taken, self._failed = self._failed, []
+        for request, _ in taken:
+            if self._grammars is not None and request.has_grammar:
+                self._grammars.close(request)
         return taken
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        return self._scheduler.has_unfinished
+        is_compiling = self._grammars is not None and self._grammars.num_held_back > 0
+        return self._scheduler.has_unfinished or is_compiling
 
     @property
     def is_busy(self) -> bool:
@@ -94,12 +136,14 @@ class Engine:
         return self._scheduler.num_in_flight > 0
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's counters."""
-        return self._scheduler.stats()
+        """Return the scheduler's counters. Who waits for a grammar waits."""
+        stats = self._scheduler.stats()
+        num_held_back = self._grammars.num_held_back if self._grammars is not None else 0
+        return replace(stats, num_waiting=stats.num_waiting + num_held_back) if num_held_back else stats
 
     def stats_dict(self) -> dict[str, Any]:
         """Return the scheduler's counters and the encoders' figures, as plain data."""
-        return asdict(self._scheduler.stats()) | ({} if self._encoders is None else self._encoders.stats())
+        return asdict(self.stats()) | ({} if self._encoders is None else self._encoders.stats())
 
     def _exchange(self, encoders: ItemEncoders) -> None:
         """Take in what the encoders did, and order what is wanted now."""
@@ -122,7 +166,21 @@ class Engine:
                 encoders.encode(orders)
             # Some encoders, those of tests, have done it by now.
 
-    def _note_queue_times(self, now: int) -> None:
-        for request in self._scheduler.started_by_last_step():
+    def _note_started(self, plan: StepPlan, now: int) -> None:
+        for request, row in zip(self._scheduler.started_by_last_step(), plan.start_rows.tolist(), strict=True):
             if not request.num_preemptions:
                 request.queue_us = min((now - request.arrival_ns) // 1000, _MAX_INT32)
+            if self._grammars is not None and request.has_grammar:
+                self._grammars.note_started(request, row, plan.step_id)
+
+    def _look_at_grammars(self, grammars: Grammars) -> None:
+        news = grammars.poll()
+        for request in news.admitted:
+            try:
+                self._scheduler.add(request)
+            except RequestError as error:
+                grammars.close(request)
+                self._failed.append((request, error))
+        for request, refusal in news.refused:
+            self._scheduler.abort(request.request_id)
+            self._failed.append((request, refusal))

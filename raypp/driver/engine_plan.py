@@ -13,6 +13,7 @@ from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.driver.cost_model import estimated_costs
 from raypp.driver.encoder_plan import describe_encoders, encoder_spec, item_bytes_on_first_stage, max_item_tokens
+from raypp.driver.grammar_process import GrammarSettings
 from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
@@ -74,8 +75,12 @@ class EnginePlan:
     gpu_memory_bytes: int  # of the smallest GPU; 0 without any
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
-    graphs: GraphSpec  # which steps are recorded and replayed
     stages: tuple[StageLayout, ...]
+
+    @property
+    def graphs(self) -> GraphSpec:
+        """Which steps are recorded and replayed."""
+        return graph_spec(self.config, self.model, self.device, self.dtype_bytes)
 
     @property
     def dtype_bytes(self) -> int:
@@ -121,6 +126,15 @@ class EnginePlan:
         """Return who chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
         return draft_policy(self.config, self.device, self.model, head)
+
+    def grammar_settings(self) -> GrammarSettings:
+        """Return what the grammar process must be told."""
+        return GrammarSettings(
+            model_path=self.model_path,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=tuple(sorted(self.model.eos_token_ids)),
+            compile_timeout_s=self.config.scheduler.grammar_compile_timeout_s,
+        )
 
     def stage_spec(self, stage_index: int) -> StageSpec:
         """Return what a stage must be told."""
@@ -292,7 +306,6 @@ def plan_engine(
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         gpu_memory_bytes=hardware.gpu_memory_bytes,
-        graphs=graph_spec(config, model, device, _DTYPE_BYTES[dtype], hardware.gpu_memory_bytes),
         stages=stages,
     )
 

@@ -17,7 +17,7 @@ import torch
 from raypp.driver.cost_model import StepCosts
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.sampling_params import SamplingParams
@@ -257,6 +257,9 @@ class _TimedPipeline:
 
     def submit(self, plan: StepPlan) -> None:
         self._submitted.append(plan)
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        raise AssertionError("nothing that is measured has a grammar")
 
     def collect(self) -> list[StepResult]:
         if not self._submitted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import MaskUpdate, StepPlan, StepResult
 
 
 class Pipeline(Protocol):
@@ -16,6 +16,9 @@ class Pipeline(Protocol):
         Raises:
             DeadlineError: a stage does not take its plans.
         """
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow. Does not wait."""
 
     def collect(self) -> list[StepResult]:
         """Return the results that have arrived since the last call, in step order; does not wait.

@@ -103,6 +103,7 @@ class DriverServer:
         self._wakeup_in.setblocking(False)
         self._next_heartbeat_s = 0.0
         self._stopping = False
+        engine.wake_with(self.wake)
 
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
@@ -140,7 +141,8 @@ class DriverServer:
             raise
 
     def close(self) -> None:
-        """Close the sockets that wake the loop."""
+        """Close the sockets that wake the loop, and what the engine has started."""
+        self._engine.close()
         self._wakeup_in.close()
         self._wakeup_out.close()
 
@@ -216,7 +218,7 @@ class DriverServer:
 
     def _abort(self, client: bytes, request_id: str) -> None:
         request = self._requests[client][request_id]
-        if self._engine.abort(request_id):
+        if self._engine.abort(request):
             self._send_outputs([RequestUpdate(request, [])])
 
     def _send_outputs(self, updates: Sequence[RequestUpdate]) -> None:
@@ -243,8 +245,8 @@ class DriverServer:
 
     def _forget(self, client: bytes) -> None:
         """Abort what a client still has; it will be told nothing more."""
-        for request_id in self._requests.pop(client, {}):
-            self._engine.abort(request_id)
+        for request in self._requests.pop(client, {}).values():
+            self._engine.abort(request)
         self._outbox.forget(client)
 
     def _forget_gone_clients(self) -> None:

@@ -34,14 +34,16 @@ class DraftControl:
         if not len(result.num_drafted):
             return  # nobody looked
         num_rows = len(step.decoding)
+        num_valid = result.num_valid[:num_rows]
         num_drafted, num_matched = result.num_drafted[:num_rows], result.num_matched[:num_rows]
-        self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted, num_matched)
+        has_yielded = num_valid > 0  # a row whose mask came too late says nothing about drafts
+        self._policy.note_result(step.cohort.index, step.num_drafts, num_drafted[has_yielded], num_matched[has_yielded])
         if not step.num_drafts:
             return
-        accepted = (result.num_valid[:num_rows] - 1).tolist()
+        accepted = (num_valid - 1).tolist()
         for state, drafted, num_accepted in zip(step.decoding, num_drafted.tolist(), accepted, strict=True):
-            if state.request.finish_reason:
-                continue  # it ended in an earlier step, and this one was under way
+            if state.request.finish_reason or num_accepted < 0:
+                continue  # it ended in an earlier step and this one was under way, or it yielded nothing
             if not drafted:
                 self.num_missed_rows += 1
                 continue

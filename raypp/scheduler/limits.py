@@ -7,6 +7,10 @@ from dataclasses import dataclass
 MAX_STEPS_PER_COHORT = 2
 """Steps of one cohort that may be in flight: one that runs, and one behind it so that no stage waits for the driver."""
 
+MAX_MASK_WAIT_US = 20_000
+"""How long a step waits for the masks of its rows when nobody runs who has no grammar. Longer than masks usually take:
+a step whose masks come is worth more than one without; what never comes must not stop the others' steps."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:

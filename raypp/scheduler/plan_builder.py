@@ -17,10 +17,10 @@ from raypp.scheduler.start_items import pack_items
 _MAX_INT32 = 2**31 - 1
 
 
-def build_plan(step: InFlightStep) -> StepPlan:
+def build_plan(step: InFlightStep, max_mask_wait_us: int = 0) -> StepPlan:
     """Return the plan of a step, before it is counted in the states of its requests.
 
-    Marks the block-table entries that it carries as sent.
+    Marks the block-table entries that it carries as sent. `max_mask_wait_us` goes into the plan.
     """
     decoding, chunks = step.decoding, step.chunks
     num_decode_rows, width = len(decoding), 1 + step.num_drafts
@@ -49,6 +49,7 @@ def build_plan(step: InFlightStep) -> StepPlan:
         num_scheduled_tokens=_int32s(num_scheduled_tokens),
         num_computed_tokens=_int32s(num_computed_tokens),
         samples=samples,
+        max_mask_wait_us=max_mask_wait_us,
         drafting=_drafting(decoding, chunks),
         **_start_arrays(chunks),
         **_block_arrays(grown),

@@ -38,6 +38,11 @@ class Request:
     num_preemptions: int = 0
     draft_counts: DraftCounts | None = None  # None until drafts of it are verified
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether its text has to follow a grammar."""
+        return self.params.structured_outputs is not None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
@@ -47,3 +52,10 @@ class RequestUpdate:
     new_token_ids: list[int]
     logprobs: TokenLogprobs | None = None  # of the new tokens, if the request asks for them
     prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens that come after those reported before
+    # The drafts behind its newest token, of a request under a grammar, which hears of each of its steps.
+    draft_ids: list[int] | None = None
+
+    @property
+    def is_news(self) -> bool:
+        """Whether the client has to hear of it."""
+        return bool(self.new_token_ids or self.prompt_logprobs is not None or self.request.finish_reason)

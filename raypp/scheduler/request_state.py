@@ -26,7 +26,9 @@ class RequestState:
 
         num_tokens + num_in_flight_yields <= true length <= num_tokens + max_in_flight_tokens
 
-    because a step that yields for the row brings at least one token and at most 1 + K.
+    because a step that yields for the row brings at least one token and at most 1 + K. Where a grammar's mask comes too
+    late it brings none; then the lower bound is too high until the step is collected, and the row waits for that where
+    its limit is near.
     """
 
     request: Request

@@ -26,6 +26,8 @@ class RunningRequests:
         self._rows = RowPool(limits.max_num_seqs)
         self._states: dict[RequestState, None] = {}  # a set that keeps its order
         self._prefilling: list[RequestState] = []
+        self.num_without_grammar = 0
+        """Requests whose steps need not wait for any mask."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -48,6 +50,7 @@ class RunningRequests:
         state.row, row_last_step = self._rows.take()
         state.num_prefill_tokens, state.num_prefilled_tokens = state.num_tokens, num_cached_tokens
         self._states[state] = None
+        self.num_without_grammar += not state.request.has_grammar
         self._prefilling.append(state)
         return row_last_step
 
@@ -70,6 +73,7 @@ class RunningRequests:
     def stop(self, state: RequestState) -> None:
         """Take a request's blocks away, and its row as soon as no step in flight contains it."""
         del self._states[state]
+        self.num_without_grammar -= not state.request.has_grammar
         if state.is_prefilling:
             self._prefilling.remove(state)
         else:
@@ -96,6 +100,7 @@ class RunningRequests:
     def check_integrity(self) -> None:
         """Assert that rows, blocks and cohorts are those of the running requests."""
         self._kv.check_integrity(self._states)
+        assert self.num_without_grammar == sum(not state.request.has_grammar for state in self._states)
         uncollected = [row for step in self._in_flight for row in step.freed_rows]
         self._rows.check_integrity([state.row for state in self._states], uncollected)
         pins = [state.item_pin for state in self._states if state.item_pin is not None]

@@ -12,7 +12,7 @@ It knows requests, rows, blocks and step ids; it does not know models, tensors, 
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
@@ -25,7 +25,7 @@ from raypp.scheduler.ending import end_token_ids, take_tokens
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
-from raypp.scheduler.limits import MAX_STEPS_PER_COHORT, SchedulerLimits
+from raypp.scheduler.limits import MAX_MASK_WAIT_US, MAX_STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.prefill import PrefillChooser
 from raypp.scheduler.request import Request, RequestUpdate
@@ -151,8 +151,8 @@ class Scheduler:
     def update(self, result: StepResult) -> list[RequestUpdate]:
         """Take in the oldest dispatched step's result; return what it brought to unfinished requests.
 
-        Rows yield `num_valid` tokens, 0 for chunks that are not the last of their prefill. Tokens after the one that
-        ends a request are dropped.
+        Rows yield `num_valid` tokens, 0 for chunks that are not the last of their prefill, and where a grammar's mask
+        came too late: such a row tries again in its next step. Tokens after the one that ends a request are dropped.
         """
         step = self._in_flight.collect(result.step_id)
         self._running.note_collected(step)
@@ -164,15 +164,19 @@ class Scheduler:
         updates: list[RequestUpdate] = []
         width = 1 + step.num_drafts
         logprobs = LogprobsOfStep(result, len(step.decoding), width) if len(result.logprobs) else None
+        draft_ids: list[list[int]] | None = result.draft_ids.tolist() if len(result.draft_ids) else None
         for index, (state, tokens, count) in enumerate(zip(step.decoding, token_ids, num_valid, strict=False)):
             state.num_in_flight_yields -= 1
             state.max_in_flight_tokens -= width
-            if count and not state.request.finish_reason:
-                taken = self._take(state, tokens[:count])
-                if logprobs is None:
-                    updates.append(RequestUpdate(state.request, taken))
-                else:
-                    updates.append(logprobs.update(state, index, taken))
+            request = state.request
+            if request.finish_reason or not (count or request.has_grammar):
+                continue
+            taken = self._take(state, tokens[:count]) if count else []
+            self._counters.num_late_masks += not count
+            if logprobs is None and not request.has_grammar:
+                updates.append(RequestUpdate(request, taken))
+            else:
+                updates.append(_update(state, index, taken, logprobs, draft_ids))
         for index, chunk in enumerate(step.chunks, len(step.decoding)):
             state = chunk.state
             if chunk.is_last:
@@ -181,9 +185,10 @@ class Scheduler:
             if state.request.finish_reason:
                 continue
             count = num_valid[index] if chunk.is_last else 0
+            self._counters.num_late_masks += chunk.is_last and not count
             taken = self._take(state, token_ids[index][:count]) if count else []
-            update = RequestUpdate(state.request, taken) if logprobs is None else logprobs.update(state, index, taken)
-            if count or update.prompt_logprobs is not None:
+            update = _update(state, index, taken, logprobs, draft_ids if chunk.is_last else None)
+            if update.is_news or (chunk.is_last and state.request.has_grammar):
                 updates.append(update)
         return updates
 
@@ -239,7 +244,8 @@ class Scheduler:
         if not decoding and not chunks:
             return None
         step = InFlightStep(in_flight.next_step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
-        plan = build_plan(step)
+        wait_us = 0 if self._running.num_without_grammar else MAX_MASK_WAIT_US
+        plan = build_plan(step, wait_us)
         self._note_dispatched(step)
         return plan
 
@@ -274,3 +280,17 @@ class Scheduler:
             self.items.remove(state)
         else:
             self._running.stop(state)
+
+
+def _update(
+    state: RequestState,
+    index: int,
+    taken: list[int],
+    logprobs: LogprobsOfStep | None,
+    draft_ids: list[list[int]] | None,
+) -> RequestUpdate:
+    """Return what a step brought to the request whose row is the step's row `index`."""
+    update = RequestUpdate(state.request, taken) if logprobs is None else logprobs.update(state, index, taken)
+    if not state.request.has_grammar:
+        return update
+    return replace(update, draft_ids=draft_ids[index] if draft_ids is not None else [])

@@ -22,7 +22,8 @@ def pack_extras(starting: Sequence[RequestState]) -> Bytes:
     requests = [state.request for state in states]
     params = [request.params for request in requests]
     end_token_ids = [sorted(state.end_token_ids) if state.request.params.min_tokens else [] for state in states]
-    allowed = [p.allowed_token_ids or () for p in params]
+    # Under a grammar the masks see to it: of what the grammar allows, something must be left.
+    allowed = [() if p.structured_outputs else p.allowed_token_ids or () for p in params]
     bad_words = [request.bad_word_token_ids for request in requests]
     return pack_inside(
         StartExtras(
@@ -45,6 +46,7 @@ def pack_extras(starting: Sequence[RequestState]) -> Bytes:
             num_prompt_logprobs=_int32s(
                 s.request.params.prompt_logprobs or 0 if s.scores_prompt else _NONE for s in states
             ),
+            has_grammar=_int32s(p.structured_outputs is not None for p in params),
         )
     )
 
@@ -61,6 +63,7 @@ def _has_extras(request: Request) -> bool:
         or params.allowed_token_ids
         or params.logprobs is not None
         or params.prompt_logprobs is not None
+        or params.structured_outputs is not None
     )
 
 

@@ -19,6 +19,8 @@ class Counters:
     """Of the requests that got a row; each request counts once."""
     num_generated_tokens: int = 0
     """That were collected and kept."""
+    num_late_masks: int = 0
+    """Row-steps that yielded nothing, for the mask of their grammar came too late."""
     num_prefix_query_tokens: int = 0
     """Tokens that the prefix cache was asked for, over all prefills."""
     num_prefix_hit_tokens: int = 0
@@ -55,6 +57,7 @@ class SchedulerStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_generated_tokens: int
+    num_late_masks: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
     num_draft_tokens: int

@@ -106,7 +106,7 @@ def _newest_indices(step: SteppedTokens) -> torch.Tensor:
     first = step.token_indices[:num_decode_tokens:width]
     if len(step.token_indices) > num_decode_tokens:
         first = torch.cat((first, step.token_indices[num_decode_tokens:]))
-    return first + step.num_valid - 1
+    return first + (step.num_valid - 1).clamp(min=0)  # a row whose mask came too late yields nothing
 
 
 def _next_token_ids(step: SteppedTokens) -> torch.Tensor:

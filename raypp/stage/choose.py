@@ -11,6 +11,7 @@ from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
 from raypp.stage.speculation import Search, Speculation
+from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
@@ -49,6 +50,7 @@ def choose_tokens(
     needs: Needs,
     max_length: int,
     search: Search,
+    masks: StepMasks | None = None,
 ) -> Choice:
     """Sample every position, verify drafts and propose the next ones. Never waits for the device.
 
@@ -60,8 +62,9 @@ def choose_tokens(
         needs: At least what the step's rows need.
         max_length: An upper bound of the rows' lengths after the step.
         search: What a step without drafts does for later ones.
+        masks: Of its rows under a grammar; None when there are none.
     """
-    choice = verify_tokens(shape, last, sampler, speculation, needs, search)
+    choice = verify_tokens(shape, last, sampler, speculation, needs, search, masks)
     if speculation is None:
         return choice
     return replace(choice, tokens=speculation.draft(shape, choice.tokens, last.hidden, max_length, search))
@@ -74,17 +77,20 @@ def verify_tokens(
     speculation: Speculation | None,
     needs: Needs,
     search: Search,
+    masks: StepMasks | None = None,
 ) -> Choice:
     """Sample every position and verify drafts; propose nothing. For the arguments see `choose_tokens`."""
     width, rows = shape.decode_query_len, shape.rows_of_logits()
     if speculation is not None and needs.history and width > 1:
         decode = slice(0, shape.num_decode_rows * width, width)
         sampler.history.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape))
-    chosen = sampler.choose(last.logits, rows, last.positions, needs)
+    chosen = sampler.choose(last.logits, rows, last.positions, needs, masks)
     token_ids = chosen.to(torch.int32)
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
+        if masks is not None:
+            tokens = masks.close(tokens, None)
     else:
-        tokens = speculation.verify(shape, token_ids, last.positions, search)
+        tokens = speculation.verify(shape, token_ids, last.positions, search, masks)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
     return Choice(chosen, tokens)

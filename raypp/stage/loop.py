@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 
 from raypp.errors import DeadlineError, EngineDeadError
-from raypp.messages import NO_STEP, StepPlan, pack, unpack
+from raypp.messages import NO_STEP, MaskUpdate, StepPlan, pack, unpack
 from raypp.stage.failure import describe_failure
 from raypp.stage.pending_result import PendingResult
 from raypp.tracing import ForwardCounter
-from raypp.transport.step_channel import StageChannel, Stop
+from raypp.transport.step_channel import Masks, StageChannel, Stop
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
 _LAST_RESULTS_S = 5.0
@@ -37,6 +37,9 @@ class SteppedStage(Protocol):
 
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon. From another thread than `step`."""
+
+    def take_masks(self, update: MaskUpdate) -> None:
+        """Take in which tokens grammars allow. The last stage's, from another thread than `step`."""
 
     def step(self, plan: StepPlan) -> PendingResult | None:
         """Execute a plan, or queue it on the device; return its result to be on the last stage."""
@@ -132,6 +135,9 @@ class _PlanReader:
                 if isinstance(message, Stop):
                     self._plans.put(message)
                     return
+                if isinstance(message, Masks):
+                    self._stage.take_masks(unpack(MaskUpdate, message.payload))
+                    continue
                 plan = unpack(StepPlan, message)
                 self._stage.announce(plan)
                 self._plans.put(plan)

@@ -36,6 +36,7 @@ from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
+from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import write_feedback
@@ -162,24 +163,37 @@ class RecordedDecode:
         if ran.last is not None:
             self._last = ran.last
 
-    def choose(self, bucket: int, num_drafts: int, needs: Needs, search: Search) -> Choice:
-        """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too."""
-        choice = self._choose(bucket, num_drafts, needs)
+    def choose(
+        self, bucket: int, num_drafts: int, needs: Needs, search: Search, masks: StepMasks | None = None
+    ) -> Choice:
+        """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too.
+
+        Args:
+            bucket: Of `bucket_of`.
+            num_drafts: K.
+            needs: What the rows need.
+            search: What the step does for later ones.
+            masks: Of rows under a grammar; then GRAMMAR is among the needs, which no recorded tail serves.
+        """
+        choice = self._choose(bucket, num_drafts, needs, masks)
         if self.drafts is None:
             return choice
         self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
+        if masks is not None:  # the driver is told the drafts, too
+            drafts = self._feedback_views(bucket)["draft_ids"]
+            choice = replace(choice, tokens=replace(choice.tokens, draft_ids=drafts))
         if search.compares:
             return choice
         return replace(choice, tokens=replace(choice.tokens, num_drafted=None, num_matched=None))
 
-    def _choose(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
+    def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> Choice:
         for recorded in _TAILS:
             key = ("tail", bucket, num_drafts, recorded)
             if needs | recorded == recorded and key in self._graphs:
                 choice: Choice = self._graphs.run(key)
                 return choice
         # Its tables appear when they are first needed, so nobody could record it; or it sorts too much.
-        return self._tail(bucket, num_drafts, needs)
+        return self._tail(bucket, num_drafts, needs, masks)
 
     @property
     def logits(self) -> torch.Tensor:
@@ -296,16 +310,16 @@ class RecordedDecode:
             self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
         return self._kept_logits[: len(logits)].copy_(logits)
 
-    def _tail(self, bucket: int, num_drafts: int, needs: Needs) -> Choice:
+    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> Choice:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
         if self.drafts is not None:
             assert self._speculation is not None
-            choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search())
+            choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search(), masks)
             self.drafts.keep(shape.rows, choice.tokens)
         else:
             max_length = self._spec.max_seq_len + 1
-            choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search())
+            choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search(), masks)
         write_feedback(self._feedback_views(bucket), shape, choice.tokens)
         return choice
 

@@ -1,6 +1,6 @@
 """The last stage's sampler: a token for every position that wants one, by the parameters of the position's row.
 
-    copy of the logits -> bias -> penalties -> bans -> temperature, truncation, draw -> tokens
+    copy of the logits -> bias -> penalties -> bans -> grammar -> temperature, truncation, draw -> tokens
 
 A step does what any of its rows needs (`Needs`), on all of them: it is neutral, bit by bit, for those without the
 parameter. So what a CUDA graph records for more needs serves a step with fewer, and rows do not feel each other.
@@ -19,6 +19,7 @@ from raypp.ops.backend import choose_token_choice
 from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
 from raypp.stage.sampling_rows import Needs, SamplingRows
 from raypp.stage.spec import StageSpec
+from raypp.stage.step_masks import StepMasks
 from raypp.stage.token_history import TokenHistory
 
 
@@ -49,7 +50,14 @@ class Sampler:
         """Return what a step with these rows needs."""
         return self.rows.needs(rows_np)
 
-    def choose(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
+    def choose(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        needs: Needs,
+        masks: StepMasks | None = None,
+    ) -> torch.Tensor:
         """Return the token of each position, int64 [N]. Leaves the logits as they are. Never waits for the device.
 
         With drafts, `history.place_drafts` comes before, so that each position sees the drafts in front of it.
@@ -59,9 +67,13 @@ class Sampler:
             rows: [N] int64, the row of each.
             positions: [N] int64, absolute, of the token that is chosen.
             needs: At least what the rows need.
+            masks: Of the rows under a grammar.
         """
         if needs.logits_change:
             logits = self._changed(logits, rows, positions, needs)
+        if masks is not None:
+            assert Needs.GRAMMAR in needs, "the logits are not a copy"
+            masks.apply(logits)
         if Needs.DRAW not in needs:
             return self._choice.greedy(logits)
         params = self.rows

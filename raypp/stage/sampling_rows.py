@@ -28,6 +28,7 @@ class Needs(IntFlag):
     MIN_TOKENS = 16
     BAD_WORDS = 32
     ALLOWED = 64
+    GRAMMAR = 128
 
     @property
     def history(self) -> bool:
@@ -117,6 +118,7 @@ class SamplingRows:
             (extras.repetition_penalty != 1) | (extras.frequency_penalty != 0) | (extras.presence_penalty != 0)
         )
         self._needs_np[rows_np] |= is_penalized * np.uint8(Needs.PENALTIES)
+        self._needs_np[rows_np] |= (extras.has_grammar > 0) * np.uint8(Needs.GRAMMAR)
         for row, token_ids in _lists(rows_np, extras.num_end_tokens, extras.end_token_ids):
             self.end_token_ids.set(row, token_ids)
             self._needs_np[row] |= Needs.MIN_TOKENS

@@ -19,6 +19,7 @@ from raypp.specdec.ngram import NgramProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
 from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
+from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
@@ -99,7 +100,14 @@ class Speculation:
         decode_rows = shape.rows[: shape.num_decode_rows]
         return self._drafts.draft_ids(decode_rows)[:, : shape.decode_query_len - 1]
 
-    def verify(self, shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
+    def verify(
+        self,
+        shape: StepShape,
+        chosen: torch.Tensor,
+        positions: torch.Tensor,
+        search: Search,
+        masks: StepMasks | None = None,
+    ) -> StepTokens:
         """Verify the step's drafts, and remember its tokens.
 
         Args:
@@ -107,6 +115,7 @@ class Speculation:
             chosen: [N] int32, the model's tokens: K + 1 of each decode row, then one of each final chunk.
             positions: [N] int64, theirs.
             search: What the step does.
+            masks: Of its rows under a grammar; None when there are none.
         """
         rows = shape.sampled_rows
         token_ids, first = _by_row(shape, chosen, positions)
@@ -114,16 +123,20 @@ class Speculation:
             token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
         if not search.compares:
             self._tokens.append(rows, first, token_ids, None)
-            return StepTokens.one_each(token_ids.squeeze(1), first)
-        verified = self._drafts.verify(rows, first, token_ids)
-        return StepTokens(
-            token_ids=token_ids,
-            positions=first,
-            lengths=verified.lengths,
-            num_valid=verified.num_valid,
-            num_drafted=verified.num_drafted,
-            num_matched=verified.num_matched,
-        )
+            tokens = StepTokens.one_each(token_ids.squeeze(1), first)
+        else:
+            verified = self._drafts.verify(rows, first, token_ids)
+            tokens = StepTokens(
+                token_ids=token_ids,
+                positions=first,
+                lengths=verified.lengths,
+                num_valid=verified.num_valid,
+                num_drafted=verified.num_drafted,
+                num_matched=verified.num_matched,
+            )
+        if masks is None:
+            return tokens
+        return masks.close(tokens, self._drafts.draft_ids(rows)[:, : shape.decode_query_len - 1])
 
     def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int) -> Followed:
         """Let the proposer take in a step that was verified.

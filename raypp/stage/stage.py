@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from raypp.graphs.manager import CudaGraphManager, graph_maker
-from raypp.messages import StartExtras, StepPlan, unpack
+from raypp.messages import MaskUpdate, StartExtras, StepPlan, unpack
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
@@ -23,6 +23,7 @@ from raypp.stage.aux_states import AuxStates
 from raypp.stage.choose import Drafting, LastHidden, verify_tokens
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
+from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
 from raypp.stage.item_rows import ItemRows
 from raypp.stage.item_store import ItemStore
@@ -90,6 +91,7 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
+            self._grammars = GrammarMasks(spec, self._device)
         self._speculation: Speculation | None = None
         if spec.is_last and spec.max_drafts:
             self._speculation = Speculation(spec, self._device, model.draft_head, self._block_tables.tables)
@@ -164,6 +166,10 @@ class Stage:
             num_bytes = self._entering.num_bytes(num_rows, num_tokens, plan.num_item_tokens, num_drafting_tokens)
             self._links.previous.post_recv(plan.step_id, num_bytes)
 
+    def take_masks(self, update: MaskUpdate) -> None:
+        """Take in which tokens grammars allow. Last stage only; from another thread than `step`, if need be."""
+        self._grammars.put(update)
+
     def close(self) -> None:
         """Close the links, once what was sent is out."""
         self._links.close()
@@ -197,16 +203,19 @@ class Stage:
             self._send_recorded(links.next, plan, self._leaving.num_bytes(bucket, num_tokens))
             self._tracer.record(HOST, plan.step_id, started, now_ns())
             return None
+        shape = self._shapes.of(plan)
+        masks = self._grammars.of_step(plan, shape, bucket, body_mark(self._device))
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search)
+        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search, masks)
         self._clock.end()
         assert links.feedback_out is not None
         self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
-        shape, logprobs = self._shapes.of(plan), no_logprobs
+        logprobs = no_logprobs
         if self._logprobs.is_asked(plan.rows):
             logits = recorded.logits[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
-        result = pending_result(self._device, plan, shape, choice.tokens.first(shape.num_rows), logprobs)
+        tokens = choice.tokens.first(shape.num_rows)
+        result = pending_result(self._device, plan, shape, tokens, logprobs, tells_drafts=masks is not None)
         self._tracer.record(HOST, plan.step_id, started, now_ns())
         return result
 
@@ -231,6 +240,7 @@ class Stage:
             extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
             self._sampler.apply(plan, extras)
             self._logprobs.apply(plan, extras)
+            self._grammars.apply(plan, extras)
             if self._speculation is not None:
                 self._speculation.apply(plan)
             if self._next_tokens is not None:
@@ -352,7 +362,8 @@ class Stage:
         max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        choice = verify_tokens(shape, last, self._sampler, self._speculation, needs, search)
+        masks = self._grammars.of_step(plan, shape, len(shape.sampled_np), body_mark(self._device))
+        choice = verify_tokens(shape, last, self._sampler, self._speculation, needs, search, masks)
         if self._drafting is not None:
             drafted = self._drafting.draft(shape, choice.tokens, stepped, max_length, search)
             choice = replace(choice, tokens=drafted)
@@ -361,4 +372,4 @@ class Stage:
         assert link is not None
         write_feedback(schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows), shape, choice.tokens)
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
-        return pending_result(self._device, plan, shape, choice.tokens, logprobs)
+        return pending_result(self._device, plan, shape, choice.tokens, logprobs, tells_drafts=masks is not None)

@@ -55,11 +55,18 @@ def write_feedback(feedback: dict[str, torch.Tensor], shape: StepShape, tokens: 
 
 
 def pending_result(
-    device: torch.device, plan: StepPlan, shape: StepShape, tokens: StepTokens, logprobs: Callable[[], Bytes]
+    device: torch.device,
+    plan: StepPlan,
+    shape: StepShape,
+    tokens: StepTokens,
+    logprobs: Callable[[], Bytes],
+    *,
+    tells_drafts: bool = False,
 ) -> PendingResult:
     """Return what the driver is told, on its way to the host. `logprobs` packs the `StepLogprobs`."""
-    columns = (tokens.token_ids, tokens.num_valid, tokens.num_drafted, tokens.num_matched)
-    token_ids, num_valid, num_drafted, num_matched = (c if c is None else to_host(c) for c in columns)
+    told_drafts = tokens.draft_ids if tells_drafts else None
+    columns = (tokens.token_ids, tokens.num_valid, tokens.num_drafted, tokens.num_matched, told_drafts)
+    token_ids, num_valid, num_drafted, num_matched, draft_ids = (c if c is None else to_host(c) for c in columns)
     assert token_ids is not None
 
     def by_row(values: torch.Tensor | None, nothing: int) -> NDArray[np.int32]:
@@ -81,5 +88,6 @@ def pending_result(
             num_drafted=by_row(num_drafted, 0),
             num_matched=by_row(num_matched, 0),
             logprobs=logprobs(),
+            draft_ids=by_row(draft_ids, -1),
         ),
     )

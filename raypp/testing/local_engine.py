@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.pipeline import Pipeline
+from raypp.grammar.vocabulary import VocabularySource
 from raypp.graphs.manager import CudaGraphManager
 from raypp.models.config import ModelConfig
 from raypp.prompt_items import PromptItems
@@ -21,6 +23,7 @@ from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
+from raypp.testing.inline_grammars import InlineGrammars
 from raypp.testing.local_encoder import LocalEncoder
 from raypp.testing.local_pipeline import LocalPipeline
 from raypp.tracing import Tracer
@@ -87,6 +90,8 @@ class LocalEngine:
         plan: EnginePlan,
         factory: StageFactory | None = None,
         pipeline: Pipeline | None = None,
+        *,
+        mask_lateness: random.Random | None = None,
     ) -> None:
         """Make the scheduler and the stages.
 
@@ -94,6 +99,7 @@ class LocalEngine:
             plan: What to make.
             factory: Makes the stages' models, if the checkpoint does not.
             pipeline: The stages, if they are made already.
+            mask_lateness: Lets the masks of grammars come late at random.
         """
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
         encoder: LocalEncoder | None = None
@@ -103,7 +109,9 @@ class LocalEngine:
             pipeline = LocalPipeline(stages)
             if plan.num_encoders and factory is None:
                 encoder = LocalEncoder(plan, stages[0].items)
-        self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False), encoder)
+        vocabulary = VocabularySource(plan.model_path, plan.model.vocab_size, tuple(sorted(plan.model.eos_token_ids)))
+        grammars = InlineGrammars(vocabulary, lateness=mask_lateness)
+        self._engine = Engine(self.scheduler, pipeline, Tracer("local", enabled=False), encoder, grammars)
         self._num_requests = 0
 
     def submit(
@@ -133,11 +141,18 @@ class LocalEngine:
 
     def abort(self, request: Request) -> bool:
         """End a request now; return whether it was running."""
-        return self._engine.abort(request.request_id)
+        return self._engine.abort(request)
 
     def step(self) -> list[RequestUpdate]:
-        """Collect one step and dispatch what may go; return what changed."""
-        return self._engine.step()
+        """Collect one step and dispatch what may go; return what changed.
+
+        Raises:
+            RequestError: a request was taken in and cannot run after all.
+        """
+        updates = self._engine.step()
+        for _, error in self._engine.take_failed():
+            raise error
+        return updates
 
     @property
     def has_unfinished(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from raypp.messages import StepPlan, StepResult, pack, unpack
+from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.stage.loop import SteppedStage
 
 
@@ -23,6 +23,10 @@ class LocalPipeline:
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; `collect` executes it."""
         self._submitted.append(unpack(StepPlan, pack(plan)))
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        """Tell the last stage which tokens grammars allow."""
+        self._stages[-1].take_masks(unpack(MaskUpdate, pack(update)))
 
     def collect(self) -> list[StepResult]:
         """Execute the oldest plan and return its result: the others stay in flight, as they would in real life."""

@@ -20,6 +20,7 @@ from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.hardware import Hardware
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
@@ -67,7 +68,13 @@ class ThreadedEngine:
         self._links: list[Any] = []
         loops, encoder = self._stage_loops(channel, factory)
         self._server = DriverServer(
-            Engine(self.scheduler, self._pipeline, Tracer(DRIVER_LANE, enabled=False), encoder),
+            Engine(
+                self.scheduler,
+                self._pipeline,
+                Tracer(DRIVER_LANE, enabled=False),
+                encoder,
+                GrammarProcess(plan.grammar_settings()),
+            ),
             self._pipeline,
             self._clients,
             health,

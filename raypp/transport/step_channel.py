@@ -45,11 +45,19 @@ class _Kind(IntEnum):
     RESULT = 3
     HEARTBEAT = 4
     ERROR = 5
+    MASKS = 6
 
 
 @dataclass(frozen=True)
 class Stop:
     """The driver tells a stage to end its loop."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The driver tells the last stage which tokens grammars allow."""
+
+    payload: memoryview  # a packed MaskUpdate
 
 
 @dataclass(frozen=True)
@@ -153,6 +161,10 @@ class DriverChannel:
                     hint="the stage is gone, frozen, or never connected",
                 )
 
+    def send_masks(self, masks: bytes) -> None:
+        """Send a packed MaskUpdate to the last stage. Dropped when its queue is full: the rows' later ones say more."""
+        _offer(self._plan_sockets[-1], _HEADER.pack(_Kind.MASKS, _ALL_STAGES) + masks)
+
     def send_stop(self) -> None:
         """Tell every stage to stop. Does not wait: a stage that cannot be told has to be killed anyway."""
         for index, socket in enumerate(self._plan_sockets):
@@ -250,8 +262,8 @@ class StageChannel:
         """Seconds since the driver was last heard of, as of the last `receive`."""
         return time.monotonic() - self._last_heard_s
 
-    def receive(self, timeout_s: float) -> memoryview | Stop | None:
-        """Return the next packed plan, or Stop; None when `timeout_s` pass without one."""
+    def receive(self, timeout_s: float) -> memoryview | Masks | Stop | None:
+        """Return the next packed plan, masks, or Stop; None when `timeout_s` pass without one."""
         ends = time.monotonic() + timeout_s
         frame = _take(self._plans, timeout_s)
         while frame is not None:
@@ -259,6 +271,8 @@ class StageChannel:
             kind, _ = _HEADER.unpack_from(frame)
             if kind == _Kind.PLAN:
                 return memoryview(frame)[_HEADER.size :]
+            if kind == _Kind.MASKS:
+                return Masks(memoryview(frame)[_HEADER.size :])
             if kind == _Kind.STOP:
                 return Stop()
             assert kind == _Kind.ALIVE, f"a message of kind {kind} came to a stage"

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from raypp.driver.engine_plan import EnginePlan
 from raypp.graphs.manager import CudaGraphManager
-from raypp.messages import StepPlan, StepResult
+from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.config import ModelConfig
 from raypp.stage.build import StageFactory, build_stage_model
 from raypp.stage.spec import GraphSpec, StageSpec
@@ -56,6 +56,9 @@ class _Noting:
     def submit(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         self._pipeline.submit(plan)
+
+    def send_masks(self, update: MaskUpdate) -> None:
+        self._pipeline.send_masks(update)
 
     def collect(self) -> list[StepResult]:
         return self._pipeline.collect()

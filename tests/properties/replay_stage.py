@@ -65,6 +65,7 @@ class ReplayRow:
     known: list[int] = field(default_factory=list)
     limit: int = 0
     seed: int = 0
+    has_grammar: bool = False
     num_logprobs: int = -1
     num_prompt_logprobs: int = -1
     prompt_len: int = 0
@@ -113,6 +114,9 @@ class ReplayStage:
             row, new = self._rows[row_index], []
             if plan.samples[index]:
                 new = self._sample(row, token_ids[1:] if index < plan.num_decode_rows else [])
+                if row.has_grammar and self._rng.random() < 0.3:  # its mask came too late
+                    feedback.append((row_index, len(row.token_ids), row.token_ids[-1:], self._draft(row)))
+                    continue
             for token_id in new:
                 row.append(token_id)
             result_ids[index, : len(new)] = new
@@ -176,6 +180,7 @@ class ReplayStage:
             row.length, row.limit, row.seed = count, int(plan.start_limits[i]), int(plan.start_seed[i])
             row.prompt_len = int(plan.start_prompt_lens[i])
             row.num_logprobs = row.num_prompt_logprobs = -1
+            row.has_grammar = False
             row.token_ids, row.histories = [], []
             for token_id in row.known:
                 row.append(token_id)
@@ -183,6 +188,8 @@ class ReplayStage:
         if len(plan.start_extras):
             extras = unpack(StartExtras, plan.start_extras.data)
             columns = (extras.rows.tolist(), extras.num_logprobs.tolist(), extras.num_prompt_logprobs.tolist())
+            for row_index in extras.rows[extras.has_grammar > 0].tolist():
+                self._rows[row_index].has_grammar = True
             for row_index, num_logprobs, num_prompt_logprobs in zip(*columns, strict=True):
                 self._rows[row_index].num_logprobs = num_logprobs
                 self._rows[row_index].num_prompt_logprobs = num_prompt_logprobs
@@ -199,7 +206,7 @@ class ReplayStage:
             assert plan.samples[index] == (bound + count == len(row.known))
             return row_index, bound, token_ids
         assert row.length - 1 <= bound, "the plan's bound is too low"
-        assert self._limits.max_drafts or row.length - 1 == bound
+        assert self._limits.max_drafts or row.has_grammar or row.length - 1 == bound
         assert row.length == len(row.token_ids), "the row's feedback was not applied"
         assert row.last_token_id == row.token_ids[-1]
         return row_index, row.length - 1, [row.last_token_id, *row.draft_ids[: plan.num_drafts]]

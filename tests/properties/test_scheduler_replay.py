@@ -79,7 +79,8 @@ class Drive:
         max_tokens = rng.randint(1, max(capacity - num_prompt, 1))
         params = SamplingParams(
             max_tokens=max_tokens if capacity < self.limits.max_model_len else max_tokens + rng.randint(0, 9),
-            ignore_eos=rng.random() < 0.7,
+            ignore_eos=not (has_grammar := rng.random() < 0.2) and rng.random() < 0.7,
+            structured_outputs={"json_object": True} if has_grammar else None,
             stop_token_ids=(1,) if rng.random() < 0.3 else (),
             logprobs=rng.randrange(3) if rng.random() < 0.3 else None,
             prompt_logprobs=rng.randrange(3) if rng.random() < 0.3 else None,
@@ -133,7 +134,7 @@ class Drive:
         self.watcher.note_collected(result.step_id)
         for update in self.scheduler.update(result):
             assert update.request.request_id not in ended
-            assert update.new_token_ids or update.prompt_logprobs is not None
+            assert update.is_news or update.request.has_grammar
             self.told[update.request.request_id] += len(update.new_token_ids)
             if update.logprobs is not None:
                 self.logprobs[update.request.request_id].append(update.logprobs)

@@ -1,0 +1,116 @@
+"""Free streams beside streams under a grammar, against free streams beside free ones; with the embedded model.
+
+    python benchmarks/structured_output.py                       2 stages, 16 streams beside 16
+    python benchmarks/structured_output.py --rounds 9 --num-tokens 200
+
+Every round runs both: 16 free streams that are watched, beside 16 others that are free, or that follow a grammar. Which
+of the two goes first changes from round to round, so that what else happens on the machine hits both. Said are the
+watched streams' inter-token latency (time from the first to the last token over the tokens between), the same of the
+others, and what a grammar costs per token: the difference. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import time
+from typing import Any
+
+from report import print_report
+
+from raypp import AsyncLLM, SamplingParams
+
+PROMPTS = [f"def {name}(" for name in ("main", "parse", "load", "run")]
+ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 16},
+        "count": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["new", "old", "odd"]}, "maxItems": 3},
+    },
+    "required": ["name", "count", "tags"],
+    "additionalProperties": False,
+}
+CONSTRAINTS: dict[str, dict[str, Any]] = {
+    "json": {"json_schema": {"type": "array", "items": ITEM, "minItems": 100, "maxItems": 100}},
+    "regex": {"regex": "([a-z]{3,8} [0-9]{1,3}, )+[A-Z]"},
+}
+
+
+async def watch(llm: AsyncLLM, index: int, params: SamplingParams) -> float:
+    """Run one stream; return its inter-token latency, ms."""
+    first_s = last_s = 0.0
+    num_first = num_tokens = 0
+    async for output in llm.generate(PROMPTS[index % len(PROMPTS)], params):
+        num_tokens, last_s = len(output.outputs[0].token_ids), time.perf_counter()
+        if not first_s:
+            first_s, num_first = last_s, num_tokens
+    return (last_s - first_s) / (num_tokens - num_first) * 1e3
+
+
+async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str, Any] | None) -> tuple[float, float]:
+    """Return the mean inter-token latency of the watched free streams and of the others, ms."""
+
+    def params(seed: int, constraint: dict[str, Any] | None) -> SamplingParams:
+        free = {"ignore_eos": True} if constraint is None else {"structured_outputs": constraint}
+        return SamplingParams(max_tokens=num_tokens, seed=seed, **free)
+
+    watched = [watch(llm, index, params(index, None)) for index in range(num_streams)]
+    others = [watch(llm, index, params(100 + index, beside)) for index in range(num_streams)]
+    latencies = await asyncio.gather(*watched, *others)
+    return statistics.mean(latencies[:num_streams]), statistics.mean(latencies[num_streams:])
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures."""
+    figures: dict[str, Any] = {}
+    llm = await AsyncLLM.create(
+        "tiny", num_stages=args.num_stages, max_num_seqs=2 * args.num_streams, enable_prefix_caching=False
+    )
+    async with llm:
+        for name, constraint in CONSTRAINTS.items():
+            watched: dict[str, list[float]] = {"free": [], "grammar": []}
+            others: dict[str, list[float]] = {"free": [], "grammar": []}
+            late = 0
+            for round_index in range(args.rounds + 1):
+                sides: list[tuple[str, dict[str, Any] | None]] = [("free", None), ("grammar", constraint)]
+                for side, beside in sides if round_index % 2 else reversed(sides):
+                    before = (await llm.stats())["num_late_masks"]
+                    of_watched, of_others = await run(llm, args.num_streams, args.num_tokens, beside)
+                    if round_index:  # the first round warms up, and compiles the grammar
+                        watched[side].append(of_watched)
+                        others[side].append(of_others)
+                        late += (await llm.stats())["num_late_masks"] - before
+            ratios = [a / b for a, b in zip(watched["grammar"], watched["free"], strict=True)]
+            figures[name] = {
+                "free_beside_free_ms": statistics.median(watched["free"]),
+                "free_beside_grammar_ms": statistics.median(watched["grammar"]),
+                "free_slowdown": statistics.median(ratios) - 1,
+                "free_slowdown_of_rounds": [round(ratio - 1, 3) for ratio in ratios],
+                "grammar_ms": statistics.median(others["grammar"]),
+                "grammar_cost_ms_per_token": statistics.median(
+                    a - b for a, b in zip(others["grammar"], others["free"], strict=True)
+                ),
+                "late_masks_per_token": late / (args.rounds * args.num_streams * args.num_tokens),
+            }
+            print(name, figures[name], flush=True)
+    return figures
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--num-streams", type=int, default=16)
+    parser.add_argument("--num-tokens", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    figures = asyncio.run(measure(args))
+    print_report("structured_output", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""A JSON schema made enforceable: what its grammar would not hold a text to is refused, the rest said in its words.
+
+xgrammar passes over what it does not know, with a line on stderr; the text would then be held to less than was asked
+for. So a schema with such a part is refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from raypp.errors import RequestError
+from raypp.grammar.json_pattern import UnsupportedPatternError, json_pattern, length_pattern
+from raypp.grammar.schema_values import are_disjoint, is_of_type, resolve
+
+MAX_SCHEMA_DEPTH = 64
+MAX_SCHEMA_NODES = 20_000
+
+_NOTES = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "strict"}
+    | {"$schema", "$id", "$comment", "$defs", "definitions", "discriminator", "format"}
+    | {"contentEncoding", "contentMediaType"}
+)
+"""Nothing that a text can offend against. `format` is a note by the standard, too; xgrammar follows most of them."""
+_NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+_BY_TYPE = {
+    "object": frozenset(
+        {"properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"}
+        | {"propertyNames", "minProperties", "maxProperties"}
+    ),
+    "array": frozenset(["items", "prefixItems", "minItems", "maxItems"]),
+    "string": frozenset(["minLength", "maxLength", "pattern"]),
+    "integer": _NUMBER | {"multipleOf"},
+    "number": _NUMBER,
+    "boolean": frozenset(),
+    "null": frozenset(),
+}
+_CHOICES = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
+"""One of these decides alone; xgrammar does not look at what stands beside it."""
+
+_MAX_PATTERN_LENGTH = 128
+"""Longer strings are counted by xgrammar itself: its regular expressions become slow to follow."""
+
+
+def enforceable(schema: Any) -> Any:
+    """Return a schema that accepts nothing else than the given one, and that xgrammar follows to the letter.
+
+    Raises:
+        RequestError: names the first part that could not be enforced.
+    """
+    schema = copy.deepcopy(schema)
+    for count, (path, node, depth) in enumerate(_nodes(schema)):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _refused(path, f"nesting deeper than {MAX_SCHEMA_DEPTH}")
+        if count > MAX_SCHEMA_NODES:
+            raise _refused("the schema", f"more than {MAX_SCHEMA_NODES:,} parts")
+        if node is True:
+            continue
+        if not isinstance(node, dict):
+            raise _refused(path, f"{str(node)[:40]!r} in place of a schema")
+        _check_node(path, node, schema)
+        _rewrite_strings(path, node)
+    return schema
+
+
+def _check_node(path: str, node: dict[str, Any], schema: Any) -> None:
+    keywords = node.keys() - _NOTES
+    for choice in _CHOICES:
+        if choice in node:
+            if beside := keywords - {choice, "type"}:
+                raise _refused(path, f"{sorted(beside)[0]} beside {choice}")
+            _check_choice(path, choice, node[choice], schema)
+            _check_values(path, node)
+            return
+    types = _types(path, node, keywords)
+    if unknown := sorted(keywords - {"type"} - frozenset().union(*(_BY_TYPE[name] for name in types))):
+        raise _refused(path, unknown[0])
+    _check_object(path, node)
+
+
+def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[str]:
+    if "type" not in node:
+        # Without a type the keywords have to say which it is.
+        for name in ("object", "array"):
+            if keywords and _BY_TYPE[name].issuperset(keywords):
+                return [name]
+        if keywords:
+            raise _refused(path, f"{sorted(keywords)[0]} without a type")
+        return []
+    types = node["type"] if isinstance(node["type"], list) else [node["type"]]
+    for name in types:
+        if not isinstance(name, str) or name not in _BY_TYPE:
+            raise _refused(path, f"the type {name!r}")
+    return types
+
+
+def _check_object(path: str, node: dict[str, Any]) -> None:
+    is_open = bool(node.get("additionalProperties")) or "patternProperties" in node or "propertyNames" in node
+    properties = node.get("properties", {})
+    missing = [name for name in node.get("required", ()) if name not in properties]
+    if missing and not is_open:
+        raise _refused(path, f"{missing[0]!r}, required and not among the properties")
+    if missing or (is_open and "minProperties" in node):
+        raise _refused(path, "required or minProperties counting properties without a name in the schema")
+
+
+def _check_choice(path: str, choice: str, value: Any, schema: Any) -> None:
+    if choice == "$ref" and resolve(value, schema) is None:
+        raise _refused(path, f"$ref to {str(value)[:80]!r}: it has to name a part of the schema itself")
+    if choice == "allOf" and (not isinstance(value, list) or len(value) != 1):
+        raise _refused(path, "allOf of several schemas")
+    if choice in ("anyOf", "oneOf", "enum") and (not isinstance(value, list) or not value):
+        raise _refused(path, f"{choice} without any entry")
+    if choice == "oneOf" and not are_disjoint(value, schema):
+        raise _refused(path, "oneOf whose schemas may accept the same value; anyOf, if that is meant")
+
+
+def _check_values(path: str, node: dict[str, Any]) -> None:
+    """Check that a type beside values is theirs."""
+    values = node.get("enum", [node["const"]] if "const" in node else [])
+    if "type" not in node or not values:
+        return
+    types = _types(path, node, frozenset())
+    for value in values:
+        if not any(is_of_type(value, name) for name in types):
+            raise _refused(path, f"the value {str(value)[:40]!r} beside type {node['type']!r}")
+
+
+def _rewrite_strings(path: str, node: dict[str, Any]) -> None:
+    """Say what is asked of a string's text by a pattern for the raw JSON."""
+    lengths = node.keys() & {"minLength", "maxLength"}
+    if "pattern" in node:
+        if lengths:
+            raise _refused(path, f"{sorted(lengths)[0]} beside pattern")
+        try:
+            node["pattern"] = json_pattern(str(node["pattern"]))
+        except UnsupportedPatternError as error:
+            raise _refused(path, f"a pattern with a part that cannot be followed ({error})") from None
+        node.pop("format", None)
+    elif lengths:
+        least, most = node.get("minLength", 0), node.get("maxLength")
+        node.pop("format", None)
+        if max(least, most or 0) <= _MAX_PATTERN_LENGTH:
+            for name in lengths:
+                del node[name]
+            node["pattern"] = length_pattern(least, most)
+    if isinstance(names := node.get("patternProperties"), dict):
+        node["patternProperties"] = {_key_pattern(path, name): child for name, child in names.items()}
+
+
+def _key_pattern(path: str, pattern: str) -> str:
+    try:
+        return json_pattern(pattern)
+    except UnsupportedPatternError as error:
+        raise _refused(path, f"a pattern with a part that cannot be followed ({error})") from None
+
+
+def _nodes(schema: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield every schema in a schema, with its path and its depth."""
+    open_nodes: list[tuple[str, Any, int]] = [("#", schema, 0)]
+    while open_nodes:
+        path, node, depth = open_nodes.pop()
+        children = [(f"{path}/{name}", child, depth + 1) for name, child in _children(node)]
+        yield path, node, depth
+        open_nodes += children
+
+
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        return
+    for name in ("$defs", "definitions", "properties", "patternProperties"):
+        if isinstance(node.get(name), dict):
+            yield from ((f"{name}/{key}", child) for key, child in node[name].items())
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+        if isinstance(node.get(name), list):
+            yield from ((f"{name}/{index}", child) for index, child in enumerate(node[name]))
+    for name in ("items", "additionalProperties", "unevaluatedProperties"):
+        if node.get(name, False) is not False:
+            yield name, node[name]
+    if "propertyNames" in node:
+        if isinstance(node["propertyNames"], dict) and not node["propertyNames"].keys() & {"type", *_CHOICES}:
+            node["propertyNames"]["type"] = "string"  # names are
+        yield "propertyNames", node["propertyNames"]
+
+
+def _refused(path: str, what: str) -> RequestError:
+    return RequestError(
+        "structured_outputs: this json_schema cannot be enforced",
+        got=f"{what}, at {path[:200]}",
+        expected="keywords that a grammar can hold a text to",
+        hint="docs/structured_outputs.md lists them; take the part out and check it on the answer instead",
+    )

@@ -1,0 +1,89 @@
+"""The model's tokens as xgrammar wants them: which bytes each one writes, and which of them end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from raypp.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """xgrammar's `TokenizerInfo`, once for any text and once for JSON."""
+
+    text: Any
+    json: Any  # without tokens that hold control characters: JSON writes them otherwise, and xgrammar lets some pass
+
+    def of_kind(self, kind: str) -> Any:
+        """Return the one for a kind of constraint."""
+        return self.json if kind in ("json_schema", "json_object") else self.text
+
+
+@dataclass(frozen=True)
+class VocabularySource:
+    """Where the tokens come from: plain data."""
+
+    model_path: str
+    vocab_size: int  # of the model's logits
+    eos_token_ids: tuple[int, ...]
+
+    def load(self) -> Vocabulary:
+        """Return the vocabulary.
+
+        Special tokens write nothing: a text has none of them, so no grammar may ask for one.
+
+        Raises:
+            RequestError: no tokenizer, no end token, or no xgrammar.
+        """
+        if not self.eos_token_ids:
+            raise RequestError(
+                "a text under a grammar must be able to end, and the model has no end token",
+                expected="eos_token_id in config.json or generation_config.json",
+            )
+        try:
+            import xgrammar
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(self.model_path, local_files_only=True)
+            stop_token_ids = [token_id for token_id in self.eos_token_ids if token_id < self.vocab_size]
+            detected = xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids
+            )
+            texts = _texts(tokenizer, self.vocab_size, special=_special_token_ids(tokenizer))
+            written = detected.decoded_vocab
+            in_json = [
+                "" if min(token, default=0x20) < 0x20 else text for text, token in zip(texts, written, strict=True)
+            ]
+
+            def info(of: list[str]) -> Any:
+                return xgrammar.TokenizerInfo(
+                    of,
+                    detected.vocab_type,
+                    vocab_size=self.vocab_size,
+                    stop_token_ids=stop_token_ids,
+                    add_prefix_space=detected.add_prefix_space,
+                )
+
+            return Vocabulary(info(texts), info(in_json))
+        except Exception as error:  # whatever a broken or a missing tokenizer makes of it
+            raise RequestError(
+                "structured_outputs cannot be followed by this engine",
+                got=f"{type(error).__name__}: {error}",
+                expected="a tokenizer beside the model, and the package xgrammar",
+            ) from error
+
+
+def _texts(tokenizer: Any, vocab_size: int, *, special: Collection[int]) -> list[str]:
+    texts = [""] * vocab_size
+    for text, token_id in tokenizer.get_vocab().items():
+        if token_id < vocab_size and token_id not in special:
+            texts[token_id] = text
+    return texts
+
+
+def _special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that have no text when special ones are left out."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token_id for token_id, token in added if token.special) | frozenset(tokenizer.all_special_ids)

@@ -1,0 +1,204 @@
+"""The last stage's masks: which tokens the grammars of its rows allow next, as far as the driver has told.
+
+    reader thread: MaskUpdate -> one place per row        stage's thread: a step's masks -> the device
+
+A mask names the position and the drafts that it is for, and the device compares: so a row is never held to a mask of
+another moment. A row whose mask is missing yields nothing and tries again in its next step, which costs its own text
+one step and everybody else nothing. So a step waits for masks only while its own layers still run, and for as long as
+the plan allows, which is while nobody runs who has no grammar.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raypp.messages import NO_STEP, Int32s, MaskUpdate, StartExtras, StepPlan
+from raypp.stage.spec import StageSpec
+from raypp.stage.step_masks import StepMasks
+from raypp.stage.step_shape import StepShape
+
+_MAX_LAYOUTS = 64
+_LOOK_AGAIN_S = 0.0002
+"""How often a waiting stage asks the device whether the step's layers are through."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Where G rows under a grammar are in a step; K drafts."""
+
+    rows_np: NDArray[np.int64]  # [G]
+    rows: torch.Tensor  # [G] int64
+    yielding: torch.Tensor  # [G] int64, indices into the rows that the sampler chooses for
+    most_masks: NDArray[np.int32]  # [G] tokens that the row may yield
+    columns: NDArray[np.int64]  # [1 + K]
+    logit_indices: NDArray[np.int64]  # [G, 1 + K] of the row's positions among the step's logits
+    num_drafts: int  # K
+
+
+class GrammarMasks:
+    """One place per row. W words of a bit mask, K_max drafts."""
+
+    def __init__(self, spec: StageSpec, device: torch.device) -> None:
+        rows = spec.max_num_seqs
+        self._device = device
+        self._shape = (rows, 1 + spec.max_drafts, -(-spec.vocab_size // 32))
+        # Of the rows themselves.
+        self._has_grammar = np.zeros(rows, np.bool_)
+        self._start_steps = np.full(rows, NO_STEP, np.int64)
+        self._last_steps = np.full(rows, NO_STEP, np.int64)  # the newest that may have brought the row tokens
+        self._is_late = np.zeros(rows, np.bool_)  # its last mask did not come in time
+        # Of their newest masks, see `MaskUpdate`. The masks themselves appear with the first of them.
+        self._changed = threading.Condition()
+        self._mask_start_steps = np.full(rows, NO_STEP, np.int64)
+        self._mask_after_steps = np.full(rows, NO_STEP, np.int64)
+        self._mask_positions = np.full(rows, -1, np.int64)
+        self._num_masks = np.zeros(rows, np.int32)
+        self._mask_draft_ids = np.full((rows, spec.max_drafts), -1, np.int32)
+        self._bitmasks: Int32s | None = None  # [rows, 1 + K_max, W]
+        self._layouts: dict[StepShape, _Layout | None] = {}
+        # The first stage is told the last token of a row, also of one that yields nothing.
+        self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def put(self, update: MaskUpdate) -> None:
+        """Take masks in; each row at most once. From any thread."""
+        with self._changed:
+            if self._bitmasks is None:
+                self._bitmasks = np.zeros(self._shape, np.int32)
+            rows, counts = update.rows, update.num_masks
+            is_current = update.start_steps >= self._mask_start_steps[rows]  # else the row has changed hands meanwhile
+            ends = np.cumsum(counts)
+            mask_rows = np.repeat(np.arange(len(rows)), counts)
+            places = np.arange(len(mask_rows)) - np.repeat(ends - counts, counts)
+            is_taken = is_current[mask_rows]
+            self._bitmasks[rows[mask_rows[is_taken]], places[is_taken]] = update.bitmasks[is_taken]
+            is_behind_draft = places > 0  # one draft before each of these, in their order
+            is_taken = is_taken[is_behind_draft]
+            draft_rows, draft_places = mask_rows[is_behind_draft][is_taken], places[is_behind_draft][is_taken] - 1
+            self._mask_draft_ids[rows[draft_rows], draft_places] = update.draft_ids[is_taken]
+            current = rows[is_current]
+            self._mask_start_steps[current] = update.start_steps[is_current]
+            self._mask_after_steps[current] = update.after_steps[is_current]
+            self._mask_positions[current] = update.positions[is_current]
+            self._num_masks[current] = counts[is_current]
+            self._changed.notify_all()
+
+    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
+        """Take over the rows that start with a plan."""
+        if not len(plan.start_rows):
+            return
+        self._layouts.clear()
+        self._has_grammar[plan.start_rows] = False
+        if extras is None or not extras.has_grammar.any():
+            return
+        rows = extras.rows[extras.has_grammar > 0]
+        self._has_grammar[rows] = True
+        self._is_late[rows] = False
+        self._start_steps[rows] = plan.step_id
+        self._last_steps[rows] = plan.step_id - 1
+        ends = np.cumsum(plan.start_num_tokens)[np.isin(plan.start_rows, rows)]
+        starting = plan.start_rows[np.isin(plan.start_rows, rows)].astype(np.int64)
+        self._last_token_ids[self._upload(starting)] = self._upload(plan.start_token_ids[ends - 1])
+
+    def of_step(
+        self, plan: StepPlan, shape: StepShape, num_yielding: int, mark_body: Callable[[], Callable[[], bool]]
+    ) -> StepMasks | None:
+        """Return the masks of a step's rows; None when no row has a grammar. Waits as long as it may, see above.
+
+        Args:
+            plan: The step.
+            shape: Its rows, without padding.
+            num_yielding: Rows that the sampler chooses for: those that yield, and padding.
+            mark_body: See `body_mark`.
+        """
+        layout = self._layout_of(shape)
+        if layout is None:
+            return None
+        rows, is_body_done = layout.rows_np, mark_body()
+        with self._changed:
+            self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
+            is_own = self._mask_start_steps[rows] == self._start_steps[rows]
+            num_masks = np.minimum(self._num_masks[rows], layout.most_masks) * is_own
+            is_there = layout.columns < num_masks[:, None]
+            bitmasks = np.empty((0, self._shape[2]), np.int32)
+            if self._bitmasks is not None:
+                bitmasks = self._bitmasks[np.repeat(rows, num_masks), np.nonzero(is_there)[1]]
+            positions, draft_ids = self._mask_positions[rows], self._mask_draft_ids[rows, : layout.num_drafts]
+        self._last_steps[rows] = plan.step_id
+        return StepMasks(
+            num_yielding=num_yielding,
+            yielding=layout.yielding,
+            rows=layout.rows,
+            positions=self._upload(positions),
+            num_masks=self._upload(num_masks),
+            draft_ids=self._upload(draft_ids),
+            logit_indices=self._upload(layout.logit_indices[is_there]),
+            bitmasks=self._upload(bitmasks),
+            last_token_ids=self._last_token_ids,
+        )
+
+    def _layout_of(self, shape: StepShape) -> _Layout | None:
+        """Return where the rows under a grammar are in a step; None if there are none. Kept until rows change."""
+        if shape not in self._layouts:
+            if len(self._layouts) >= _MAX_LAYOUTS:
+                self._layouts.clear()
+            yielding_rows = shape.rows_np[shape.sampled_np]
+            indices = np.flatnonzero(self._has_grammar[yielding_rows])
+            width, num_decode_rows = shape.decode_query_len, shape.num_decode_rows
+            is_decode = indices < num_decode_rows
+            first_logits = np.where(is_decode, indices * width, num_decode_rows * (width - 1) + indices)
+            columns = np.arange(width)
+            self._layouts[shape] = None
+            if len(indices):
+                self._layouts[shape] = _Layout(
+                    rows_np=yielding_rows[indices],
+                    rows=self._upload(yielding_rows[indices]),
+                    yielding=self._upload(indices),
+                    most_masks=np.where(is_decode, width, 1).astype(np.int32),
+                    columns=columns,
+                    logit_indices=first_logits[:, None] + columns,
+                    num_drafts=width - 1,
+                )
+        return self._layouts[shape]
+
+    def _await(self, rows: NDArray[np.int64], wait_s: float, is_body_done: Callable[[], bool]) -> None:
+        """Wait for fresh masks of the rows, as long as it may be. With the lock."""
+        if not (is_fresh := self._is_fresh(rows)).all():
+            ends_s = time.monotonic() + wait_s
+            # Nobody waits again and again for a grammar that takes long: one late mask, and its row is on its own.
+            is_patient = ~self._is_late[rows]
+            while not is_fresh.all():
+                left_s = ends_s - time.monotonic() if (is_patient & ~is_fresh).any() else 0.0
+                if left_s <= 0 and is_body_done():
+                    break
+                self._changed.wait(max(left_s, _LOOK_AGAIN_S))
+                is_fresh = self._is_fresh(rows)
+        self._is_late[rows] = ~is_fresh
+
+    def _is_fresh(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        is_own = self._mask_start_steps[rows] == self._start_steps[rows]
+        is_fresh: NDArray[np.bool_] = is_own & (self._mask_after_steps[rows] >= self._last_steps[rows])
+        return is_fresh
+
+    def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
+        values = torch.from_numpy(array)
+        return values if self._device.type == "cpu" else values.pin_memory().to(self._device, non_blocking=True)
+
+
+def body_mark(device: torch.device) -> Callable[[], Callable[[], bool]]:
+    """Return what marks this moment in the device's order of work, and then says whether the device has come so far."""
+
+    def mark() -> Callable[[], bool]:
+        if device.type == "cpu":
+            return lambda: True  # calls return when the work is done
+        queued = torch.cuda.Event()
+        queued.record()
+        return queued.query
+
+    return mark

@@ -1,0 +1,106 @@
+"""One text, one grammar: masks say what may follow, behind drafts too, and looking ahead changes nothing."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raypp.api.tokenizer import Tokenizer
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.errors import RequestError
+from raypp.grammar.compile import compile_constraint
+from raypp.grammar.text_grammar import TextGrammar
+from raypp.grammar.vocabulary import Vocabulary, VocabularySource
+from raypp.structured_outputs import as_structured_outputs, source_of
+
+PLAN = plan_engine(EngineConfig.from_flat("tiny"), Hardware(1))
+VOCAB_SIZE = PLAN.model.vocab_size
+EOS = sorted(PLAN.model.eos_token_ids)
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return VocabularySource(PLAN.model_path, VOCAB_SIZE, tuple(EOS)).load()
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(PLAN.model_path)
+
+
+def text_grammar(constraint: dict[str, Any], allowed: list[int] | None = None) -> TextGrammar:
+    kept = as_structured_outputs(constraint)
+    assert kept is not None
+    return TextGrammar(compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
+
+
+def tokens_of(mask: np.ndarray) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+
+
+def walk(text: TextGrammar, rng: random.Random) -> list[int]:
+    """Return a text that the grammar allows, without its end."""
+    token_ids: list[int] = []
+    while True:
+        token_id = rng.choice(sorted(tokens_of(text.next_masks([]).bitmasks[0])))
+        if token_id in EOS:
+            return token_ids
+        text.accept([token_id])
+        token_ids.append(token_id)
+
+
+def test_any_way_through_a_grammar_is_a_text_of_it() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        text = tokenizer().decode(walk(text_grammar({"choice": ["abc", "abd", "x y"]}), rng))
+        assert text in ("abc", "abd", "x y")
+
+
+def test_masks_behind_drafts_are_those_of_the_longer_text() -> None:
+    rng, constraint = random.Random(1), {"regex": "[a-z]{2,4}( [0-9]{1,3}){1,3}\\."}
+    for _ in range(10):
+        token_ids = walk(text_grammar(constraint), rng)
+        wrong_at = rng.randrange(len(token_ids) + 1)
+        drafts = [*token_ids[:wrong_at], 4017, *token_ids[wrong_at:]]
+        ahead, behind = text_grammar(constraint), text_grammar(constraint)
+        seen = ahead.next_masks(drafts)
+        assert seen.draft_ids == drafts[: len(seen.draft_ids)]
+        for index, mask in enumerate(seen.bitmasks):
+            assert (mask == behind.next_masks([]).bitmasks[0]).all()
+            if index < len(seen.draft_ids):
+                behind.accept([seen.draft_ids[index]])
+        assert len(seen.bitmasks) > wrong_at or drafts[len(seen.bitmasks) - 1] not in tokens_of(seen.bitmasks[-1])
+        assert (ahead.next_masks([]).bitmasks[0] == seen.bitmasks[0]).all()  # looking ahead moved nothing
+
+
+def test_the_end_is_the_only_thing_behind_a_whole_text() -> None:
+    text = text_grammar({"regex": "ab"})
+    text.accept(tokenizer().encode(["ab"])[0])
+    assert tokens_of(text.next_masks([EOS[0]]).bitmasks[0]) == set(EOS)
+    assert len(text.next_masks([EOS[0], 5]).bitmasks) == 1
+
+
+def test_special_tokens_write_nothing() -> None:
+    allowed = tokens_of(text_grammar({"regex": "(.|\\n)*"}).next_masks([]).bitmasks[0])
+    [start] = tokenizer().encode(["<|im_start|>"])[0:1]
+    assert start[0] not in allowed
+    assert tokenizer().encode(["<think>"])[0][0] in allowed
+
+
+def test_allowed_tokens_count_where_any_is_left() -> None:
+    [a], [b] = tokenizer().encode(["a", "b"])
+    assert tokens_of(text_grammar({"regex": "[ab]"}, [b, 9]).next_masks([]).bitmasks[0]) == {b}
+    assert tokens_of(text_grammar({"regex": "a"}, [b, 9]).next_masks([]).bitmasks[0]) == {a}
+
+
+def test_what_leaves_its_grammar_is_an_error() -> None:
+    with pytest.raises(RequestError, match="left its grammar"):
+        text_grammar({"regex": "a"}).accept(tokenizer().encode(["b"])[0])
+    with pytest.raises(RequestError, match="nothing that the model's tokens can write"):
+        text_grammar({"grammar": "root ::= root"}).next_masks([])

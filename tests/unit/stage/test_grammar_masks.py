@@ -1,0 +1,132 @@
+"""Masks that come in time, late, for other drafts, or for a row's last owner."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+from sampler_plans import VOCAB_SIZE, spec, start_plan
+
+from raypp.messages import MaskUpdate, StepPlan
+from raypp.scheduler.request import Request
+from raypp.stage.grammar_masks import GrammarMasks, body_mark
+from raypp.stage.step_masks import StepMasks
+from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.stage.step_tokens import StepTokens
+from raypp.types import SamplingParams
+
+CPU = torch.device("cpu")
+WORDS = -(-VOCAB_SIZE // 32)
+PROMPT = [3, 4, 5]
+
+
+def request(*, has_grammar: bool) -> Request:
+    constraint = {"json_object": True} if has_grammar else None
+    return Request("a", list(PROMPT), SamplingParams(structured_outputs=constraint), 0)
+
+
+def update(row: int, position: int, tokens: list[int], *, start: int = 0, after: int, drafts: tuple[int, ...] = ()):
+    """Return masks of one row, each allowing one token."""
+    masks = np.zeros((len(tokens), WORDS), np.int32)
+    for index, token in enumerate(tokens):
+        masks[index, token // 32] = 1 << token % 32
+    return MaskUpdate(
+        rows=np.array([row], np.int32),
+        start_steps=np.array([start]),
+        after_steps=np.array([after]),
+        positions=np.array([position], np.int32),
+        num_masks=np.array([len(tokens)], np.int32),
+        draft_ids=np.array(drafts, np.int32),
+        bitmasks=masks,
+    )
+
+
+def begun(rows: list[int], grammars: list[bool], max_drafts: int = 0) -> GrammarMasks:
+    masks = GrammarMasks(spec(max_drafts=max_drafts), CPU)
+    masks.apply(*start_plan([request(has_grammar=has) for has in grammars], rows))
+    return masks
+
+
+def decode(rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> tuple[StepPlan, StepShape]:
+    plan, _ = start_plan([request(has_grammar=False)] * len(rows), rows)
+    values = {**vars(plan), "step_id": step_id, "max_mask_wait_us": wait_us, "num_drafts": num_drafts}
+    shape = uniform_shape(torch.tensor(rows), query_len=1 + num_drafts)
+    return StepPlan(**values), StepShape(**{**vars(shape), "rows_np": np.array(rows)})
+
+
+def step(masks: GrammarMasks, rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> StepMasks:
+    plan, shape = decode(rows, step_id, wait_us, num_drafts)
+    found = masks.of_step(plan, shape, len(rows), body_mark(CPU))
+    assert found is not None
+    return found
+
+
+def close(found: StepMasks, token_ids: list[list[int]], positions: list[int], drafts: list[list[int]] | None = None):
+    tokens = StepTokens(
+        token_ids=torch.tensor(token_ids, dtype=torch.int32),
+        positions=torch.tensor(positions),
+        lengths=torch.tensor(positions) + len(token_ids[0]),
+        num_valid=torch.full((len(token_ids),), len(token_ids[0]), dtype=torch.int32),
+    )
+    return found.close(tokens, None if drafts is None else torch.tensor(drafts, dtype=torch.int32))
+
+
+def test_a_step_without_grammars_has_no_masks() -> None:
+    masks = begun([0, 1], [False, False])
+    plan, shape = decode([0, 1], 1)
+    assert masks.of_step(plan, shape, 2, body_mark(CPU)) is None
+
+
+def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
+    masks = begun([0, 1], [False, True])
+    masks.put(update(1, 3, [9], after=-1))
+    found = step(masks, [0, 1], 0)
+    logits = torch.zeros(2, VOCAB_SIZE)
+    found.apply(logits)
+    assert (logits[0] == 0).all()
+    assert logits[1].argmax() == 9
+    assert torch.isinf(logits[1]).sum() == VOCAB_SIZE - 1
+    closed = close(found, [[7], [9]], [3, 3])
+    assert closed.num_valid.tolist() == [1, 1]
+    assert closed.lengths.tolist() == [4, 4]
+
+
+def test_a_row_without_its_mask_yields_nothing_and_keeps_its_last_token() -> None:
+    masks = begun([0, 1], [False, True])
+    closed = close(step(masks, [0, 1], 0), [[7], [8]], [3, 3])
+    assert closed.num_valid.tolist() == [1, 0]
+    assert closed.lengths.tolist() == [4, 3]
+    assert closed.token_ids.tolist() == [[7], [PROMPT[-1]]]
+    masks.put(update(1, 3, [9], after=0))
+    assert close(step(masks, [0, 1], 1), [[7], [9]], [4, 3]).token_ids.tolist() == [[7], [9]]
+    closed = close(step(masks, [0, 1], 2), [[7], [9]], [5, 4])  # the mask of a position that is past
+    assert closed.num_valid.tolist() == [1, 0]
+    assert closed.token_ids.tolist() == [[7], [9]]
+
+
+def test_masks_behind_drafts_count_as_far_as_the_drafts_are_the_same() -> None:
+    masks = begun([0], [True], max_drafts=3)
+    masks.put(update(0, 3, [9, 10, 11], after=-1, drafts=(9, 10)))
+    for drafts, kept in (([9, 10, 1], 3), ([9, 1, 11], 2), ([1, 10, 11], 1)):
+        found = step(masks, [0], 0, num_drafts=3)
+        assert close(found, [[9, 10, 11, 12]], [3], [drafts]).num_valid.tolist() == [kept]
+    assert found.logit_indices.tolist() == [0, 1, 2]
+
+
+def test_masks_of_a_rows_last_owner_count_for_nothing() -> None:
+    masks = begun([0], [True])
+    masks.put(update(0, 3, [9], start=5, after=4))
+    masks.put(update(0, 3, [8], start=0, after=9))  # comes after the next owner's
+    found = step(masks, [0], 6)
+    assert found.num_masks.tolist() == [0]  # the row still belongs to who started with step 0
+
+
+def test_a_step_waits_as_long_as_its_plan_allows() -> None:
+    masks = begun([0], [True])
+    late = threading.Timer(0.05, lambda: masks.put(update(0, 3, [9], after=-1)))
+    late.start()
+    assert step(masks, [0], 0, wait_us=60_000_000).num_masks.tolist() == [1]
+    late.join()
+    assert step(masks, [0], 1, wait_us=1000).num_masks.tolist() == [1]  # an old one: the device will see
+    assert step(masks, [0], 2, wait_us=60_000_000).num_masks.tolist() == [1]  # once late, nobody waits for it
