@@ -14,7 +14,10 @@ MAX_LINES = 400
 MAX_KERNEL_LINES = 600  # a model family or a kernel is read as a whole
 LARGE_FOLDERS = ("raypp/models/", "raypp/ops/")
 MAX_FILE_BYTES = 2_000_000
-LARGE_FILES = ("raypp/assets/tiny/model.safetensors", "raypp/assets/tiny-vl/model.safetensors",)
+LARGE_FILES = (
+    "raypp/assets/tiny/model.safetensors",
+    "raypp/assets/tiny-vl/model.safetensors",
+)
 
 # A home directory, a temporary or mounted folder of one machine, an address in a private network.
 MACHINE_PATH = re.compile(
