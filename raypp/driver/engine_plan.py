@@ -24,6 +24,7 @@ from raypp.driver.speculation_plan import (
     draft_head_spec,
     draft_policy,
     ngram_window,
+    speculation_bytes,
     table_bytes,
 )
 from raypp.encoder.spec import EncoderSpec
@@ -250,13 +251,14 @@ def plan_engine(
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
-    found_head = draft_head(config, model)
-    head = None if found_head is None else found_head[1]
+    head, head_path = draft_head(config, model)
     layers = _layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
     weight_bytes = [
         _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
     ]
+    starts = [sum(layers[:index]) for index in range(num_stages)]
+    head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     window = ngram_window(config, model)
     stage_block_bytes = [count * block_bytes for count in layers]
     head_bytes = 0
@@ -277,10 +279,9 @@ def plan_engine(
             max_step_rows=max_step_rows(config),
             weight_bytes=weight_bytes,
             block_bytes=stage_block_bytes,
-            token_table_bytes=table_bytes(config, window),
+            speculation_bytes=speculation_bytes(config, model, window, head_spec, _DTYPE_BYTES[dtype]),
             item_bytes=item_bytes_on_first_stage(config, model),
         )
-    starts = [sum(layers[:index]) for index in range(num_stages)]
     stages = tuple(
         StageLayout(
             stage_index=index,
@@ -302,7 +303,7 @@ def plan_engine(
         transport=_transport(config, device),
         max_model_len=_max_model_len(config, model, num_blocks),
         ngram_window=window,
-        draft_head=None if found_head is None else draft_head_spec(config, *found_head, starts),
+        draft_head=head_spec,
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         gpu_memory_bytes=hardware.gpu_memory_bytes,

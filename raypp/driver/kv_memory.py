@@ -92,7 +92,7 @@ def num_blocks_on_gpus(
     max_step_rows: int,
     weight_bytes: list[int],
     block_bytes: list[int],
-    token_table_bytes: int,
+    speculation_bytes: list[int],
     item_bytes: int,
 ) -> int:
     """Return the KV blocks of every stage; `num_kv_blocks` caps them.
@@ -105,27 +105,27 @@ def num_blocks_on_gpus(
         max_step_rows: The most rows of one step.
         weight_bytes: Of each stage.
         block_bytes: What a block takes on each stage.
-        token_table_bytes: What speculation keeps on the last stage.
+        speculation_bytes: What speculation keeps on each stage, weights and KV aside.
         item_bytes: What pictures take on the first stage.
 
     Raises:
         ResourceError: the memory does not suffice; says for what, with the numbers.
     """
     usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes, max_step_rows)
-    left = [usable_bytes - step_bytes - library_bytes - weights for weights in weight_bytes]
-    left[-1] -= token_table_bytes
+    taken = [weights + kept for weights, kept in zip(weight_bytes, speculation_bytes, strict=True)]
+    left = [usable_bytes - step_bytes - library_bytes - each for each in taken]
     left[0] -= item_bytes
     num_blocks = min(free // block for free, block in zip(left, block_bytes, strict=True))
     asked = config.cache.num_kv_blocks
     if num_blocks < max(2, asked or 2):
         stage_index = min(range(len(left)), key=lambda index: left[index] // block_bytes[index])
-        table = token_table_bytes / 2**30 if stage_index == len(left) - 1 else 0.0
         items = item_bytes / 2**30 if stage_index == 0 else 0.0
         raise ResourceError(
             f"stage {stage_index} does not fit its share of a GPU",
             got=f"{usable_bytes / 2**30:.2f} GiB of {hardware.gpu_memory_bytes / 2**30:.2f}: "
             f"weights {weight_bytes[stage_index] / 2**30:.2f}, a step's tensors {step_bytes / 2**30:.2f}, "
-            f"the token table of speculation {table:.2f}, embeddings of pictures {items:.2f}, "
+            f"tables and states of speculation {speculation_bytes[stage_index] / 2**30:.2f}, "
+            f"embeddings of pictures {items:.2f}, "
             f"libraries and graphs {library_bytes / 2**30:.2f}; "
             f"the rest: {max(num_blocks, 0)} KV blocks",
             expected=f"at least {asked or 2} KV blocks of {block_bytes[stage_index]} bytes",

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from raypp.config.sections import SpeculativeSection
 from raypp.driver.cost_model import StepCosts
 from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.decoder import Deepstack
+from raypp.models.sizes import layer_weight_bytes
 from raypp.ops.attention import AttentionBatch
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.request import Request
@@ -52,6 +54,7 @@ class MeasuredCosts:
     every_stage_ms: float  # receiving, positions, block tables, sending
     first_stage_ms: float  # the embedding, and applying feedback
     last_stage_ms: float  # LM head and sampler, less the sending
+    drafting_ms: float = 0.0  # of a draft head: estimated from its bytes and a layer's time
 
     def step_costs(self) -> StepCosts:
         """Return what cutting the layers into stages needs of it."""
@@ -59,7 +62,7 @@ class MeasuredCosts:
             layer=self.layer_ms,
             every_stage=self.every_stage_ms,
             first_stage=self.first_stage_ms,
-            last_stage=self.last_stage_ms,
+            last_stage=self.last_stage_ms + self.drafting_ms,
         )
 
 
@@ -99,7 +102,16 @@ def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: 
         every_stage_ms=middle_ms,
         first_stage_ms=first_ms - middle_ms,
         last_stage_ms=last_ms - middle_ms,
+        drafting_ms=layer_ms * _drafting_layers(plan),
     )
+
+
+def _drafting_layers(plan: EnginePlan) -> float:
+    """Return how many layers of the model a draft head's steps weigh."""
+    if plan.draft_head is None:
+        return 0.0
+    num_drafts = plan.config.speculative.max_drafts
+    return plan.draft_head.config.drafting_bytes(num_drafts, 1) / layer_weight_bytes(plan.model, 1)
 
 
 class _Rig:
@@ -122,6 +134,9 @@ class _Rig:
             max_model_len=num_tokens,
             num_blocks=1 + num_rows * blocks_per_row,
             trace=False,
+            max_drafts=0,
+            speculative=SpeculativeSection(),
+            draft_head=None,
         )
         specs = [
             replace(common, stage_index=index, start_layer=index * num_layers, end_layer=(index + 1) * num_layers)

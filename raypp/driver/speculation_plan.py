@@ -63,8 +63,8 @@ def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, oth
 
 def draft_head(
     config: EngineConfig, model: ModelConfig, *, find_head: Callable[[str], Path] = resolve_draft_head_path
-) -> tuple[Path, DraftHeadConfig] | None:
-    """Return the head that drafts, and where it is; None when none does.
+) -> tuple[DraftHeadConfig | None, Path]:
+    """Return the head that drafts, None when none does, and where it is.
 
     Raises:
         ConfigError: the head is not of the kind that was asked for.
@@ -72,7 +72,7 @@ def draft_head(
     """
     given = config.speculative
     if not given.uses_head or given.model is None:
-        return None
+        return None, Path()
     path = find_head(given.model)
     head = load_draft_head_config(path, model, is_dummy=config.model.load_format == "dummy")
     if given.method not in ("auto", head.kind):
@@ -81,7 +81,7 @@ def draft_head(
             got=f"speculative.method {given.method}, and {given.model} of kind {head.kind}",
             hint=f'speculative.method = "{head.kind}"',
         )
-    return path, head
+    return head, path
 
 
 def draft_head_bytes(head: DraftHeadConfig, model: ModelConfig, num_stages: int, dtype_bytes: int) -> int:
@@ -112,6 +112,19 @@ def draft_head_spec(
     # A state is what enters the layer of its depth: so the stage that computes that layer need not be sent it.
     tap_stages = tuple(max(bisect_right(start_layers, depth) - 1, 0) for depth in head.aux_depths)
     return DraftHeadSpec(model=str(config.speculative.model), path=str(path), config=head, tap_stages=tap_stages)
+
+
+def speculation_bytes(
+    config: EngineConfig, model: ModelConfig, window: int, head: DraftHeadSpec | None, dtype_bytes: int
+) -> list[int]:
+    """Return what speculation keeps on each stage, weights and KV aside: tapped hidden states, the token table."""
+    kept = [0] * config.parallel.num_stages
+    kept[-1] = table_bytes(config, window)
+    if head is not None:
+        tokens = config.scheduler.max_num_batched_tokens
+        for _, stage_index in set(zip(head.config.aux_depths, head.tap_stages, strict=True)):
+            kept[stage_index] += tokens * model.hidden_size * dtype_bytes
+    return kept
 
 
 def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None) -> DraftPolicy:

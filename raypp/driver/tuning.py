@@ -113,6 +113,7 @@ def max_layers_by_memory(plan: EnginePlan, hardware: Hardware) -> list[int]:
     besides[0] += embedding_bytes(model, dtype_bytes)
     if num_stages > 1 or not model.tie_word_embeddings:
         besides[-1] += lm_head_bytes(model, dtype_bytes)
+    besides[-1] += plan.stages[-1].draft_head_bytes
     budget_bytes = stage_budget_bytes(
         plan.config,
         hardware,

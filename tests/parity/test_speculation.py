@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle_reference import make_head
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 
@@ -166,6 +167,36 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
     assert family.num_excused <= max(1, family.num_tokens // 1000)
     for what in ("preempted", "chunked", "missed"):
         assert met[what] >= 1 + TESTS_ALL, f"{what} was met only {met[what]} times"
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
+    """The same requests with random EAGLE heads: alone, and where n-grams do not match."""
+    met: Counter[str] = Counter()
+    cells = [(method, count) for method in ("eagle", "eagle3", "auto") for count in (*range(1, 9), None)]
+    if not TESTS_ALL:  # one of them, another for each family and number of stages
+        cells = [cells[7 * (4 * FAMILIES.index(family.family) + num_stages) % len(cells)]]
+    for number, (method, num_drafts) in enumerate(cells, num_stages // 2):
+        kind = {"auto": "eagle3_own_vocabulary"}.get(method, method)
+        head = make_head(kind, family.path, tmp_path / f"head-{number}", seed=number)
+        requests, stats = run(
+            family.path,
+            family.asked,
+            num_stages=num_stages,
+            speculative={"method": method, "model": str(head), "min_n": 1, "num_speculative_tokens": num_drafts},
+            max_num_batched_tokens=(40, 80)[num_stages % 2],
+            min_prefill_chunk_tokens=8,
+            num_kv_blocks=64 if (num_stages + number) % 2 else 400,
+            mode="full" if number % 2 else "none",
+        )
+        family.compare(requests)
+        if num_drafts is not None:
+            assert stats.num_draft_tokens > stats.num_accepted_tokens, stats
+        met["drafted"] += stats.num_draft_tokens
+        met["accepted"] += stats.num_accepted_tokens
+        met["preempted"] += stats.num_preemptions > 0
+    print(f"\n{num_stages} stages, {len(cells)} cells, {family.num_excused} near-ties excused; {dict(met)}")
+    assert family.num_excused <= max(1, family.num_tokens // 1000)
 
 
 def test_a_verifier_that_accepts_one_draft_too_many_is_noticed(family, monkeypatch):

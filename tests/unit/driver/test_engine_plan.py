@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
+from raypp.driver.speculation_plan import speculation_bytes, table_bytes
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
+from raypp.models.sizes import embedding_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS
 from raypp.stage.speculation import Speculation
 
@@ -150,3 +154,32 @@ def test_a_gpus_kv_cache_leaves_room_for_the_token_table():
     table_bytes = wide.stages[0].token_table_bytes - narrow.stages[0].token_table_bytes
     assert table_bytes > 30 << 20
     assert lost * block_bytes == pytest.approx(table_bytes, abs=block_bytes)
+
+
+def test_a_draft_head_is_part_of_the_plan() -> None:
+    """Weights, KV, tapped states and time of a head: the last stage holds fewer layers, the KV cache fewer blocks."""
+    shapes = Path(__file__).parents[3] / "benchmarks" / "models"
+    gpus = Hardware(16, num_gpus=2, gpu_memory_bytes=40 << 30)
+
+    def plan(**settings: object) -> EnginePlan:
+        config = EngineConfig.from_flat(
+            str(shapes / "qwen3-8b"), load_format="dummy", num_stages=2, max_model_len=4096, **settings
+        )
+        return plan_engine(config, gpus)
+
+    off = plan()
+    head = plan(speculative={"method": "eagle3", "model": str(shapes / "qwen3-8b-eagle3"), "num_speculative_tokens": 4})
+    assert head.draft_head is not None
+    assert head.draft_head.config.aux_depths == (2, 18, 33)
+    assert head.stages[-1].num_layers < off.stages[-1].num_layers
+    config, layer = head.draft_head.config, off.stages[0].weight_bytes
+    assert head.stages[-1].draft_head_bytes == config.weight_bytes(2) + embedding_bytes(head.model, 2)
+    assert layer > config.weight_bytes(2) > 700e6  # one layer, twice as wide, fc, and 32,000 rows of an LM head
+    assert head.draft_head.tap_stages == tuple(int(depth >= head.stages[1].start_layer) for depth in (2, 18, 33))
+    kept = speculation_bytes(head.config, head.model, head.ngram_window, head.draft_head, 2)
+    per_depth = head.config.scheduler.max_num_batched_tokens * 4096 * 2
+    num_last = sum(head.draft_head.tap_stages)
+    assert kept == [per_depth * (3 - num_last), per_depth * num_last + table_bytes(head.config, head.ngram_window)]
+    limits = head.scheduler_limits()
+    assert (limits.num_lookahead_tokens, limits.caches_next_token) == (3, True)
+    assert not off.scheduler_limits().caches_next_token
