@@ -102,7 +102,7 @@ class _Bench:
     def check_bits(self) -> None:
         """Compare graphs with the same padded batches by calls, bit by bit."""
         budgets = Buckets(set(self.manager.budgets))
-        plain = EncoderCudaGraphManager(self.tower, budgets, self.max_items, self.device, replay=False)
+        plain = EncoderCudaGraphManager(self.tower, budgets, self.max_items, self.device, None)
         chosen, self.manager.choice = self.manager.choice, GraphChoice(budgets, {})
         differing, count = 0, 0
         for _ in range(12):

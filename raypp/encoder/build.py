@@ -12,6 +12,7 @@ from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
 from raypp.encoder.spec import EncoderSpec
 from raypp.graphs.buckets import Buckets
+from raypp.graphs.manager import graph_maker
 
 _GRAPH_SHARE = 0.85  # of the memory that is left: graphs and libraries take some beside what a batch takes
 
@@ -31,7 +32,8 @@ def build_manager(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec) ->
     device = torch.device(spec.device)
     with torch.inference_mode():
         budgets = choose_budgets(model, spec, device)
-        manager = EncoderCudaGraphManager(model, budgets, spec.max_images_per_batch, device, replay=spec.captures)
+        maker = graph_maker(device) if spec.captures else None
+        manager = EncoderCudaGraphManager(model, budgets, spec.max_images_per_batch, device, maker)
         manager.capture()
     return manager
 

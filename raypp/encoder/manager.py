@@ -26,7 +26,8 @@ from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
 from raypp.encoder.stats import EncoderStats
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.pieces import GraphMaker
 from raypp.prompt_items import EncoderItem
 
 _MODE = "encoder"
@@ -41,7 +42,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         budgets: Tokens per batch to capture for.
         max_items: The most items of a batch.
         device: Where the model is.
-        replay: Whether to capture CUDA graphs. Else the same batches are encoded by calls.
+        maker: Makes graphs. None: the same batches are encoded by calls.
     """
 
     def __init__(
@@ -50,14 +51,13 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         budgets: Buckets,
         max_items: int,
         device: torch.device,
-        *,
-        replay: bool,
+        maker: GraphMaker | None,
     ) -> None:
         self._model = model
         self._budgets = budgets
         self._max_items = max_items
         self._device = device
-        self._graphs = CudaGraphManager(graph_maker(device)) if replay else None
+        self._graphs = CudaGraphManager(maker) if maker is not None else None
         self._buffers = BatchBuffers(model.graph_config(), self._shape(budgets.sizes[-1]), device)
         self.choice = GraphChoice(budgets, {})
         self.stats = EncoderStats()
@@ -154,12 +154,17 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """Return the median time of a call and what it put on the device."""
         seconds = []
         for _ in range(1 + _NUM_MEASURED):
-            torch.cuda.synchronize(self._device)
+            self._settle()
             started = time.perf_counter()
             function()
-            torch.cuda.synchronize(self._device)
+            self._settle()
             seconds.append(time.perf_counter() - started)
         return median(seconds[1:])
+
+    def _settle(self) -> None:
+        """Wait for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _shape(self, budget: int) -> BatchShape:
         return BatchShape(budget, self._max_items)

@@ -11,6 +11,7 @@ from raypp.api.picture_prompts import EncodedPrompt
 from raypp.encoder.graph_choice import GraphChoice
 from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.graphs.buckets import Buckets
+from raypp.graphs.manager import graph_maker
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.weights import CheckpointWeights
@@ -28,10 +29,10 @@ def test_graphs_equal_calls_on_the_same_padding_bit_for_bit(path):
     config = load_model_config(path)
     tower = build_encoder(config, dtype=torch.bfloat16, device=device, source=CheckpointWeights(path))
     with torch.inference_mode():
-        captured = EncoderCudaGraphManager(tower, budgets, 4, device, replay=True)
+        captured = EncoderCudaGraphManager(tower, budgets, 4, device, graph_maker(device))
         captured.capture()
         captured.choice = GraphChoice(budgets, {})  # also where calls are faster
-        called = EncoderCudaGraphManager(tower, budgets, 4, device, replay=False)
+        called = EncoderCudaGraphManager(tower, budgets, 4, device, None)
         for seed in range(6):
             _, items = picture_prompt(path, [picture(seed + i, *size) for i, size in enumerate(SIZES)])
             for one, other in zip(captured.encode(items.items), called.encode(items.items), strict=True):

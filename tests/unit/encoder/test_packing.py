@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from toy_tower import NUM_TAPS, ToyTower, toy_item
 
 from raypp.encoder.budgets import MAX_PADDING_SHARE, largest_fitting, token_ladder
+from raypp.encoder.graph_choice import GraphChoice
 from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.encoder.packing import pack_items
 from raypp.encoder.protocol import BudgetRange
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
+from raypp.testing.op_tape import OpTapes
 
 CPU = torch.device("cpu")
 
@@ -54,7 +56,7 @@ def test_no_two_batches_in_a_row_would_have_been_one(num_tokens, budgets, max_it
 def test_what_an_item_is_packed_with_does_not_matter(num_patches, budgets, max_items, is_captured):
     items = [toy_item(count, seed) for seed, count in enumerate(num_patches)]
     tower = ToyTower()
-    manager = EncoderCudaGraphManager(tower, budgets, max_items, CPU, replay=False)
+    manager = EncoderCudaGraphManager(tower, budgets, max_items, CPU, None)
     if is_captured:
         manager.capture()
     else:  # without it the buffers hold other things: nothing may come of it
@@ -70,7 +72,7 @@ def test_what_an_item_is_packed_with_does_not_matter(num_patches, budgets, max_i
 
 def test_the_statistics_add_up():
     tower = ToyTower()
-    manager = EncoderCudaGraphManager(tower, Buckets({4, 8}), 2, CPU, replay=False)
+    manager = EncoderCudaGraphManager(tower, Buckets({4, 8}), 2, CPU, None)
     manager.capture()
     manager.encode([toy_item(3 * count) for count in (3, 2, 9, 4, 4, 1)])  # 3+2 | 9 eager | 4+4 | 1
     stats = manager.stats
@@ -83,13 +85,28 @@ def test_the_statistics_add_up():
 
 
 def test_outputs_outlive_the_next_batch():
-    manager = EncoderCudaGraphManager(ToyTower(), Buckets({8}), 1, CPU, replay=False)
+    manager = EncoderCudaGraphManager(ToyTower(), Buckets({8}), 1, CPU, None)
     manager.capture()
     first, second = toy_item(6, 1), toy_item(6, 2)
     encoded = manager.encode([first])[0].rows
     kept = encoded.clone()
     manager.encode([second])
     torch.testing.assert_close(encoded, kept, rtol=0, atol=0)
+
+
+def test_captured_batches_equal_calls_on_the_same_padding():
+    budgets, tower = Buckets({3, 5, 8, 12}), ToyTower()
+    captured = EncoderCudaGraphManager(tower, budgets, 3, CPU, OpTapes())
+    captured.capture()
+    assert captured.choice.times.keys() == {3, 5, 8, 12}
+    captured.choice = GraphChoice(budgets, {})  # whatever was faster
+    called = EncoderCudaGraphManager(tower, budgets, 3, CPU, None)
+    for seed in range(12):
+        items = [toy_item(1 + (7 * seed + 5 * index) % 30, seed * 10 + index) for index in range(5)]
+        for one, other in zip(captured.encode(items), called.encode(items), strict=True):
+            assert torch.equal(one.rows, other.rows)
+    assert captured.stats.num_captured_batches > 12
+    assert (captured.stats.num_graphs, captured.stats.num_eager_batches) == (4, 0)
 
 
 @given(st.integers(1, 64), st.integers(1, 6000))

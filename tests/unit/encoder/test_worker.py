@@ -22,7 +22,7 @@ class Door:
     """A worker, its parcels, and what arrives."""
 
     def __init__(self, tower: ToyTower, cache_bytes: int = 1 << 20) -> None:
-        manager = EncoderCudaGraphManager(tower, Buckets({4, 8}), 3, CPU, replay=False)
+        manager = EncoderCudaGraphManager(tower, Buckets({4, 8}), 3, CPU, None)
         self.worker = EncoderWorker(manager, cache_bytes, CPU)
         self.arrived: list[EncodedItem] = []
         self._receiver = ItemReceiver(CPU, lambda _: pytest.fail("no memory is shared"))
