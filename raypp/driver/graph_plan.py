@@ -49,6 +49,7 @@ def graph_spec(
         has_full=mode in ("full", "full_and_piecewise"),
         max_piecewise_tokens=_max_piecewise_tokens(config, model) if has_pieces else 0,
         is_required=config.graphs.mode != "auto",
+        compile_threads=config.graphs.compile_threads,
         debug_every=config.graphs.debug_every,
     )
     if device == "cpu":
