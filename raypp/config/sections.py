@@ -159,6 +159,9 @@ class GraphsSection(Section):
     """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch, and
     padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048. At most
     max_num_batched_tokens."""
+    compile_threads: int = Field(default=1, ge=1, le=64)
+    """Threads of each stage that compile the kernels of decode steps side by side, before these are recorded one after
+    the other. It shortens a start with an empty kernel cache. 1: kernels are compiled as recordings need them."""
     debug_every: int = Field(default=0, ge=0)
     """Check the addresses at every replay, and compare one of so many replays of each recording, the first among them,
     with what the same operations yield without graphs; a difference ends the engine with an error that names it. Slow.

@@ -76,12 +76,8 @@ class EnginePlan:
     gpu_memory_bytes: int  # of the smallest GPU; 0 without any
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
+    graphs: GraphSpec  # which steps are recorded and replayed
     stages: tuple[StageLayout, ...]
-
-    @property
-    def graphs(self) -> GraphSpec:
-        """Which steps are recorded and replayed."""
-        return graph_spec(self.config, self.model, self.device, self.dtype_bytes)
 
     @property
     def dtype_bytes(self) -> int:
@@ -307,6 +303,7 @@ def plan_engine(
         num_blocks=num_blocks,
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         gpu_memory_bytes=hardware.gpu_memory_bytes,
+        graphs=graph_spec(config, model, device, _DTYPE_BYTES[dtype], hardware.gpu_memory_bytes),
         stages=stages,
     )
 

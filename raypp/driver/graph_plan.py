@@ -29,7 +29,9 @@ _SORTING_BYTES = 512 << 20  # of the largest sampling that is recorded, see `ray
 _KERNEL_BYTES = 256 << 20  # that are loaded meanwhile
 
 
-def graph_spec(config: EngineConfig, model: ModelConfig, device: str, dtype_bytes: int) -> GraphSpec:
+def graph_spec(
+    config: EngineConfig, model: ModelConfig, device: str, dtype_bytes: int, gpu_memory_bytes: int = 0
+) -> GraphSpec:
     """Return which steps are recorded and replayed.
 
     Args:
@@ -37,6 +39,7 @@ def graph_spec(config: EngineConfig, model: ModelConfig, device: str, dtype_byte
         model: Its sizes.
         device: `cpu` or `cuda`.
         dtype_bytes: Of weights and activations.
+        gpu_memory_bytes: Of a GPU. What of it is nobody's share is room for recordings that take more than planned.
     """
     mode = config.graphs.mode
     if mode == "auto":
@@ -46,11 +49,14 @@ def graph_spec(config: EngineConfig, model: ModelConfig, device: str, dtype_byte
         has_full=mode in ("full", "full_and_piecewise"),
         max_piecewise_tokens=_max_piecewise_tokens(config, model) if has_pieces else 0,
         is_required=config.graphs.mode != "auto",
+        compile_threads=config.graphs.compile_threads,
         debug_every=config.graphs.debug_every,
     )
     if device == "cpu":
         return spec
-    return replace(spec, max_bytes=_graph_bytes(step_sizes(config, spec), config, model, dtype_bytes))
+    planned_bytes = _graph_bytes(step_sizes(config, spec), config, model, dtype_bytes)
+    spare_bytes = int(gpu_memory_bytes * config.parallel.stage_num_gpus * (1 - config.cache.gpu_memory_utilization))
+    return replace(spec, planned_bytes=planned_bytes, max_bytes=planned_bytes + spare_bytes)
 
 
 def step_sizes(config: EngineConfig, spec: GraphSpec) -> StepSizes:
@@ -72,7 +78,7 @@ def describe_graphs(config: EngineConfig, spec: GraphSpec) -> dict[str, Any]:
             for num_drafts in sorted({size.num_drafts for size in sizes.full})
         },
         "piecewise_tokens": sorted(sizes.piecewise),
-        "planned_bytes": spec.max_bytes or 0,
+        "planned_bytes": spec.planned_bytes,
     }
 
 

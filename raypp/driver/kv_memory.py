@@ -140,7 +140,7 @@ def _gpu_share(
 ) -> tuple[int, int, int]:
     """Return a stage's bytes of a GPU, and how many of them a step's tensors, and libraries and graphs take."""
     share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    library_bytes = _LIBRARY_BYTES + (graph_spec(config, model, "cuda", dtype_bytes).max_bytes or 0)
+    library_bytes = _LIBRARY_BYTES + graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
     step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
     return int(hardware.gpu_memory_bytes * share), step_bytes, library_bytes
 

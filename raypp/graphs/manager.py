@@ -65,8 +65,9 @@ class CudaGraphManager:
     def record_sizes(self, mode: str, sizes: Sequence[T], record: Callable[[T], None]) -> list[T]:
         """Record as many sizes as memory allows; return them.
 
-        A size that there is no memory for is left out. When what is still to come would exceed `max_bytes`, evenly
-        fewer are recorded: a step is then padded to the next larger one.
+        A size that there is no memory for is left out. When the graphs that are still to come would exceed `max_bytes`,
+        evenly fewer are recorded: a step is then padded to the next larger one. What programs need for themselves is
+        not counted ahead: it grows when a program needs more than all before it, and the others use it again.
 
         Args:
             mode: What they are accounted to.
@@ -90,9 +91,9 @@ class CudaGraphManager:
                 continue
             recorded.append(size)
             if len(recorded) == 1:
-                first_bytes = cost.memory_bytes
+                first_bytes = meter.graph_bytes  # kernels are loaded, too
             elif self._max_bytes is not None:
-                bytes_each = (cost.memory_bytes - first_bytes) / (len(recorded) - 1)
+                bytes_each = (meter.graph_bytes - first_bytes) / (len(recorded) - 1)
                 remaining = thinned(remaining, self._max_bytes - self.memory_bytes, bytes_each)
         cost.num_left_out += len(sizes) - len(recorded)
         cost.memory_bytes = meter.trim()

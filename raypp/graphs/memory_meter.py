@@ -48,11 +48,15 @@ class MemoryMeter:
         return self.total_bytes
 
     @property
-    def total_bytes(self) -> int:
-        """Bytes of all recordings so far; one that was disturbed counts as the average of the others."""
-        own_bytes = max(0, self._last.own_bytes - self._first.own_bytes)
+    def graph_bytes(self) -> int:
+        """Bytes of the graphs themselves; one that was disturbed counts as the average of the others."""
         average = sum(self._graph_bytes) / max(1, len(self._graph_bytes))
-        return own_bytes + sum(self._graph_bytes) + round(average * self._num_disturbed)
+        return sum(self._graph_bytes) + round(average * self._num_disturbed)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all recordings so far."""
+        return max(0, self._last.own_bytes - self._first.own_bytes) + self.graph_bytes
 
     def _read(self) -> MemoryUse:
         return _NONE if self._maker is None else self._maker.memory()

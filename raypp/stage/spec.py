@@ -19,7 +19,9 @@ class GraphSpec:
     has_full: bool = False  # decode steps
     max_piecewise_tokens: int = 0  # any other step of at most so many tokens, in pieces; 0: none
     is_required: bool = False  # whether a stage without memory for any refuses to start
-    max_bytes: int | None = None  # of device memory for all recordings; None: what there is
+    planned_bytes: int = 0  # of device memory, that was left to the recordings when the KV cache was sized
+    max_bytes: int | None = None  # that they may take before sizes are left out; None: what there is
+    compile_threads: int = 1  # that compile kernels side by side before anything is recorded
     debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
 
 

@@ -21,6 +21,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.choose import Drafting, LastHidden, verify_tokens
+from raypp.stage.compile_ahead import compile_ahead
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
@@ -112,6 +113,7 @@ class Stage:
             max_step_tokens=spec.max_step_tokens,
             can_be_full=model.can_be_recorded,
         )
+        compile_ahead(spec, model, kv_caches, self._sampler if spec.is_last else None, wanted.full)
         self._layers = PaddedForward(spec, model, kv_caches, self._graphs, wanted.piecewise)
         self._recorded: RecordedDecode | None = None
         if wanted.full:

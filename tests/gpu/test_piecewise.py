@@ -167,3 +167,12 @@ def test_recordings_keep_to_their_share():
         assert half.memory_bytes <= 1.3 * half_bytes
     assert 1 in half
     half.run(1)
+
+
+def test_kernels_compiled_side_by_side(tmp_path):
+    """The threads leave nothing behind but kernels: the same bits."""
+    plan = _plan(tmp_path, "small", 2, 1)
+    plans, models = record_plans(plan, num_requests=8, max_prompt=100), StageModels(plan)
+    alone = run_plans(plan, plans, BOTH, make_graphs=_graphs, factory=models)
+    beside = run_plans(plan, plans, replace(BOTH, compile_threads=4), make_graphs=_graphs, factory=models)
+    beside.assert_equals(alone)

@@ -46,13 +46,15 @@ def test_memory_is_planned_for_what_is_recorded(tmp_path):
         _plan(tmp_path, "qwen3-8b", 36, **settings),
         _plan(tmp_path, "qwen3-8b", 36, speculative={"method": "ngram"}, **settings),
     ]
-    planned = [plan.graphs.max_bytes for plan in plans]
+    planned = [plan.graphs.planned_bytes for plan in plans]
     assert planned == sorted(planned)
     assert len(set(planned)) == len(planned)
     assert planned[0] == 0
     assert planned[-1] < 3 * GIB
     blocks = [plan.num_blocks for plan in plans]
     assert blocks == sorted(blocks, reverse=True)
+    spare_bytes = H200.gpu_memory_bytes // 10  # gpu_memory_utilization is 0.9
+    assert all(plan.graphs.max_bytes == pytest.approx(plan.graphs.planned_bytes + spare_bytes) for plan in plans)
     described = plans[-1].describe()["graphs"]
     assert described["planned_bytes"] == planned[-1]
     assert list(described["full_rows"]) == ["0", "2", "4", "8"]
@@ -65,3 +67,11 @@ def test_nothing_is_planned_on_a_cpu(tmp_path):
     assert plan.graphs.max_bytes is None
     assert plan.graphs.is_required
     assert not _plan(tmp_path, "small", 4, Hardware(4)).graphs.has_full
+
+
+def test_a_share_of_a_gpu_has_a_share_of_what_is_spare(tmp_path):
+    half = _plan(tmp_path, "qwen3-8b", 8, num_stages=2, stage_num_gpus=0.5, gpu_memory_utilization=0.8)
+    spare_bytes = half.graphs.max_bytes - half.graphs.planned_bytes
+    assert spare_bytes == pytest.approx(0.5 * 0.2 * H200.gpu_memory_bytes)
+    tight = _plan(tmp_path, "qwen3-8b", 8, num_stages=2, gpu_memory_utilization=1.0)
+    assert tight.graphs.max_bytes == tight.graphs.planned_bytes

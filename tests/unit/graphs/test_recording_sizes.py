@@ -32,21 +32,23 @@ class CountedMaker:
     can_hold_break_points = True
 
     def __init__(self, *, pool_bytes: int, graph_bytes: int, total_bytes: int = 1 << 40) -> None:
-        self._bytes = 0
+        self._num_graphs = 0
         self.others_bytes = 0
         self._pool_bytes = pool_bytes
         self._graph_bytes = graph_bytes
         self._total_bytes = total_bytes
+
+    def grow_pool(self, pool_bytes: int) -> None:
+        self._pool_bytes = pool_bytes
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         yield
 
     def begin(self) -> None:
-        needed = self._graph_bytes if self._bytes else self._pool_bytes + self._graph_bytes
-        if self._bytes + needed > self._total_bytes:
+        if self._pool_bytes + (self._num_graphs + 1) * self._graph_bytes > self._total_bytes:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
-        self._bytes += needed
+        self._num_graphs += 1
 
     def end(self) -> Replay:
         return lambda: None
@@ -55,8 +57,8 @@ class CountedMaker:
         pass
 
     def memory(self) -> MemoryUse:
-        own_bytes = min(self._bytes, self._pool_bytes)
-        return MemoryUse(own_bytes, self._bytes - own_bytes + self.others_bytes)
+        own_bytes = self._pool_bytes if self._num_graphs else 0
+        return MemoryUse(own_bytes, self._num_graphs * self._graph_bytes + self.others_bytes)
 
     def trim(self) -> None:
         pass
@@ -86,6 +88,19 @@ def test_others_memory_is_not_ours():
 
     assert manager.record_sizes("full", SIZES, record) == SIZES
     assert manager.costs["full"].memory_bytes == 1090
+
+
+def test_one_program_that_needs_much_for_itself_costs_no_other_its_place():
+    """Sampling with truncation is recorded for small sizes only: the pool grows when the first of them comes."""
+    maker = CountedMaker(pool_bytes=100, graph_bytes=10)
+    manager = CudaGraphManager(maker, max_bytes=1000)
+
+    def record(size: int) -> None:
+        maker.grow_pool(100 if size > 32 else 600)
+        manager.record("full", size, lambda: None)
+
+    assert manager.record_sizes("full", SIZES, record) == SIZES
+    assert manager.memory_bytes == 600 + 90
 
 
 def test_fewer_where_the_plan_has_no_more(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -11,7 +13,12 @@ from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.stage.build import allocate_kv_caches, build_stage_model
+from raypp.stage.compile_ahead import compile_ahead
+from raypp.stage.sampler import Sampler
+from raypp.stage.step_sizes import FullSize
 from raypp.stage.warm_up import warm_up
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("stage_index", [0, 1])
@@ -27,6 +34,46 @@ def test_only_the_null_block_is_written(stage_index):
     for kv_cache in kv_caches:
         assert kv_cache[:, NULL_BLOCK].any()
         assert not kv_cache[:, NULL_BLOCK + 1 :].any()
+
+
+@pytest.mark.parametrize("stage_index", [0, 1])
+def test_sizes_run_side_by_side_and_write_the_null_block_alone(stage_index):
+    settings = {"num_stages": 2, "max_model_len": 40, "max_num_seqs": 8, "num_kv_blocks": 20, "compile_threads": 3}
+    plan = plan_engine(EngineConfig.from_flat("tiny", mode="full", **settings), Hardware(1))
+    spec = plan.stage_spec(stage_index)
+    kv_caches, model = allocate_kv_caches(spec, plan.model), build_stage_model(spec, plan.model, None)
+    sampler = Sampler(spec, CPU) if spec.is_last else None
+    forward, seen = model.forward, []
+
+    def noted(hidden: torch.Tensor, *args: object) -> torch.Tensor:
+        seen.append((len(hidden), threading.current_thread().name))
+        return forward(hidden, *args)
+
+    model.forward = noted  # type: ignore[method-assign, assignment]
+    sizes = [FullSize(4, 2), FullSize(4, 0), FullSize(2, 0), FullSize(1, 0)]
+    compile_ahead(spec, model, kv_caches, sampler, sizes)
+    assert sorted(num_tokens for num_tokens, _ in seen) == [1, 2, 4, 12]
+    assert all(thread.startswith("compile") for _, thread in seen)
+    for kv_cache in kv_caches:
+        assert kv_cache[:, NULL_BLOCK].any()
+        assert kv_cache[:, NULL_BLOCK].isfinite().all()
+        assert not kv_cache[:, NULL_BLOCK + 1 :].any()
+
+
+def test_what_a_thread_raises_is_raised_but_for_memory():
+    plan = plan_engine(EngineConfig.from_flat("tiny", mode="full", compile_threads=2), Hardware(1))
+    spec = plan.stage_spec(0)
+    model, kv_caches = build_stage_model(spec, plan.model, None), allocate_kv_caches(spec, plan.model)
+
+    def fail(*args: object) -> None:
+        raise errors.pop()
+
+    model.forward = fail  # type: ignore[method-assign, assignment]
+    errors: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError("again")]
+    compile_ahead(spec, model, kv_caches, None, [FullSize(2, 0), FullSize(1, 0)])
+    errors = [ValueError("no such kernel"), ValueError("no such kernel")]
+    with pytest.raises(ValueError, match="no such kernel"):
+        compile_ahead(spec, model, kv_caches, None, [FullSize(2, 0), FullSize(1, 0)])
 
 
 def test_a_step_that_memory_does_not_hold_is_refused():
