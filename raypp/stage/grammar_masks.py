@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_STEP, Int32s, MaskUpdate, StartExtras, StepPlan
+from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
@@ -103,8 +104,9 @@ class GrammarMasks:
         self._start_steps[rows] = plan.step_id
         self._last_steps[rows] = plan.step_id - 1
         ends = np.cumsum(plan.start_num_tokens)[np.isin(plan.start_rows, rows)]
-        starting = plan.start_rows[np.isin(plan.start_rows, rows)].astype(np.int64)
-        self._last_token_ids[self._upload(starting)] = self._upload(plan.start_token_ids[ends - 1])
+        starting_np = plan.start_rows[np.isin(plan.start_rows, rows)].astype(np.int64)
+        starting, last = to_device_together((starting_np, plan.start_token_ids[ends - 1]), self._device)
+        self._last_token_ids.index_copy_(0, starting, last)
 
     def of_step(
         self, plan: StepPlan, shape: StepShape, num_yielding: int, mark_body: Callable[[], Callable[[], bool]]
@@ -131,16 +133,14 @@ class GrammarMasks:
                 bitmasks = self._bitmasks[np.repeat(rows, num_masks), np.nonzero(is_there)[1]]
             positions, draft_ids = self._mask_positions[rows], self._mask_draft_ids[rows, : layout.num_drafts]
         self._last_steps[rows] = plan.step_id
+        arrays = (positions, num_masks, draft_ids, layout.logit_indices[is_there], bitmasks)
+        names = ("positions", "num_masks", "draft_ids", "logit_indices", "bitmasks")
         return StepMasks(
             num_yielding=num_yielding,
             yielding=layout.yielding,
             rows=layout.rows,
-            positions=self._upload(positions),
-            num_masks=self._upload(num_masks),
-            draft_ids=self._upload(draft_ids),
-            logit_indices=self._upload(layout.logit_indices[is_there]),
-            bitmasks=self._upload(bitmasks),
             last_token_ids=self._last_token_ids,
+            **dict(zip(names, to_device_together(arrays, self._device), strict=True)),
         )
 
     def _layout_of(self, shape: StepShape) -> _Layout | None:
@@ -158,8 +158,8 @@ class GrammarMasks:
             if len(indices):
                 self._layouts[shape] = _Layout(
                     rows_np=yielding_rows[indices],
-                    rows=self._upload(yielding_rows[indices]),
-                    yielding=self._upload(indices),
+                    rows=to_device(yielding_rows[indices], self._device),
+                    yielding=to_device(indices, self._device),
                     most_masks=np.where(is_decode, width, 1).astype(np.int32),
                     columns=columns,
                     logit_indices=first_logits[:, None] + columns,
@@ -185,10 +185,6 @@ class GrammarMasks:
         is_own = self._mask_start_steps[rows] == self._start_steps[rows]
         is_fresh: NDArray[np.bool_] = is_own & (self._mask_after_steps[rows] >= self._last_steps[rows])
         return is_fresh
-
-    def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
-        values = torch.from_numpy(array)
-        return values if self._device.type == "cpu" else values.pin_memory().to(self._device, non_blocking=True)
 
 
 def body_mark(device: torch.device) -> Callable[[], Callable[[], bool]]:

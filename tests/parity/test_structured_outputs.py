@@ -29,8 +29,9 @@ from raypp.types import FinishReason, SamplingParams
 
 ALL = os.environ.get("RAYPP_STRUCTURED_SCHEMAS") == "all"
 NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 4}}
+HEAD = {"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 CELLS = list(itertools.product((1, 3), ({}, NGRAM))) if ALL else [(1, {}), (3, NGRAM)]
-NAMES = list(SCHEMAS) if ALL else list(SCHEMAS)[::5]
+NAMES = list(SCHEMAS) if ALL else list(SCHEMAS)[::7]
 PROMPTS = ("def main(", "import json\n\nvalue = ", '{"name": "foo", "n": 1}\n', "<|im_start|>user\nhello<|im_end|>\n")
 
 
@@ -154,12 +155,12 @@ def every_kind_of_params() -> list[SamplingParams]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_stages": 2, **NGRAM},
         {"num_stages": 4, "num_kv_blocks": 30, "max_model_len": 400, "block_size": 16, **NGRAM},
         {"num_stages": 2, "mode": "full", **NGRAM},
         {"num_stages": 2, "num_kv_blocks": 30, "max_model_len": 400, "mask_lateness": random.Random(3)},
+        {"num_stages": 2, "mode": "full", "mask_lateness": random.Random(4), "speculative": HEAD},
     ],
-    ids=["speculation", "preemption", "recorded", "late masks and preemption"],
+    ids=["preemption", "recorded", "late masks and preemption", "a head and late masks"],
 )
 def test_with_every_sampling_parameter(settings: dict[str, Any], plain: list[list[int]]) -> None:
     requests = run(every_kind_of_params(), **settings)
@@ -182,7 +183,7 @@ def test_late_masks_cost_steps_and_change_nothing() -> None:
     names = ("extraction", "tuple", "matrix")
     params = [free, *(constrained({"json_schema": SCHEMAS[name]}, 5, 1.0) for name in names)]
     expected = [request.output_token_ids for request in run(params)]
-    for num_stages, speculation in ((1, {}), (2, NGRAM), (3, {})):
+    for num_stages, speculation in ((1, {}), (3, NGRAM)):
         late = run(params, num_stages=num_stages, mask_lateness=random.Random(num_stages), **speculation)
         assert [request.output_token_ids for request in late] == expected
 

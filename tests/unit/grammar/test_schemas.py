@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured_schemas import SCHEMAS
 
@@ -33,6 +33,7 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_a_rewritten_pattern_allows_the_pattern_finds(pattern: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(re.compile(json_pattern(pattern), re.ASCII), fullmatch=True))

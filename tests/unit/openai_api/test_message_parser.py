@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypp.openai_api.json_scanner import JsonScanner
@@ -77,7 +77,8 @@ def test_arguments_stream_as_they_come() -> None:
     assert parser.feed('": 1').calls[0].plain() == {"index": 0, "function": {"arguments": '": 1'}}
 
 
-@given(st.recursive(st.none() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=6))
+@settings(max_examples=30)
+@given(st.recursive(st.none() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x), max_leaves=4))
 def test_the_scanner_finds_the_end(value: object) -> None:
     text = json.dumps({"value": value})
     assert JsonScanner().feed(text + '} "behind') == len(text)
