@@ -67,8 +67,8 @@ def build_application(
     if takes_pictures(config):
         encoder = encoder_deployment(
             num_cpus=settings.replica_num_cpus,
-            max_ongoing=settings.max_ongoing_encodes,
-            max_queued=settings.max_queued_encodes,
+            max_ongoing=settings.max_encodes,
+            max_queued=settings.max_encodes_waiting,
         ).bind()
     application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory, encoder)
     return application

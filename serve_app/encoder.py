@@ -154,7 +154,7 @@ class ServedPictures:
                 "too many pictures are waiting",
                 retry_after_s=_RETRY_AFTER_S,
                 got=str(error),
-                expected="fewer at a time; max_ongoing_encodes and max_queued_encodes",
+                expected="fewer at a time; max_encodes and max_encodes_waiting",
             ) from error
         except (ray.exceptions.RayError, RuntimeError) as error:
             logger.warning("pictures were not encoded ahead: %s", str(error).strip().splitlines()[0])

@@ -39,9 +39,9 @@ class ServeSettings(BaseModel):
     """The largest request body; larger ones are refused with 413."""
     max_queued_requests: int = Field(default=1024, ge=0)
     """Requests (each of `n` counts) that may wait beside the `max_num_seqs` that run; more are refused with 429."""
-    max_ongoing_encodes: int = Field(default=8, ge=1)
+    max_encodes: int = Field(default=8, ge=1)
     """Requests whose pictures are encoded at once, over all replicas: more wait."""
-    max_queued_encodes: int = Field(default=64, ge=0)
+    max_encodes_waiting: int = Field(default=64, ge=0)
     """Requests with pictures that may wait for that, of each replica; more are refused with 429."""
     health_check_period_s: float = Field(default=0.5, gt=0)
     """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""

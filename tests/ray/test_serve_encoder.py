@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import os
 import signal
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture_prompt
-from raw_client import RawClient
+from PIL import Image
+from raw_client import WAIT_S, RawClient
 from ray import serve
-from serving import serving
+from serving import deploy, metric, serving
 
 from raypp.actors.engine import launch_engine
 from raypp.config.engine import EngineConfig
@@ -43,11 +47,18 @@ def engine(local_ray, path):
 
 
 @pytest.fixture(scope="module")
-def deployed(engine):
+def url(local_ray):
+    """Return the address of a running Serve."""
+    with serving() as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def deployed(engine, url):
     """Return the deployment's handle: one call at a time, and one that waits."""
-    with serving():
-        serve.run(encoder_deployment(num_cpus=0.01, max_ongoing=1, max_queued=1).bind(), name=APP, route_prefix=None)
-        yield serve.get_deployment_handle(DEPLOYMENT_NAME, APP)
+    deployment = encoder_deployment(num_cpus=0.01, max_ongoing=1, max_queued=1)
+    serve.run(deployment.bind(), name=APP, route_prefix=None)
+    return serve.get_deployment_handle(DEPLOYMENT_NAME, APP)
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +117,25 @@ def test_too_many_pictures_are_refused_and_a_death_is_the_engines_affair(engine,
     assert any(isinstance(outcome, QueueFullError) for outcome in outcomes)
     assert all(outcome is None or isinstance(outcome, QueueFullError) for outcome in outcomes)
     assert any(outcome is None for outcome in outcomes)
+
+
+def test_a_conversation_with_a_picture_over_http(url):
+    """The whole way: HTTP app, deployment, encoder actor, driver, stages."""
+    data = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(data, "PNG")
+    address = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    content = [
+        {"type": "image_url", "image_url": {"url": address}},
+        {"type": "text", "text": "What is in the picture?"},
+    ]
+    deploy({"model": "tiny-vl", "num_stages": 1, "max_num_seqs": 8, "kv_cache_bytes": 16 << 20})
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+    answers = [httpx.post(f"{url}/v1/chat/completions", json=body, timeout=WAIT_S) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
+    first, second = (answer.json() for answer in answers)
+    assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
+    assert first["usage"]["prompt_tokens"] > 8
+    assert metric(url, "raypp_encoder_items_total") == 1
+    assert metric(url, "raypp_encoder_cache_hits_total") >= 1  # the door had it encoded before its engine asked
+    engines = serve.get_deployment_handle(DEPLOYMENT_NAME, "raypp").health.remote().result()
+    assert list(engines.values()) == [[True]]
