@@ -165,7 +165,7 @@ class GraphsSection(Section):
     debug_every: int = Field(default=0, ge=0)
     """Check the addresses at every replay, and compare one of so many replays of each recording, the first among them,
     with what the same operations yield without graphs; a difference ends the engine with an error that names it. Slow.
-    0: off."""
+    0: off. On CPUs nothing is replayed."""
 
 
 class ImagesSection(Section):

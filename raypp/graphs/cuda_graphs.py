@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class CudaGraphs:
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._spoiled: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -60,11 +61,16 @@ class CudaGraphs:
         return graph.replay
 
     def abandon(self) -> None:
-        """End it after an error, which has most likely spoiled it."""
-        if self._graph is not None:
-            with suppress(RuntimeError):
-                self._graph.capture_end()
-            self._graph = None
+        """End it after an error, which may have spoiled it."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            # torch goes on counting the pool as one that is recorded to, and asks the graph by which stream.
+            self._spoiled.append(graph)
+            self._pool = torch.cuda.graph_pool_handle()
 
     def memory(self) -> MemoryUse:
         """Return the device's memory in use."""

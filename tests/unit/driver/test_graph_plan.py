@@ -75,3 +75,10 @@ def test_a_share_of_a_gpu_has_a_share_of_what_is_spare(tmp_path):
     assert spare_bytes == pytest.approx(0.5 * 0.2 * H200.gpu_memory_bytes)
     tight = _plan(tmp_path, "qwen3-8b", 8, num_stages=2, gpu_memory_utilization=1.0)
     assert tight.graphs.max_bytes == tight.graphs.planned_bytes
+
+
+def test_the_plan_covers_what_an_h200_took(tmp_path):
+    """Two stages of Qwen3-8B: 0.14 GiB on the first; on the last, with half of the sizes, 0.44 GiB."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 4}
+    plan = _plan(tmp_path, "qwen3-8b", 36, num_stages=2, max_num_seqs=64, speculative=speculative)
+    assert 2 * 0.44 * GIB < plan.graphs.planned_bytes < 2 * GIB
