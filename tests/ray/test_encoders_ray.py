@@ -193,7 +193,9 @@ def test_kills_at_any_moment_cost_nothing_but_time(engine, client, path, prompts
         slowest_s = max(slowest_s, time.monotonic() - started)
         assert not set(client.errors) & {*with_pictures, *others}
         assert [client.tokens[handle] for handle in (*with_pictures, *others)] == right
-        while not client.stats()["encoders"]["num_up"]:
+        ends = time.monotonic() + WAIT_S
+        while encoder_pid(engine) == pid or not client.stats()["encoders"]["num_up"]:
+            assert time.monotonic() < ends, "it did not come back"
             client.pump()
     record_property("slowest_s", slowest_s)
     print(f"{NUM_KILLS} kills; all requests ended right, the slowest {slowest_s:.1f} s after the kill")
@@ -224,10 +226,10 @@ def test_two_encoders_share_the_pictures_and_without_any_text_goes_on(local_ray,
             processes = handle.processes()
             for pid in processes["encoders"]:
                 os.kill(pid, signal.SIGKILL)
-            unseen = client.add(*unseen(path, 79))
+            refused = client.add(*unseen(path, 79))
             handles = [client.add(prompt, items) for prompt, items in prompts]
-            client.wait([unseen, *handles])
-            assert isinstance(client.errors[unseen], EncoderDiedError)
+            client.wait([refused, *handles])
+            assert isinstance(client.errors[refused], EncoderDiedError)
             assert [client.tokens[h] for h in handles] == expected  # the first stage still has these pictures
     finally:
         handle.close()
