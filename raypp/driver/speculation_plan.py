@@ -20,6 +20,7 @@ from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
+_LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
 _FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
 
@@ -134,8 +135,9 @@ def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: Dr
         return FixedDrafts(given.max_drafts)
     free_tokens = given.free_step_tokens or _FREE_STEP_TOKENS[device]
     drafting_cost = 0.0
-    if head is not None:  # in the time of a step, which is that of reading its weights
+    if head is not None:  # in the time of a step, which is that of reading its weights, or of starting its operations
         step_bytes = model.num_layers * layer_weight_bytes(model, 1) + lm_head_bytes(model, 1)
-        drafting_cost = head.drafting_bytes(given.max_drafts, 1) / step_bytes
+        by_bytes = head.drafting_bytes(given.max_drafts, 1) / step_bytes
+        drafting_cost = max(by_bytes, given.max_drafts * _LAYERS_PER_DRAFT / (model.num_layers + 1))
     cost = RooflineCost(free_tokens)
     return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)

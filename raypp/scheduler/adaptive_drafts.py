@@ -22,7 +22,7 @@ _DOUBT = 2.0
 _MIN_GAIN = 1.03
 """K is raised only for this much more speed: estimates are noisy, and so are cost models."""
 
-_SHADOW_SHARE = 0.25
+_SHADOW_SHARE = 1 / 8
 """Of the steps without drafts, those that are followed by a proposal where that costs something."""
 
 

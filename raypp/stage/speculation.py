@@ -26,8 +26,11 @@ from raypp.stage.step_tokens import StepTokens
 _LOG = logging.getLogger(__name__)
 
 _SHADOW_EVERY = 4
-"""Where proposing costs a few percent of a step (by a head; by n-grams on a CPU): of the steps without drafts, one in
-so many is followed by a proposal, and its outcome compared in the next one."""
+"""On a CPU, where a search costs a few percent of a small model's step: of the steps without drafts, one in so many is
+followed by a search, and its outcome compared in the next one."""
+
+_HEAD_SHADOW_EVERY = 8
+"""The same where a head proposes, on any device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class Speculation:
         self._drafts = DraftTables(spec.max_num_seqs, spec.max_drafts, self._tokens, device)
         self._proposer = _proposer(spec, self._tokens.tokens, head, block_tables)
         self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
+        self._shadow_every = _HEAD_SHADOW_EVERY if self._proposer.is_recorded_apart else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
@@ -91,9 +95,9 @@ class Speculation:
         if not self._is_sparing or plan.num_drafts or not plan.num_decode_rows:
             self._num_plain_steps[plan.cohort] = 0
             return Search()
-        count = self._num_plain_steps.get(plan.cohort, _SHADOW_EVERY - 1) + 1
-        self._num_plain_steps[plan.cohort] = count % _SHADOW_EVERY
-        return Search(compares=count == 1, proposes=count == _SHADOW_EVERY)
+        count = self._num_plain_steps.get(plan.cohort, self._shadow_every - 1) + 1
+        self._num_plain_steps[plan.cohort] = count % self._shadow_every
+        return Search(compares=count == 1, proposes=count == self._shadow_every)
 
     def drafts(self, shape: StepShape) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
