@@ -6,6 +6,7 @@ anew: all of these replay the past without a word. Here they are an error that s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,4 +121,4 @@ def _compare(key: object, replayed: Mapping[str, torch.Tensor], computed: Mappin
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view as bytes, at least two dimensions: NaN equals itself."""
-    return tensor.contiguous().view(len(tensor), -1).view(torch.uint8)
+    return tensor.contiguous().view(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
