@@ -5,8 +5,9 @@
 
 Every round runs both: 16 free streams that are watched, beside 16 others that are free, or that follow a grammar. Which
 of the two goes first changes from round to round, so that what else happens on the machine hits both. Said are the
-watched streams' inter-token latency (time from the first to the last token over the tokens between), the same of the
-others, and what a grammar costs per token: the difference. The last line is JSON.
+watched streams' inter-token latency (over the last three quarters of their tokens: by then all have begun), the same
+of the others, and what a grammar costs per token: the difference. On a machine with other work, look at `cpu` instead:
+the processor time of all the engine's processes, and of this one, over the tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 from report import print_report
@@ -45,9 +47,24 @@ async def watch(llm: AsyncLLM, index: int, params: SamplingParams) -> float:
     num_first = num_tokens = 0
     async for output in llm.generate(PROMPTS[index % len(PROMPTS)], params):
         num_tokens, last_s = len(output.outputs[0].token_ids), time.perf_counter()
-        if not first_s:
+        if not first_s and num_tokens >= params.max_tokens // 4:  # by then all streams have begun
             first_s, num_first = last_s, num_tokens
     return (last_s - first_s) / (num_tokens - num_first) * 1e3
+
+
+def cpu_seconds() -> float:
+    """Return the processor time that the engine's processes and this one have taken."""
+    seconds = 0.0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue  # it has just ended
+        is_engines = command.startswith((b"ray::DriverActor", b"ray::StageActor")) or b"raypp.grammar" in command
+        if is_engines or int(folder.name) == os.getpid():
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str, Any] | None) -> tuple[float, float]:
@@ -73,13 +90,16 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, constraint in CONSTRAINTS.items():
             watched: dict[str, list[float]] = {"free": [], "grammar": []}
             others: dict[str, list[float]] = {"free": [], "grammar": []}
+            cpu: dict[str, list[float]] = {"free": [], "grammar": []}
             late = 0
             for round_index in range(args.rounds + 1):
                 sides: list[tuple[str, dict[str, Any] | None]] = [("free", None), ("grammar", constraint)]
                 for side, beside in sides if round_index % 2 else reversed(sides):
                     before = (await llm.stats())["num_late_masks"]
+                    cpu_s = cpu_seconds()
                     of_watched, of_others = await run(llm, args.num_streams, args.num_tokens, beside)
                     if round_index:  # the first round warms up, and compiles the grammar
+                        cpu[side].append((cpu_seconds() - cpu_s) / (2 * args.num_streams * args.num_tokens) * 1e3)
                         watched[side].append(of_watched)
                         others[side].append(of_others)
                         late += (await llm.stats())["num_late_masks"] - before
@@ -93,6 +113,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "grammar_cost_ms_per_token": statistics.median(
                     a - b for a, b in zip(others["grammar"], others["free"], strict=True)
                 ),
+                "cpu_ms_per_token_free": statistics.median(cpu["free"]),
+                "cpu_ms_per_token_grammar": statistics.median(cpu["grammar"]),
                 "late_masks_per_token": late / (args.rounds * args.num_streams * args.num_tokens),
             }
             print(name, figures[name], flush=True)

@@ -19,7 +19,7 @@ import numpy as np
 from raypp.driver.grammar_process import GrammarBackend, GrammarProcessDied
 from raypp.errors import RequestError
 from raypp.grammar.messages import CloseGrammar, GrammarAdvance, GrammarMasks, OpenGrammar, Refused
-from raypp.messages import NO_STEP, Int32s, MaskUpdate
+from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.structured_outputs import source_of
 
@@ -200,6 +200,7 @@ class Grammars:
         told = [(text, text.latest) for text in by_row.values() if text.latest is not None]
         if not told:
             return
+        drafts = [m.draft_ids for _, m in told if len(m.draft_ids)]
         self._send_masks(
             MaskUpdate(
                 rows=_int32s([text.row for text, _ in told]),
@@ -208,7 +209,7 @@ class Grammars:
                 after_steps=np.array([max(m.after_step, text.start_step - 1) for text, m in told], np.int64),
                 positions=_int32s([len(text.request.prompt_token_ids) + m.num_accepted for text, m in told]),
                 num_masks=_int32s([len(m.bitmasks) for _, m in told]),
-                draft_ids=np.concatenate([m.draft_ids for _, m in told]),
+                draft_ids=np.concatenate(drafts) if drafts else NO_INT32S,
                 bitmasks=np.concatenate([m.bitmasks for _, m in told]),
             )
         )

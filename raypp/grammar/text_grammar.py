@@ -95,7 +95,9 @@ class TextGrammar:
             masks.append(mask)
         if followed:
             self._matcher.rollback(len(followed))
-        return NextMasks(self._num_accepted, followed[: len(masks) - 1], np.stack(masks))
+        return NextMasks(
+            self._num_accepted, followed[: len(masks) - 1], masks[0][None] if len(masks) == 1 else np.stack(masks)
+        )
 
     def _mask(self) -> Int32s:
         self._buffer[:] = -1  # where everything is allowed, xgrammar writes nothing

@@ -1,7 +1,8 @@
 """All texts under grammars: who is followed, what is compiled already, and the threads that make the masks.
 
-xgrammar computes without the GIL, mostly some microseconds per mask; now and then, with a large vocabulary, ten
-milliseconds. Texts that took long are made by other threads than the rest.
+A mask mostly takes some microseconds: less than handing it to a thread. So masks are made by the thread that takes the
+orders, but those of a text whose last ones took long, by others: xgrammar computes without the GIL. Grammars that get
+slow get so token by token, and are noticed long before a mask takes a second.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Texts:
             vocab_size: V.
             compile_source: Has a constraint compiled; `take_compiled` is called once it is, in whatever thread.
             reply: Takes what there is to say. From several threads.
-            threads: Whether masks are made by threads; else within `handle`.
+            threads: Whether slow masks are made by threads; else all are made within `handle`.
         """
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
@@ -66,9 +67,8 @@ class Texts:
         self._compiled: OrderedDict[str, Any] = OrderedDict()  # the last used ones last
         self._num_cached_bytes = 0
         self._opening: defaultdict[str, list[OpenGrammar]] = defaultdict(list)
-        self._num_threads = max(2, min(4, (os.cpu_count() or 1) // 2))
-        self._quick = ThreadPoolExecutor(self._num_threads, "masks") if threads else None
-        self._slow = ThreadPoolExecutor(self._num_threads, "slow-masks") if threads else None
+        num_threads = max(2, min(4, (os.cpu_count() or 1) // 2))
+        self._slow = ThreadPoolExecutor(num_threads, "masks") if threads else None
 
     def handle(self, order: GrammarOrder) -> None:
         """Do what the driver says."""
@@ -112,9 +112,8 @@ class Texts:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self._quick, self._slow):
-            if pool is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
+        if self._slow is not None:
+            self._slow.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, order: OpenGrammar, compiled: Any) -> None:
         text = TextGrammar(compiled, self._vocab_size, order.allowed_token_ids)
@@ -136,16 +135,13 @@ class Texts:
         self._run(due)
 
     def _run(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
-        if self._quick is None or self._slow is None:
-            self._make(due)
-            return
-        quick = [entry for entry in due if not entry[1].is_slow]
-        share = max(4, -(-len(quick) // self._num_threads))  # a thread's start costs as much as a few masks
-        for first in range(0, len(quick), share):
-            self._quick.submit(self._make, quick[first : first + share])
-        for entry in due:
-            if entry[1].is_slow:
-                self._slow.submit(self._make, [entry])
+        quick = [entry for entry in due if not entry[1].is_slow] if self._slow is not None else due
+        if quick:
+            self._make(quick)
+        if self._slow is not None and len(quick) < len(due):
+            for entry in due:
+                if entry[1].is_slow:
+                    self._slow.submit(self._make, [entry])
 
     def _make(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
         """Make masks and send them."""
