@@ -133,6 +133,7 @@ class ItemAdmission:
                 self._room.unpin(pinned)
             state.item_pin = None
         self._room.remove(key)
+        self._order()  # whoever ordered it may be gone, and others wait for its room
         return failed
 
     def take_orders(self) -> Sequence[EncoderItem]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_scheduler_replay import Drive, limits
+from test_scheduler_replay import Drive, drive, limits
 
 from raypp.errors import RequestError
 from raypp.messages import StartItems, StepPlan, unpack
@@ -127,21 +127,6 @@ class ItemDrive(Drive):
         assert self.scheduler.items.num_stored_tokens <= self.limits.max_item_tokens
 
 
-def drive(limits: SchedulerLimits, seed: int, num_actions: int) -> ItemDrive:
-    rng = random.Random(seed)
-    run = ItemDrive(limits, rng)
-    weights = [rng.random(), rng.random() * 0.2, 0.2 + rng.random(), 0.2 + rng.random(), 0.2 + rng.random()]
-    actions = [run.add, run.abort, run.schedule, run.execute, run.collect]
-    while not run.requests:
-        run.add()
-    for action in rng.choices(actions, weights, k=num_actions):
-        action()
-        run.check()
-    run.finish()
-    run.check_outcome()
-    return run
-
-
 def with_room(limits: SchedulerLimits, max_item_tokens: int) -> SchedulerLimits:
     values = {name: getattr(limits, name) for name in SchedulerLimits.__dataclass_fields__}
     return SchedulerLimits(**(values | {"max_item_tokens": max_item_tokens}))
@@ -150,7 +135,7 @@ def with_room(limits: SchedulerLimits, max_item_tokens: int) -> SchedulerLimits:
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120))
 def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions):
-    drive(with_room(limits, max_item_tokens), seed, num_actions)
+    drive(with_room(limits, max_item_tokens), seed, num_actions, ItemDrive)
 
 
 def test_the_random_drives_meet_what_they_are_for():
@@ -167,13 +152,13 @@ def test_the_random_drives_meet_what_they_are_for():
             min_prefill_chunk_tokens=4,
             max_item_tokens=7,
         )
-        met.update(drive(limits, seed, num_actions=80).met)
+        met.update(drive(limits, seed, 80, ItemDrive).met)
     for what in ("read", "cut", "stored", "dropped", "failed", "refused", "preempted with items"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
 
 
-def test_text_overtakes_pictures_that_are_not_there():
-    limits = SchedulerLimits(
+def small_limits(max_item_tokens: int) -> SchedulerLimits:
+    return SchedulerLimits(
         num_stages=1,
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -181,9 +166,12 @@ def test_text_overtakes_pictures_that_are_not_there():
         block_size=4,
         num_blocks=40,
         enable_prefix_caching=False,
-        max_item_tokens=8,
+        max_item_tokens=max_item_tokens,
     )
-    run = Drive(limits, random.Random(0))
+
+
+def test_text_overtakes_pictures_that_are_not_there():
+    run = Drive(small_limits(max_item_tokens=8), random.Random(0))
     items = PromptItems((item_of(2),), (1,), np.zeros((8, 3), np.int32), 0)
     run.make_items = lambda num_prompt: items  # type: ignore[method-assign]
     run.add()
@@ -203,17 +191,23 @@ def test_text_overtakes_pictures_that_are_not_there():
     assert with_picture.output_token_ids
 
 
+def test_a_failure_that_nobody_waits_for_makes_room_for_others():
+    run = ItemDrive(small_limits(max_item_tokens=3), random.Random(0))
+    run.make_items = lambda num_prompt: PromptItems((item_of(2),), (0,), np.zeros((num_prompt, 3), np.int32), 0)  # type: ignore[method-assign]
+    while not run.requests:
+        Drive.add(run)
+    run.make_items = lambda num_prompt: PromptItems((item_of(5),), (0,), np.zeros((num_prompt, 3), np.int32), 0)  # type: ignore[method-assign]
+    Drive.add(run)
+    items = run.scheduler.items
+    assert [item.key for item in items.take_orders()] == [item_of(2).key]
+    run.scheduler.abort(run.requests[0].request_id)
+    assert not items.take_orders()
+    assert not run.scheduler.note_item_failed(item_of(2).key, RequestError("it is too large"))
+    assert [item.key for item in items.take_orders()] == [item_of(5).key]
+
+
 def test_pictures_without_an_encoder_are_refused():
-    limits = SchedulerLimits(
-        num_stages=1,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        max_model_len=40,
-        block_size=4,
-        num_blocks=40,
-        enable_prefix_caching=False,
-    )
-    run = ItemDrive(limits, random.Random(0))
+    run = ItemDrive(small_limits(max_item_tokens=0), random.Random(0))
     items = PromptItems((item_of(2),), (1,), np.zeros((8, 3), np.int32), 0)
     run.make_items = lambda num_prompt: items  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="may hold"):

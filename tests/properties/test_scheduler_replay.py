@@ -201,12 +201,13 @@ class Drive:
         assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests)
 
 
-def drive(limits: SchedulerLimits, seed: int, num_actions: int) -> Drive:
+def drive(limits: SchedulerLimits, seed: int, num_actions: int, kind: type[Drive] = Drive) -> Drive:
     rng = random.Random(seed)
-    run = Drive(limits, rng)
+    run = kind(limits, rng)
     weights = [rng.random(), rng.random() * 0.2, 0.2 + rng.random(), 0.2 + rng.random(), 0.2 + rng.random()]
     actions = [run.add, run.abort, run.schedule, run.execute, run.collect]
-    run.add()
+    while not run.requests:
+        run.add()
     for action in rng.choices(actions, weights, k=num_actions):
         action()
         run.check()
