@@ -458,8 +458,8 @@ def score(directory: Path, count: int, seed: int) -> dict[str, Any]:
     return {
         "pictures": count,
         "exact": round(sum(exact) / len(exact), 4),
-        "exact_of_trained_pairs": round(sum(known) / len(known), 4),
-        "exact_of_pairs_never_trained": round(sum(never) / len(never), 4),
+        "exact_of_trained_pairs": round(sum(known) / max(len(known), 1), 4),
+        "exact_of_pairs_never_trained": round(sum(never) / max(len(never), 1), 4),
         "first_wrong": wrong[:8],
     }
 
