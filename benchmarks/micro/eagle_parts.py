@@ -108,16 +108,15 @@ def main() -> None:
             hidden = torch.randn(tokens, target.hidden_size, dtype=dtype, device=device)
             step = SteppedTokens(
                 rows=torch.arange(rows, device=device),
-                lengths=torch.full((rows,), args.context + 2, device=device),
                 token_ids=torch.ones(rows, 1 + args.num_drafts, dtype=torch.int32, device=device),
                 num_valid=torch.full((rows,), 2, dtype=torch.int32, device=device),
-                max_length=args.context + 2,
                 num_decode_rows=rows,
                 token_indices=torch.arange(tokens, device=device),
                 hidden=SteppedHidden(hidden, positions, positions % _BLOCK_SIZE, [hidden] * 3, None),
             )
             followed = proposer.follow(step)
-            drafting = DraftingRows(step.rows, step.lengths, step.max_length)
+            lengths = torch.full((rows,), args.context + 2, device=device)
+            drafting = DraftingRows(step.rows, lengths, args.context + 2)
             programs: dict[str, Callable[[], object]] = {
                 "follow": lambda step=step: proposer.follow(step),
                 "propose": lambda drafting=drafting, followed=followed: proposer.propose(drafting, followed),

@@ -9,12 +9,16 @@ from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, Ste
 
 
 class HybridProposer:
-    """Asks both: which of them a row needs, the host does not know when it orders the step."""
+    """Asks both: which of them a row needs, the host does not know when it orders the step.
+
+    Args:
+        first: Proposes from tables alone: it makes nothing of a step.
+        second: Any.
+    """
 
     def __init__(self, first: Proposer, second: Proposer) -> None:
         self._first = first
         self._second = second
-        self._num_first = 0  # tensors of the first one's `Followed`
         self.is_recorded_apart = first.is_recorded_apart or second.is_recorded_apart
 
     def apply(self, plan: StepPlan) -> None:
@@ -24,14 +28,13 @@ class HybridProposer:
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Take in a step."""
-        first = self._first.follow(step)
-        self._num_first = len(first)
-        return (*first, *self._second.follow(step))
+        nothing = self._first.follow(step)
+        assert not nothing
+        return self._second.follow(step)
 
     def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
         """Return the first one's drafts where it stands behind any."""
-        first = self._first.propose(drafting, followed[: self._num_first])
-        second = self._second.propose(drafting, followed[self._num_first :])
+        first, second = self._first.propose(drafting, ()), self._second.propose(drafting, followed)
         is_first = first.num_proposed > 0
         return Drafts(
             torch.where(is_first.unsqueeze(1), first.draft_ids, second.draft_ids),

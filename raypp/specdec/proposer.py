@@ -30,10 +30,8 @@ class SteppedTokens:
     """A step of the last stage once its tokens are chosen: Y rows that yielded, with 1 + K tokens each."""
 
     rows: torch.Tensor  # [Y] int64
-    lengths: torch.Tensor  # [Y] int64, of the rows, the new tokens included
     token_ids: torch.Tensor  # [Y, 1 + K] int32, valid up to num_valid
     num_valid: torch.Tensor | None  # [Y] int32, at least 1; None: 1 each
-    max_length: int  # an upper bound of `lengths` that the host knows
     num_decode_rows: int  # the first of the Y rows; the others end their prompt, and have one token
     token_indices: torch.Tensor  # [N] int64, where among the step's T tokens stand those before the chosen ones
     hidden: SteppedHidden
@@ -52,7 +50,7 @@ class DraftingRows:
     """Who is to be proposed drafts. Y rows."""
 
     rows: torch.Tensor  # [Y] int64
-    lengths: torch.Tensor  # [Y] int64
+    lengths: torch.Tensor  # [Y] int64, their new tokens included
     max_length: int  # an upper bound of `lengths` that the host knows
 
 

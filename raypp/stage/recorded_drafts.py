@@ -109,7 +109,7 @@ class RecordedDrafts:
         if bucket is None or not search.proposes:
             return self._speculation.draft(shape, tokens, hidden, max_length, search)
         assert self._followed is not None
-        followed = self._speculation.follow(shape, tokens, hidden, max_length)
+        followed = self._speculation.follow(shape, tokens, hidden)
         self._rows[num_rows:bucket] = self._padding_row
         self._lengths[num_rows:bucket] = _PADDING_LENGTH
         kept, values = (self._rows, self._lengths, *self._followed), (shape.sampled_rows, tokens.lengths, *followed)
@@ -146,7 +146,7 @@ class RecordedDrafts:
 
     def _follow(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
         kept = self._kept(shape.num_rows, shape.decode_query_len)
-        followed = self._speculation.follow(shape, kept, hidden_of(), self._max_length)
+        followed = self._speculation.follow(shape, kept, hidden_of())
         if self._followed is None:
             rows = len(self._num_valid)
             self._followed = tuple(tensor.new_zeros(rows, *tensor.shape[1:]) for tensor in followed)

@@ -142,22 +142,19 @@ class Speculation:
             return tokens
         return masks.close(tokens, self._drafts.draft_ids(rows)[:, : shape.decode_query_len - 1])
 
-    def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int) -> Followed:
+    def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden) -> Followed:
         """Let the proposer take in a step that was verified.
 
         Args:
             shape: The step.
             tokens: What its rows yield.
             hidden: For proposers that draft from hidden states.
-            max_length: An upper bound of the rows' lengths after the step.
         """
         return self._proposer.follow(
             SteppedTokens(
                 rows=shape.sampled_rows,
-                lengths=tokens.lengths,
                 token_ids=tokens.token_ids,
                 num_valid=tokens.num_valid,
-                max_length=max_length,
                 num_decode_rows=shape.num_decode_rows,
                 token_indices=shape.logits_indices,
                 hidden=hidden,
@@ -167,7 +164,7 @@ class Speculation:
     def propose(self, rows: torch.Tensor, lengths: torch.Tensor, followed: Followed, max_length: int) -> torch.Tensor:
         """Propose the next drafts of the rows that yielded, and remember them; return them, [Y, K_max] int32.
 
-        Shapes: rows, lengths [Y] int64.
+        Shapes: rows, lengths [Y] int64; `max_length` is an upper bound of the lengths that the host knows.
         """
         drafts: Drafts = self._proposer.propose(DraftingRows(rows, lengths, max_length), followed)
         self._drafts.remember(rows, drafts)
@@ -185,7 +182,7 @@ class Speculation:
         self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
     ) -> StepTokens:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
-        rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden, max_length)
+        rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden)
         if not search.proposes:
             return replace(tokens, draft_ids=self.miss(rows, tokens.token_ids))
         return replace(tokens, draft_ids=self.propose(rows, tokens.lengths, followed, max_length))
