@@ -63,7 +63,7 @@ def actor_processes() -> dict[int, str]:
                 continue
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        for name in ("DriverActor", "StageActor"):
+        for name in ("DriverActor", "StageActor", "EncoderActor"):
             if title.startswith(f"ray::{name}".encode()):
                 found[int(path.parent.name)] = name
     return found
