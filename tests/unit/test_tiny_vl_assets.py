@@ -1,6 +1,6 @@
 """The embedded vision model: its size, that it says what is in pictures, and that transformers reads it alike.
 
-`RAYPP_TINY_VL_PICTURES=200` scores as docs/tiny-vl.md does; CI takes the first of the same pictures.
+`TINY_VL_PICTURES=200` scores as docs/tiny-vl.md does; CI takes the first of the same pictures.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 REPOSITORY = Path(__file__).parents[2]
 TINY_VL = REPOSITORY / "raypp" / "assets" / "tiny-vl"
 DEMO = REPOSITORY / "docs" / "images" / "shapes.png"
-NUM_PICTURES = int(os.environ.get("RAYPP_TINY_VL_PICTURES", "40"))
+NUM_PICTURES = int(os.environ.get("TINY_VL_PICTURES", "40"))
 LEAST_EXACT = {"up to six things": 0.9, "up to nine things": 0.8, "pairs never trained": 0.7}
 """Shares of pictures. The aim is 0.9 for all of them; it is missed for pictures of seven to nine things, see
 docs/tiny-vl.md for the figures."""
