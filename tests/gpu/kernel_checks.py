@@ -204,7 +204,8 @@ def check_decode_inputs(num_rows: int, query_len: int, num_entries: int, width: 
     cells = dict.fromkeys((row, kernels.rng.randrange(width)) for row in entry_rows)
     entries = [(row, position, 1000 + index) for index, (row, position) in enumerate(cells)]
     entries += entries[:1]
-    new = NewEntries(*(torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in zip(*entries, strict=True)))
+    columns = zip(*entries, strict=True) if entries else ((), (), ())
+    new = NewEntries(*(torch.tensor(column, dtype=torch.int64, device=DEVICE) for column in columns))
     # Lengths up to past the end of the table.
     computed = torch.tensor(
         [kernels.rng.randrange(block_size * width + 5) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE

@@ -82,6 +82,7 @@ def test_decode_from_projection(heads, query_len, num_rows, has_norm):
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("query_len", [1, 5])
 def test_decode_inputs(num_rows, query_len):
+    checks.check_decode_inputs(num_rows, query_len, 0, 40)  # as a draft head's steps, which bring no entries
     checks.check_decode_inputs(num_rows, query_len, num_rows, 2049)
 
 

@@ -60,7 +60,9 @@ def test_decode_from_projection(query_len, has_norm):
     checks.check_fused_decode(EXACT, seq_lens[:2], query_len, 6, 2, 24, has_norm)
 
 
-@pytest.mark.parametrize(("num_rows", "query_len", "num_entries", "width"), [(1, 1, 1, 5), (4, 3, 9, 20), (7, 1, 7, 3)])
+@pytest.mark.parametrize(
+    ("num_rows", "query_len", "num_entries", "width"), [(1, 1, 1, 5), (4, 3, 9, 20), (7, 1, 7, 3), (3, 1, 0, 4)]
+)
 def test_decode_inputs(num_rows, query_len, num_entries, width):
     checks.check_decode_inputs(num_rows, query_len, num_entries, width)
 
