@@ -1,7 +1,7 @@
 """Drafts of EAGLE heads are those of a plain reference, and text does not depend on the head.
 
 Random heads of each kind on random models, 1 to 4 stages, with prompts in chunks, shared beginnings, preemption and
-aborts; steps one by one and recorded. `RAYPP_EAGLE_CELLS` sets how many cells of the grid are run.
+aborts; steps one by one and recorded. `TEST_EAGLE_CELLS` sets how many cells of the grid are run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NUM_DRAFTS = 3
 # Checkpoints in float32: of each family, one with tied embeddings and one without.
 TARGETS = (("qwen3", 4), ("llama", 4), ("qwen3", 2), ("llama", 2))
 CELLS = list(product(HEADS, range(len(TARGETS)), (1, 2, 3, 4), ("none", "full")))
-NUM_CELLS = int(os.environ.get("RAYPP_EAGLE_CELLS", "4"))
+NUM_CELLS = int(os.environ.get("TEST_EAGLE_CELLS", "4"))
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Texts under grammars: all of them follow theirs and end by themselves, and nothing else changes them.
 
-`RAYPP_STRUCTURED_SCHEMAS=all` takes every schema in every cell; CI takes some in two.
+`TEST_STRUCTURED_SCHEMAS=all` takes every schema in every cell; CI takes some in two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raypp.scheduler.request import Request
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams
 
-ALL = os.environ.get("RAYPP_STRUCTURED_SCHEMAS") == "all"
+ALL = os.environ.get("TEST_STRUCTURED_SCHEMAS") == "all"
 NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 4}}
 HEAD = {"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 CELLS = list(itertools.product((1, 3), ({}, NGRAM))) if ALL else [(1, {}), (3, NGRAM)]
