@@ -37,7 +37,7 @@ ITEM = {
 }
 CONSTRAINTS: dict[str, dict[str, Any]] = {
     "json": {"json_schema": {"type": "array", "items": ITEM, "minItems": 100, "maxItems": 100}},
-    "regex": {"regex": "([a-z]{3,8} [0-9]{1,3}, )+[A-Z]"},
+    "regex": {"regex": "([a-z]{3,8} [0-9]{1,3}, ){300}"},
 }
 
 

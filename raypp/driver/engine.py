@@ -49,6 +49,7 @@ class Engine:
         self._encoders = encoders
         self._grammars = None if grammars is None else Grammars(grammars, pipeline.send_masks)
         self._failed: list[tuple[Request, RayppError]] = []
+        self._may_plan = False  # whether anything has changed since the scheduler had nothing to plan
 
     def add(self, request: Request) -> None:
         """Take in a request. One under a grammar runs when that is compiled, or is among those of `take_failed`.
@@ -57,6 +58,7 @@ class Engine:
             RequestError: it can never run.
         """
         request.arrival_ns = now_ns()
+        self._may_plan = True
         if request.items is not None and self._encoders is None:
             raise RequestError(
                 "the model takes no pictures",
@@ -73,6 +75,7 @@ class Engine:
 
     def abort(self, request: Request) -> bool:
         """End a request now; return whether it was unfinished."""
+        self._may_plan = True
         if self._grammars is not None and request.has_grammar:
             if self._grammars.is_held_back(request):
                 request.finish_reason = FinishReason.ABORT
@@ -107,7 +110,10 @@ class Engine:
         if self._encoders is not None:
             self._exchange(self._encoders)
         step_id = results[-1].step_id if results else -1
-        while (plan := self._scheduler.schedule()) is not None:
+        # A mask that arrives changes no plan; the scheduler is asked again when something else has happened.
+        may_plan = self._may_plan or bool(results) or self._encoders is not None
+        self._may_plan = False
+        while may_plan and (plan := self._scheduler.schedule()) is not None:
             self._pipeline.submit(plan)
             step_id = plan.step_id
             if len(plan.start_rows):
@@ -175,6 +181,7 @@ class Engine:
 
     def _look_at_grammars(self, grammars: Grammars) -> None:
         news = grammars.poll()
+        self._may_plan |= bool(news.admitted or news.refused)
         for request in news.admitted:
             try:
                 self._scheduler.add(request)
