@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StepPlan
+from raypp.ops.host_to_device import to_device
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.transport.schema import aux_states_name
@@ -36,7 +37,7 @@ class AuxStates:
         if not len(plan.drafting) or not self._depths:
             return None
         indices = np.flatnonzero(np.repeat(plan.drafting, plan.num_scheduled_tokens))
-        return torch.from_numpy(indices).to(shape.rows.device, non_blocking=True)
+        return to_device(indices, shape.rows.device)
 
     def send(
         self,

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from raypp.messages import Int32s, StepPlan
+from raypp.ops.host_to_device import to_device
 from raypp.stage.step_shape import StepShape
 
 
@@ -35,4 +36,4 @@ class NextTokens:
             known = self._known[row][start + 1 : start + 1 + count]
             following[begin : begin + len(known)] = known
             begin += count
-        return torch.from_numpy(following).to(self._device, non_blocking=True)
+        return to_device(following, self._device)
