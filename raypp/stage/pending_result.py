@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,3 +41,18 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def columns_to_host(columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Queue the copies of several tensors as one copy; see `to_host`. Returns views of it, in their shapes.
+
+    Shapes: each [Y] or [Y, n], all of one type.
+    """
+    if len(columns) == 1:
+        return [to_host(columns[0])]
+    wide = [column.unsqueeze(1) if column.dim() == 1 else column for column in columns]
+    joined = torch.cat(wide, dim=1)
+    if joined.device.type != "cpu":
+        joined = to_host(joined)
+    parts = joined.split([part.shape[1] for part in wide], dim=1)
+    return [part.squeeze(1) if column.dim() == 1 else part for part, column in zip(parts, columns, strict=True)]

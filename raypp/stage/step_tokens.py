@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_INT32S, Bytes, StepPlan, StepResult
-from raypp.stage.pending_result import PendingResult, to_host
+from raypp.stage.pending_result import PendingResult, columns_to_host
 from raypp.stage.step_shape import StepShape
 
 
@@ -66,15 +66,16 @@ def pending_result(
     """Return what the driver is told, on its way to the host. `logprobs` packs the `StepLogprobs`."""
     told_drafts = tokens.draft_ids if tells_drafts else None
     columns = (tokens.token_ids, tokens.num_valid, tokens.num_drafted, tokens.num_matched, told_drafts)
-    token_ids, num_valid, num_drafted, num_matched, draft_ids = (c if c is None else to_host(c) for c in columns)
-    assert token_ids is not None
+    copied = iter(columns_to_host([column for column in columns if column is not None]))
+    told = [column if column is None else next(copied) for column in columns]
+    token_ids, num_valid, num_drafted, num_matched, draft_ids = told
 
     def by_row(values: torch.Tensor | None, nothing: int) -> NDArray[np.int32]:
         """Return values of the rows that yield as values of all rows."""
         if values is None:
             return NO_INT32S
         if shape.all_sample:
-            return values.numpy()
+            return np.ascontiguousarray(values.numpy())
         spread = np.full((shape.num_rows, *values.shape[1:]), nothing, np.int32)
         spread[shape.sampled_np] = values.numpy()
         return spread
