@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from graph_timer import step_ms
 from report import print_report
 
 from raypp.graphs.manager import CudaGraphManager, graph_maker
@@ -49,26 +48,10 @@ class _Target:
         return self._embedding
 
     def normalize(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        raise AssertionError("a head of this kind has a norm of its own")
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-def milliseconds(step: Callable[[], object], num_steps: int = 40) -> tuple[float, float]:
-    """Return medians of a step's device and host time; the device is idle between steps."""
-    device_ms, host_ms = [], []
-    for _ in range(num_steps):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started = time.perf_counter()
-        began.record()
-        step()
-        ended.record()
-        host_ms.append((time.perf_counter() - started) * 1e3)
-        torch.cuda.synchronize()
-        device_ms.append(began.elapsed_time(ended))
-    return statistics.median(device_ms), statistics.median(host_ms)
+        raise AssertionError("a head of this kind has an LM head of its own")
 
 
 def main() -> None:
@@ -124,7 +107,7 @@ def main() -> None:
             for name, program in programs.items():
                 graphs.record(name, (name, rows), program)
                 for way, run in (("eager", program), ("graph", lambda key=(name, rows): graphs.run(key))):
-                    device_ms, host_ms = milliseconds(run)
+                    device_ms, host_ms = step_ms(run)
                     figures[f"{name} {rows} rows {way}"] = {"device_ms": device_ms, "host_ms": host_ms}
                     print(
                         f"{name:8s} {rows:3d} rows {way}: device {device_ms:.3f} ms, host {host_ms:.3f} ms", flush=True

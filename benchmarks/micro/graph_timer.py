@@ -1,4 +1,4 @@
-"""Timing of GPU work inside a CUDA graph."""
+"""Timing of GPU work: inside a CUDA graph, or step by step with what the host takes to launch it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,22 @@ def try_us(calls: Sequence[Callable[[], object]]) -> float | str:
         return round(time_us(calls), 2)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:120]}"
+
+
+def step_ms(step: Callable[[], object], num_steps: int = 40) -> tuple[float, float]:
+    """Return medians of a step's device and host time; the device is idle between steps."""
+    device_ms, host_ms = [], []
+    for _ in range(num_steps):
+        torch.cuda.synchronize()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started = time.perf_counter()
+        began.record()
+        step()
+        ended.record()
+        host_ms.append((time.perf_counter() - started) * 1e3)
+        torch.cuda.synchronize()
+        device_ms.append(began.elapsed_time(ended))
+    return statistics.median(device_ms), statistics.median(host_ms)
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]], num_threads: int = 12) -> None:

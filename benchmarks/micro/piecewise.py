@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "gpu"))
 
+from graph_timer import step_ms
 from model_configs import SHAPES, write_config
 
 from raypp.config.engine import EngineConfig
@@ -53,22 +51,6 @@ def _batch(num_rows: int, num_tokens: int, block_size: int, width: int, device: 
         prefill_query_lens=[num_tokens],
         prefill_seq_lens=[num_tokens],
     )
-
-
-def _milliseconds(step: Callable[[], object], num_steps: int = 30) -> tuple[float, float]:
-    """Return medians of a step's device and host time; steps come one after the other, the device idle between."""
-    device_ms, host_ms = [], []
-    for _ in range(num_steps):
-        torch.cuda.synchronize()
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        started = time.perf_counter()
-        began.record()
-        step()
-        ended.record()
-        host_ms.append((time.perf_counter() - started) * 1e3)
-        torch.cuda.synchronize()
-        device_ms.append(began.elapsed_time(ended))
-    return statistics.median(device_ms), statistics.median(host_ms)
 
 
 def main() -> None:
@@ -114,7 +96,7 @@ def main() -> None:
             ways = (None, buckets.fit(total))
             for way in ways:
                 step(way)
-            plain_ms, padded_ms = (_milliseconds(lambda way=way: step(way)) for way in ways)
+            plain_ms, padded_ms = (step_ms(lambda way=way: step(way)) for way in ways)
             figures.append({"tokens": total, "bucket": ways[1]})
             for name, (device_ms, host_ms) in (("plain", plain_ms), ("pieces", padded_ms)):
                 figures[-1] |= {f"{name}_ms": round(device_ms, 3), f"{name}_host_ms": round(host_ms, 3)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from raypp.errors import ModelLoadError
-from raypp.models.weights import check_tensor
+from raypp.models.weights import check_tensor, missing_tensor
 
 
 class PickledWeights:
@@ -30,11 +30,7 @@ class PickledWeights:
         """
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ModelLoadError(
-                f"{self._file} has no tensor {name}",
-                got=f"{len(self._tensors)} tensors, such as {', '.join(sorted(self._tensors)[:3])}",
-                expected=f"{name} {list(shape)}",
-            )
+            raise missing_tensor(self._file, name, shape, self._tensors)
         got, is_float = (tuple(tensor.shape), str(tensor.dtype)), tensor.dtype.is_floating_point
         check_tensor(self._file, name, got, (shape, dtype), holds_floats=is_float)
         return tensor.to(dtype, copy=True)

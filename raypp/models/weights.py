@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -46,11 +46,7 @@ class CheckpointWeights:
         """
         file_name = self._file_of_tensor.get(name)
         if file_name is None:
-            raise ModelLoadError(
-                f"{self._path} has no tensor {name}",
-                got=f"{len(self._file_of_tensor)} tensors, such as {', '.join(sorted(self._file_of_tensor)[:3])}",
-                expected=f"{name} {list(shape)}",
-            )
+            raise missing_tensor(self._path, name, shape, self._file_of_tensor)
         file = self._path / file_name
         try:
             found = self._open(file_name).get_slice(name)
@@ -102,6 +98,15 @@ class CheckpointWeights:
                     hint="download it again",
                 ) from error
         return self._open_files[file_name]
+
+
+def missing_tensor(path: Path, name: str, shape: tuple[int, ...], there: Collection[str]) -> ModelLoadError:
+    """Return the error for a tensor that is not among those that are `there`."""
+    return ModelLoadError(
+        f"{path} has no tensor {name}",
+        got=f"{len(there)} tensors, such as {', '.join(sorted(there)[:3])}",
+        expected=f"{name} {list(shape)}",
+    )
 
 
 def check_tensor(

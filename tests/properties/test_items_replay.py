@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_scheduler_replay import Drive, drive, limits
+from test_scheduler_replay import Drive, drive, limits, scarce_limits
 
 from raypp.errors import RequestError
 from raypp.messages import StartItems, StepPlan, unpack
@@ -141,18 +141,7 @@ def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed,
 def test_the_random_drives_meet_what_they_are_for():
     met: Counter[str] = Counter()
     for seed in range(30):
-        limits = SchedulerLimits(
-            num_stages=1 + seed % 4,
-            max_num_seqs=6,
-            max_num_batched_tokens=16,
-            max_model_len=40,
-            block_size=3,
-            num_blocks=20,
-            enable_prefix_caching=seed % 2 == 0,
-            min_prefill_chunk_tokens=4,
-            max_item_tokens=7,
-        )
-        met.update(drive(limits, seed, 80, ItemDrive).met)
+        met.update(drive(scarce_limits(seed, max_item_tokens=7), seed, 80, ItemDrive).met)
     for what in ("read", "cut", "stored", "dropped", "failed", "refused", "preempted with items"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
 

@@ -222,21 +222,25 @@ def test_every_token_is_computed_from_the_right_history(limits, seed, num_action
     drive(limits, seed, num_actions)
 
 
+def scarce_limits(seed: int, **more: int) -> SchedulerLimits:
+    """Return limits under which a few requests run out of everything."""
+    return SchedulerLimits(
+        num_stages=1 + seed % 4,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        max_model_len=40,
+        block_size=3,
+        num_blocks=20,
+        enable_prefix_caching=seed % 2 == 0,
+        min_prefill_chunk_tokens=4,
+        **more,
+    )
+
+
 def test_the_random_drives_meet_what_they_are_for():
     met: Counter[str] = Counter()
     for seed in range(30):
-        limits = SchedulerLimits(
-            num_stages=1 + seed % 4,
-            max_num_seqs=6,
-            max_num_batched_tokens=16,
-            max_model_len=40,
-            block_size=3,
-            num_blocks=20,
-            enable_prefix_caching=seed % 2 == 0,
-            min_prefill_chunk_tokens=4,
-            max_drafts=seed % 3,
-        )
-        run = drive(limits, seed, num_actions=80)
+        run = drive(scarce_limits(seed, max_drafts=seed % 3), seed, num_actions=80)
         stats = run.scheduler.stats()
         met["preempted"] += stats.num_preemptions > 0
         met["cached"] += stats.num_prefix_hit_tokens > 0
