@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -44,6 +45,7 @@ class DriverActor:
         self._meeting_place = meeting_place  # a folder for socket files
         self._tracer = Tracer(DRIVER_LANE, enabled=plan.config.observability.trace is not None)
         self._last_lanes: list[Lane] | None = None
+        self._asking = threading.Lock()  # no stage is killed while it is asked for its trace
 
     def process(self) -> ActorProcess:
         """Return this process."""
@@ -125,8 +127,9 @@ class DriverActor:
             self._pipeline.close()
             self._stages.await_end(faults.close_timeout_s)
         finally:
-            if self._tracer.enabled:
-                self._last_lanes = self._lanes()
+            with self._asking:
+                if self._tracer.enabled:
+                    self._last_lanes = self._lanes()
             if self._encoders is not None:
                 self._encoders.kill()
             self._stages.kill()
@@ -148,7 +151,8 @@ class DriverActor:
 
     def trace(self) -> list[Lane]:
         """Return what the driver and the stages did when; after `run`, what they had done until then."""
-        return self._last_lanes or self._lanes()
+        with self._asking:
+            return self._last_lanes or self._lanes()
 
     def _wake(self) -> None:
         self._server.wake()

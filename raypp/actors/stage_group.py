@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
 
 _WATCH_S = 0.5
-_LAST_TRACE_S = 1.0  # a stage that still answers does so at once
+_LAST_TRACE_S = 3.0  # a stage that still answers does so at once, unless its machine is very busy
 
 
 class StageGroup:

@@ -1,0 +1,65 @@
+"""The driver's actor, with doubles in place of what it starts."""
+
+import threading
+from types import SimpleNamespace
+from typing import cast
+
+from raypp.actors.driver_actor import DriverActor
+from raypp.actors.placement import Placement
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.tracing import TraceEvent
+
+WAIT_S = 20.0
+
+
+class MortalStages:
+    """Two stages that tell their trace as long as they live; the first question is answered when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.is_dead = False
+
+    def traces(self):
+        is_first = not self.asked.is_set()
+        self.asked.set()
+        if is_first:
+            assert self.may_answer.wait(WAIT_S)
+        return [None if self.is_dead else [TraceEvent("forward", 0, 1, 2)]] * 2
+
+    def kill(self) -> None:
+        self.is_dead = True
+
+    def run(self, *_args) -> None:
+        pass
+
+    def await_end(self, *_args) -> None:
+        pass
+
+
+def test_no_stage_is_killed_while_it_is_asked_for_its_trace(tmp_path):
+    config = EngineConfig.from_flat("tiny", num_stages=2, trace=str(tmp_path / "trace.json"))
+    plan = plan_engine(config, Hardware(4))
+    actor = DriverActor(plan, None, cast(Placement, None), str(tmp_path / "meeting"))
+    stages, served, lanes = MortalStages(), threading.Event(), []
+    nothing = SimpleNamespace(
+        serve=served.set, close=lambda: None, fail=lambda *_: None
+    )  # a server, a pipeline, sockets: whatever is asked of them is done at once
+    actor._stages, actor._encoders = stages, None
+    actor._server = actor._pipeline = actor._clients = nothing
+
+    asker = threading.Thread(target=lambda: lanes.extend(actor.trace()))
+    asker.start()
+    assert stages.asked.wait(WAIT_S)
+    ender = threading.Thread(target=actor.run)  # the engine ends while that question is on its way
+    ender.start()
+    assert served.wait(WAIT_S)
+    ender.join(0.2)  # as far as it comes
+    stages.may_answer.set()
+    for thread in (asker, ender):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert [lane.name for lane in lanes] == ["driver", "stage 0", "stage 1"]
+    assert [lane.name for lane in actor.trace()] == ["driver", "stage 0", "stage 1"], "kept when all have ended"
+    assert stages.is_dead
