@@ -16,8 +16,9 @@ from raypp.transport.dlpack import tensor_at
 class CudaGraphs:
     """See `raypp.graphs.pieces.GraphMaker`.
 
-    All graphs share a pool. That is safe because they run one after the other in one stream, and because none reads
-    what another left in the pool but the pieces of one program, which run in the order in which they were recorded.
+    All graphs share a pool. They run one after the other in one stream, so none disturbs another while it runs. What a
+    graph needed for itself is free for those recorded after it: so a replay may overwrite what later recordings left,
+    and what they left must have been read by then. See docs/design/0125.
 
     Args:
         device: A CUDA device.

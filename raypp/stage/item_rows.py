@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartItems, StepPlan, unpack
+from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
@@ -76,7 +77,8 @@ class ItemRows:
                     items.item_lens[of_row].tolist(),
                     keys[of_row],
                 )
-        self._offsets[self._upload(list(offsets))] = self._upload(list(offsets.values()))
+        rows, values = to_device_together((np.array([*offsets]), np.array([*offsets.values()])), self._device)
+        self._offsets.index_copy_(0, rows, values)
 
     def decode_positions(self, positions: torch.Tensor, rows: torch.Tensor, query_len: int) -> torch.Tensor:
         """Return the rotary positions of decode rows, int64 [R * query_len]; from the tables alone.
@@ -101,7 +103,7 @@ class ItemRows:
             values.append(in_prompt)
         if not indices:
             return rope
-        at, known = self._upload(np.concatenate(indices)), self._upload(np.concatenate(values).astype(np.int64))
+        at, known = to_device_together((np.concatenate(indices), np.concatenate(values).astype(np.int64)), self._device)
         if not plan.num_item_tokens:
             return rope.index_copy_(0, at, known[:, 0].contiguous())  # the same on every axis
         return rope.unsqueeze(1).repeat(1, 3).index_copy_(0, at, known)
@@ -119,7 +121,7 @@ class ItemRows:
                     indices.append(np.arange(token + begin - start, token + stop - start))
                     parts.append(ItemPart(key, begin - first, stop - first))
         assert sum(map(len, indices)) == plan.num_item_tokens, "the scheduler and the stages count differently"
-        return StepItems(self._upload(np.concatenate(indices)), tuple(parts))
+        return StepItems(to_device(np.concatenate(indices), self._device), tuple(parts))
 
     def _chunks(self, shape: StepShape, plan: StepPlan) -> list[tuple[_Prompt, int, int, int]]:
         """Return prompt, first token in the step, and first and last position, of chunks of prompts with pictures.
@@ -136,6 +138,3 @@ class ItemRows:
                 chunks.append((self._prompts[row], token, start, start + count))
             token += count
         return chunks
-
-    def _upload(self, values: list[int] | NDArray[np.int64]) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)

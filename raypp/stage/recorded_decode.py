@@ -112,7 +112,10 @@ class RecordedDecode:
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
-        return tuple(self._graphs.record_sizes(FULL, self._sizes, self._record))
+        recorded = tuple(self._graphs.record_sizes(FULL, self._sizes, self._record))
+        if self.drafts is not None:
+            self.drafts.record_proposals({size.num_rows for size in recorded})
+        return recorded
 
     def _record(self, size: FullSize) -> None:
         bucket, num_drafts = size

@@ -8,7 +8,7 @@ other step, with prompts in it, the second takes the rows that yielded just so. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -56,7 +56,7 @@ class RecordedDrafts:
         self._token_ids = torch.zeros(rows * (1 + spec.max_drafts), dtype=torch.int32, device=device)
         self._num_valid = torch.ones(rows, dtype=torch.int32, device=device)
         self._lengths = torch.full((rows,), _PADDING_LENGTH, dtype=torch.int64, device=device)
-        self._recorded: set[int] = set()  # numbers of rows
+        self._recorded: list[int] = []  # numbers of rows that proposals are recorded for
         self._num_rows = 0  # of the step that ran last, without padding
         self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first recording
 
@@ -84,21 +84,36 @@ class RecordedDrafts:
         follow = partial(self._follow, shape, hidden_of)
         watched = Watched(reads=self._reads, yields=self._yields_followed)
         self._graphs.record(self._mode, ("follow", bucket, width), follow, watched=watched)
+
+    def record_proposals(self, buckets: Iterable[int]) -> None:
+        """Record the proposals of those numbers of rows, as far as memory allows, when everything else is recorded.
+
+        One serves steps of every K. It runs before the host is told what the step's tail chose, so it may not have for
+        itself the memory where the tail of any K leaves that: all of them must have theirs by now.
+        """
+        self._graphs.record_sizes(self._mode, sorted(buckets, reverse=True), self._record_proposal)
+
+    def _record_proposal(self, bucket: int) -> None:
+        self._num_rows = bucket
         watched = Watched(
             reads=self._reads,
             changes=self._speculation.tensors,
             yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
         for name, program in (("propose", self._propose), ("miss", self._miss)):
-            self._recorded.add(bucket)
-            if (name, bucket) not in self._graphs:
-                self._graphs.record(self._mode, (name, bucket), partial(program, bucket), watched=watched)
+            self._graphs.record(self._mode, (name, bucket), partial(program, bucket), watched=watched)
+        self._recorded.append(bucket)
 
     def run(self, bucket: int, num_drafts: int, num_rows: int, *, proposes: bool) -> None:
         """Run it, on what was kept last. Of the B rows all but the first `num_rows` are padding."""
         self._num_rows = num_rows
         self._graphs.run(("follow", bucket, 1 + num_drafts))
-        self._graphs.run(("propose" if proposes else "miss", bucket))
+        if bucket in self._recorded:
+            self._graphs.run(("propose" if proposes else "miss", bucket))
+        elif proposes:
+            self._propose(bucket)
+        else:
+            self._miss(bucket)
 
     def draft(
         self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
@@ -121,8 +136,7 @@ class RecordedDrafts:
 
     def _fit(self, num_rows: int) -> int | None:
         """Return the smallest recording of proposals for so many rows; None if there is none, or nothing to propose."""
-        fitting = [bucket for bucket in self._recorded if bucket >= num_rows and ("propose", bucket) in self._graphs]
-        return min(fitting, default=None) if num_rows else None
+        return min((bucket for bucket in self._recorded if bucket >= num_rows), default=None) if num_rows else None
 
     def _reads(self) -> dict[str, torch.Tensor]:
         kept = {"rows": self._rows, "token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from raypp.graphs.manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.stage.spec import StageSpec
+
+_SPOILED = 1
+"""A number that may stand for anything: a row, a token, a length."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,13 @@ class _Tape(TorchDispatchMode):
             self._taped.append(_Taped(func, args, kwargs, made))
         return result
 
+    def spoil(self) -> None:
+        """Overwrite all that it made."""
+        for taped in self._taped:
+            for tensor in taped.made:
+                if tensor is not None:
+                    tensor.fill_(torch.nan if tensor.is_floating_point() else _SPOILED)
+
     def replay(self) -> None:
         """Do it again, with results where they were."""
         for taped in self._taped:
@@ -68,11 +79,18 @@ def _storage(value: object) -> int | None:
 
 
 class OpTapes:
-    """See `raypp.graphs.pieces.GraphMaker`. Break points are always looked for: attention on a CPU reads lengths."""
+    """See `raypp.graphs.pieces.GraphMaker`. Break points are always looked for: attention on a CPU reads lengths.
+
+    Args:
+        spoils: Whether a replay spoils what tapes that were recorded later have made. In the memory that graphs share
+            it may do so: what a program needed for itself was free for those that came after it.
+    """
 
     can_hold_break_points = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, spoils: bool = False) -> None:
+        self._spoils = spoils
+        self._tapes: list[_Tape] = []
         self._tape: _Tape | None = None
 
     @contextmanager
@@ -90,7 +108,15 @@ class OpTapes:
         assert self._tape is not None
         tape, self._tape = self._tape, None
         tape.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return tape.replay
+        if not self._spoils:
+            return tape.replay
+        self._tapes.append(tape)
+        return partial(self._replay, len(self._tapes) - 1)
+
+    def _replay(self, index: int) -> None:
+        self._tapes[index].replay()
+        for tape in self._tapes[index + 1 :]:
+            tape.spoil()
 
     def abandon(self) -> None:
         """End it after an error."""
@@ -112,3 +138,8 @@ class OpTapes:
 def tape_graphs(spec: StageSpec) -> CudaGraphManager:
     """Return what keeps a stage's recordings on tapes; see `raypp.testing.LocalEngine`."""
     return CudaGraphManager(OpTapes(), debug_every=spec.graphs.debug_every)
+
+
+def spoiling_tape_graphs(spec: StageSpec) -> CudaGraphManager:
+    """Return the same of tapes that spoil each other's memory."""
+    return CudaGraphManager(OpTapes(spoils=True), debug_every=spec.graphs.debug_every)

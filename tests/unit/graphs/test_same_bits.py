@@ -17,7 +17,7 @@ from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import plan_engine
 from raypp.driver.hardware import Hardware
 from raypp.stage.spec import GraphSpec
-from raypp.testing.op_tape import tape_graphs
+from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 
 # A campaign of many seeds: TEST_GRAPH_SEEDS=50 pytest tests/unit/graphs/test_same_bits.py -s
 SEEDS = range(int(os.environ.get("TEST_GRAPH_SEEDS", "4")))
@@ -65,3 +65,20 @@ def test_replays_and_calls_on_one_stage_and_several(seed):
         f"\nseed {seed}: {len(plans)} plans, {num_mixed} mixed, {num_stages} stages: the same bits; "
         f"{checked.num_compared} replays compared"
     )
+
+
+@pytest.mark.parametrize("method", ["eagle3", "ngram"])
+def test_no_step_reads_what_a_later_replay_may_overwrite(method):
+    """Recordings share memory: what one needs for itself lies where those recorded after it leave what they yield."""
+    speculative: dict[str, Any] = {"method": method, "free_step_tokens": 14, "forced_acceptance_rate": 0.5}
+    if method == "eagle3":
+        speculative["model"] = "tiny-eagle3"
+    config = EngineConfig.from_flat(
+        "tiny", max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64, num_kv_blocks=60, speculative=speculative
+    )
+    plan = plan_engine(config, Hardware(1))
+    plans = record_plans(plan, num_requests=8, max_prompt=20)
+    assert len({plan.num_drafts for plan in plans}) > 1
+    graphs = GraphSpec(has_full=True, max_piecewise_tokens=16)
+    called = run_plans(plan, plans, graphs, make_graphs=called_graphs)
+    run_plans(plan, plans, graphs, make_graphs=spoiling_tape_graphs).assert_equals(called)
