@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import torch
-
 from raypp.messages import StepPlan
 from raypp.stage.request_rows import NextInputs
 from raypp.stage.step_shape import StepShape
@@ -33,7 +31,7 @@ class FeedbackInbox:
         self._expected: deque[FedBack] = deque()
 
     def expect(self, step_id: int, shape: StepShape, num_message_rows: int) -> None:
-        """Say that this step will be fed back. Comes after what is due before it, which frees the step's slot."""
+        """Say that this step will be fed back. Comes after what is due before it, which frees the step's slot soon."""
         self._expected.append(FedBack(step_id, shape, num_message_rows))
         self._receiver.post_recv(step_id, self._schema.num_bytes(num_message_rows, num_message_rows))
 
@@ -42,12 +40,10 @@ class FeedbackInbox:
         while self._is_due(plan):
             self._apply(self._expected.popleft(), next_inputs)
 
-    def hand_over_before(
-        self, plan: StepPlan, next_inputs: NextInputs, into: torch.Tensor, num_message_rows: int
-    ) -> FedBack | None:
+    def hand_over_before(self, plan: StepPlan, next_inputs: NextInputs, num_message_rows: int) -> FedBack | None:
         """Do as `apply_before`, but leave the newest message to the step itself, if it has that many rows.
 
-        It is copied to the start of `into`, uint8. Returns it, or None when there is no such message.
+        It is there, in its slot, until `release`. Returns it, or None when there is no such message.
         """
         due = []
         while self._is_due(plan):
@@ -56,10 +52,12 @@ class FeedbackInbox:
         for fed_back in due:
             self._apply(fed_back, next_inputs)
         if newest is not None:
-            num_bytes = self._schema.num_bytes(num_message_rows, num_message_rows)
-            into[:num_bytes].copy_(self._receiver.wait(newest.step_id)[:num_bytes])
-            self._receiver.release(newest.step_id)
+            self._receiver.wait(newest.step_id)
         return newest
+
+    def release(self, fed_back: FedBack) -> None:
+        """Give the slot of a message back that was handed over, once the step that reads it was queued."""
+        self._receiver.release(fed_back.step_id)
 
     def _is_due(self, plan: StepPlan) -> bool:
         until = max(plan.requires_feedback_of, plan.step_id - self._num_slots)

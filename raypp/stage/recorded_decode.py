@@ -1,10 +1,11 @@
 """Decode steps as recordings: padded to a size that was recorded, between buffers whose addresses never change.
 
-    upload --> [ input message ] --> body: tables, layers, on the last stage logits --> [ tail: sample ] --> [ output ]
+    upload, slot --> body: input, tables, layers, on the last stage logits --> [ tail: sample ] --> output, slot
 
 Every row of such a step has 1 + K tokens, so that a recording fits every step of its size and its K. The tail verifies
-drafts and proposes the next ones too. Padding reads one spare row of the tables and writes another, see `StageSpec`.
-Messages between stages are padded too: both ends know to what.
+drafts and proposes the next ones too. The messages' way from and to the links' slots is part of the recordings.
+Padding reads one spare row of the tables and writes another, see `StageSpec`. Messages between stages are padded too:
+both ends know to what.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
 from raypp.stage.schemas import StageSchemas
+from raypp.stage.slot_copy import SlotReader, SlotWriter
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
-from raypp.stage.step_tokens import write_feedback
+from raypp.stage.step_tokens import ToldTokens, write_feedback
 from raypp.stage.upload_ring import UploadRing
+from raypp.transport.link import LinkReceiver, LinkSender
 
 FULL = "full"
 
@@ -48,6 +51,9 @@ _TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
 _MAX_SORTED_LOGITS = 1 << 23
 """Truncation sorts logits, in about 40 bytes for each. A recording keeps them for ever; and what sorts more than this
 takes longer than its launches do."""
+_NUM_SLOTS = (
+    3  # values in front of all else: the slot of the step's input, whether there is any, the slot of its output
+)
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
 
@@ -56,6 +62,13 @@ class RanBody(NamedTuple):
 
     slot_mapping: torch.Tensor  # [B * (1 + K)] int64, for debug mode
     last: LastHidden | None = None  # of the last stage
+
+
+class RanTail(NamedTuple):
+    """What a tail leaves, besides its message to the first stage."""
+
+    choice: Choice
+    told: ToldTokens
 
 
 class RecordedDecode:
@@ -75,6 +88,8 @@ class RecordedDecode:
         item_rows: ItemRows | None,
         sizes: Sequence[FullSize],
         aux_states: AuxStates,
+        entering: LinkReceiver,
+        leaving: LinkSender,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -90,13 +105,13 @@ class RecordedDecode:
         self._aux_states = aux_states
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
-        self._uploads = UploadRing(spec.num_ring_entries, _COLUMNS * spec.max_step_rows, device)
-        messages = [schemas.feedback_messages(spec), *schemas.forward_messages(spec), schemas.feedback_messages(spec)]
-        entering, leaving = (messages[spec.stage_index + end].slot_bytes for end in range(2))
-        self.input = torch.zeros(entering, dtype=torch.uint8, device=device)
-        """What the step reads: the message of the stage before; on the first stage a feedback message."""
-        self.output = torch.zeros(leaving, dtype=torch.uint8, device=device)
-        """What it writes: the message to the next stage; on the last stage the feedback."""
+        self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + _COLUMNS * spec.max_step_rows, device)
+        # What the step reads: the message of the stage before; on the first stage a feedback message.
+        self._input = torch.zeros(entering.slots.shape[1], dtype=torch.uint8, device=device)
+        self._entering = SlotReader(entering.slots, self._input, *self._uploads.values[:2].split(1))
+        # What it writes: the message to the next stage; on the last stage the feedback.
+        self._output = torch.zeros(leaving.slots.shape[1], dtype=torch.uint8, device=device)
+        self._leaving = SlotWriter(leaving.slots, self._output, self._uploads.values[2:3])
         self._kept_logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
@@ -109,6 +124,7 @@ class RecordedDecode:
         # What is fed back may be a step of any K.
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
+        self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
@@ -119,8 +135,9 @@ class RecordedDecode:
 
     def _record(self, size: FullSize) -> None:
         bucket, num_drafts = size
-        self._write_padding(self._uploads.entry(0), bucket)
-        self._uploads.upload(0, _COLUMNS * bucket)
+        padding = self._padding_np[bucket]
+        self._uploads.entry(0)[: len(padding)] = padding
+        self._uploads.upload(0, len(padding))
         self._num_rows = bucket
         body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
@@ -139,37 +156,43 @@ class RecordedDecode:
         Args:
             plan: The step.
             bucket: The rows that it is padded to.
-            fed_back: The feedback message that lies in `input`, on the first stage; None if there is none.
+            fed_back: The feedback message that the step is to apply, on the first stage; None if there is none.
         """
-        entry = self._uploads.entry(plan.step_id)
-        self._write_padding(entry, bucket)
+        entry, padding = self._uploads.entry(plan.step_id), self._padding_np[bucket]
+        entry[: len(padding)] = padding
+        if fed_back is not None:
+            entry[:2] = fed_back.step_id % self._entering.num_slots, 1
+        elif not self._spec.is_first:
+            entry[:2] = plan.step_id % self._entering.num_slots, 1
+        entry[2] = plan.step_id % self._leaving.num_slots
+        columns = entry[_NUM_SLOTS:]
         self._num_rows, num_blocks = len(plan.rows), len(plan.block_rows)
-        num_rows = self._num_rows
-        entry[:num_rows] = plan.rows
-        if num_blocks <= bucket:
-            for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
-                entry[column * bucket : column * bucket + num_blocks] = values
-            self._block_tables.forget_gathered()
-        else:
+        columns[: self._num_rows] = plan.rows
+        if num_blocks > bucket:
             self._block_tables.apply(plan)
+        elif num_blocks:
+            for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
+                columns[column * bucket : column * bucket + num_blocks] = values
+            self._block_tables.forget_gathered()
         if fed_back is not None:
             assert fed_back.num_message_rows == bucket, "its message lies otherwise"
-            shape = fed_back.shape
-            # A row that yielded nothing, in the middle of its prompt, is told nothing.
-            rows_np = np.where(shape.samples_np, shape.rows_np, self._spec.scrap_row)
-            entry[4 * bucket : 4 * bucket + shape.num_rows] = rows_np
-        self._uploads.upload(plan.step_id, _COLUMNS * bucket)
+            shape, first = fed_back.shape, 4 * bucket
+            rows_np = shape.rows_np
+            if not shape.all_sample:  # a row that yielded nothing, in the middle of its prompt, is told nothing
+                rows_np = np.where(shape.samples_np, rows_np, self._spec.scrap_row)
+            columns[first : first + shape.num_rows] = rows_np
+        self._uploads.upload(plan.step_id, len(padding))
 
     def run(self, bucket: int, num_drafts: int) -> None:
-        """Run the step, up to the logits on the last stage."""
+        """Run the step, up to the logits on the last stage. Its input and, but there, its output are in their slots."""
         ran: RanBody = self._graphs.run(("body", bucket, num_drafts))
         if ran.last is not None:
             self._last = ran.last
 
     def choose(
         self, bucket: int, num_drafts: int, needs: Needs, search: Search, masks: StepMasks | None = None
-    ) -> Choice:
-        """Choose the tokens and write the feedback. Last stage only. Returns what padding chose, too.
+    ) -> RanTail:
+        """Choose the tokens and write the feedback to its slot. Last stage only. Returns what padding chose, too.
 
         Args:
             bucket: Of `bucket_of`.
@@ -178,23 +201,23 @@ class RecordedDecode:
             search: What the step does for later ones.
             masks: Of rows under a grammar; then GRAMMAR is among the needs, which no recorded tail serves.
         """
-        choice = self._choose(bucket, num_drafts, needs, masks)
+        ran = self._choose(bucket, num_drafts, needs, masks)
         if self.drafts is None:
-            return choice
+            return ran
         self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
+        self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
+        choice, told = ran
         if masks is not None:  # the driver is told the drafts, too
-            drafts = self._feedback_views(bucket)["draft_ids"]
-            choice = replace(choice, tokens=replace(choice.tokens, draft_ids=drafts))
-        if search.compares:
-            return choice
-        return replace(choice, tokens=replace(choice.tokens, num_drafted=None, num_matched=None))
+            tokens = replace(choice.tokens, draft_ids=self._feedback_views(bucket)["draft_ids"])
+            choice, told = replace(choice, tokens=tokens), ToldTokens.of(tokens, tells_drafts=True)
+        return RanTail(choice, told if search.compares else told.without_comparison())
 
-    def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> Choice:
+    def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
         for recorded in _TAILS:
             key = ("tail", bucket, num_drafts, recorded)
             if needs | recorded == recorded and key in self._graphs:
-                choice: Choice = self._graphs.run(key)
-                return choice
+                ran: RanTail = self._graphs.run(key)
+                return ran
         # Its tables appear when they are first needed, so nobody could record it; or it sorts too much.
         return self._tail(bucket, num_drafts, needs, masks)
 
@@ -204,29 +227,31 @@ class RecordedDecode:
         return self._last.logits
 
     def _shape(self, bucket: int, num_drafts: int, *, column: int) -> StepShape:
-        rows = self._uploads.values[column * bucket : (column + 1) * bucket]
+        first = _NUM_SLOTS + column * bucket
+        rows = self._uploads.values[first : first + bucket]
         return uniform_shape(rows, query_len=1 + num_drafts)
 
-    def _write_padding(self, entry: Int64s, bucket: int) -> None:
-        spec = self._spec
-        columns = entry[: _COLUMNS * bucket].reshape(_COLUMNS, bucket)
-        columns[0] = spec.padding_row
-        columns[1] = spec.scrap_row
-        columns[2] = 0
-        columns[3] = NULL_BLOCK
-        columns[4] = spec.scrap_row
+    def _padding(self, bucket: int) -> Int64s:
+        """Return what is uploaded for a step of padding alone, int64 [3 + 5 * bucket]."""
+        scrap_row = self._spec.scrap_row
+        columns = np.array([self._spec.padding_row, scrap_row, 0, NULL_BLOCK, scrap_row], np.int64)
+        return np.concatenate((np.zeros(_NUM_SLOTS, np.int64), np.repeat(columns, bucket)))
 
     def _body(self, bucket: int, num_drafts: int) -> RanBody:
         spec, shape = self._spec, self._shapes[FullSize(bucket, num_drafts)]
-        _, entry_rows, entry_positions, entry_blocks, _ = self._uploads.values[: _COLUMNS * bucket].chunk(_COLUMNS)
+        columns = self._uploads.values[_NUM_SLOTS : _NUM_SLOTS + _COLUMNS * bucket].chunk(_COLUMNS)
+        _, entry_rows, entry_positions, entry_blocks, _ = columns
         if self._next_inputs is not None:
-            feedback = self._schemas.feedback.views(self.input, bucket, bucket)
+            self._entering.read(self._schemas.feedback.num_bytes(bucket, bucket))
+            feedback = self._schemas.feedback.views(self._input, bucket, bucket)
             self._next_inputs.apply_feedback(self._fed_back[bucket], feedback)
             entering: Mapping[str, torch.Tensor] = {}
             num_computed_tokens = self._next_inputs.decode_lengths(shape)
             hidden = self._model.embed(self._next_inputs.decode_input_ids(shape))
         else:
-            entering = self._schemas.forward[spec.stage_index - 1].views(self.input, bucket, shape.num_tokens)
+            schema = self._schemas.forward[spec.stage_index - 1]
+            self._entering.read(schema.num_bytes(bucket, shape.num_tokens))
+            entering = schema.views(self._input, bucket, shape.num_tokens)
             num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
         inputs = self._block_tables.decode_inputs(
             NewEntries(entry_rows, entry_positions, entry_blocks),
@@ -257,10 +282,12 @@ class RecordedDecode:
             aux = self._aux_states.gather(entering, shape.num_tokens)
             stepped = SteppedHidden(hidden, positions, inputs.slot_mapping, aux, None)
             return RanBody(inputs.slot_mapping, LastHidden(logits, positions + 1, stepped))
-        leaving = self._schemas.forward[spec.stage_index].views(self.output, bucket, shape.num_tokens)
+        schema = self._schemas.forward[spec.stage_index]
+        leaving = schema.views(self._output, bucket, shape.num_tokens)
         leaving["num_computed_tokens"].copy_(num_computed_tokens)
         leaving["hidden_states"].copy_(hidden)
         self._aux_states.send(entering, leaving, shape.num_tokens)
+        self._leaving.write(schema.num_bytes(bucket, shape.num_tokens))
         return RanBody(inputs.slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
@@ -270,10 +297,10 @@ class RecordedDecode:
 
         def reads() -> dict[str, torch.Tensor]:
             caches = {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
-            return {"output": self.output, "uploads": self._uploads.values, **tables, **caches}
+            return {"output": self._output, "uploads": self._uploads.values, **tables, **caches}
 
         def changes() -> dict[str, torch.Tensor]:
-            return {"input": self.input, **({} if first is None else first.tensors())}
+            return {"input": self._input, **({} if first is None else first.tensors())}
 
         def yields(ran: RanBody) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
@@ -281,7 +308,7 @@ class RecordedDecode:
             if ran.last is not None:
                 return {"logits": only(counts, ran.last.logits[:num_tokens])}
             schema = self._schemas.forward[self._spec.stage_index]
-            leaving = schema.views(self.output, bucket, bucket * (1 + num_drafts))
+            leaving = schema.views(self._output, bucket, bucket * (1 + num_drafts))
             states = {name: view for name, view in leaving.items() if name != "num_computed_tokens"}
             return {
                 "num_computed_tokens": leaving["num_computed_tokens"][:num_rows],
@@ -294,15 +321,15 @@ class RecordedDecode:
         sampler, speculation = self._sampler, self._speculation
         assert sampler is not None
 
-        def yields(choice: Choice) -> dict[str, torch.Tensor]:
+        def yields(ran: RanTail) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
             counts = owned_tokens(self._last.hidden.slot_mapping, self._spec)[:num_tokens]
             rows = {name: column[:num_rows] for name, column in self._feedback_views(bucket).items()}
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
-            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, choice.chosen[:num_tokens])}
+            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.choice.chosen[:num_tokens])}
 
         return Watched(
-            reads=lambda: {"output": self.output, **sampler.rows.tensors()},
+            reads=lambda: {"output": self._output, **sampler.rows.tensors()},
             changes=lambda: {} if speculation is None else speculation.tensors(),
             yields=yields,
         )
@@ -313,7 +340,7 @@ class RecordedDecode:
             self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
         return self._kept_logits[: len(logits)].copy_(logits)
 
-    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> Choice:
+    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> RanTail:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
         if self.drafts is not None:
@@ -324,8 +351,10 @@ class RecordedDecode:
             max_length = self._spec.max_seq_len + 1
             choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search(), masks)
         write_feedback(self._feedback_views(bucket), shape, choice.tokens)
-        return choice
+        if self.drafts is None:
+            self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
+        return RanTail(choice, ToldTokens.of(choice.tokens))
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:
         """Return the message to the first stage. Last stage only."""
-        return self._schemas.feedback.views(self.output, bucket, bucket)
+        return self._schemas.feedback.views(self._output, bucket, bucket)

@@ -31,7 +31,7 @@ from raypp.stage.item_store import ItemStore
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.next_tokens import NextTokens
 from raypp.stage.padded_forward import PaddedForward
-from raypp.stage.pending_result import PendingResult
+from raypp.stage.pending_result import PendingResult, ResultRing
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
@@ -41,10 +41,10 @@ from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
-from raypp.stage.step_tokens import pending_result, write_feedback
+from raypp.stage.step_tokens import ToldTokens, pending_result, write_feedback
 from raypp.stage.warm_up import warm_up
 from raypp.tracing import HOST, Tracer, now_ns
-from raypp.transport.link import LinkSender
+from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.open import StageLinks
 from raypp.transport.schema import Schema
 
@@ -93,6 +93,8 @@ class Stage:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
             self._grammars = GrammarMasks(spec, self._device)
+            most_told = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
+            self._results = ResultRing(spec.num_ring_entries, most_told, self._device)
         self._speculation: Speculation | None = None
         if spec.is_last and spec.max_drafts:
             self._speculation = Speculation(spec, self._device, model.draft_head, self._block_tables.tables)
@@ -130,6 +132,7 @@ class Stage:
                 self._item_rows,
                 wanted.full,
                 self._aux_states,
+                *self._recorded_ends(),
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -189,42 +192,42 @@ class Stage:
         """Execute a decode step as a recording, padded to `bucket` rows."""
         recorded, links = self._recorded, self._links
         assert recorded is not None
-        started, fed_back, num_tokens = now_ns(), None, bucket * (1 + plan.num_drafts)
+        started, step_id, shape, fed_back = now_ns(), plan.step_id, None, None
         if self._spec.is_first:
-            fed_back = self._inbox.hand_over_before(plan, self._next_inputs, recorded.input, bucket)
-            self._inbox.expect(plan.step_id, self._shapes.of(plan), bucket)
+            shape = self._shapes.of(plan)
+            fed_back = self._inbox.hand_over_before(plan, self._next_inputs, bucket)
+            self._inbox.expect(step_id, shape, bucket)
         recorded.upload(plan, bucket, fed_back)
         if links.previous is not None:
-            num_bytes = self._entering.num_bytes(bucket, num_tokens)
-            recorded.input[:num_bytes].copy_(links.previous.wait(plan.step_id)[:num_bytes])
-            links.previous.release(plan.step_id)
-        self._clock.begin(plan.step_id)
+            links.previous.wait(step_id)
+        if links.next is not None:
+            links.next.acquire(step_id)
+        self._clock.begin(step_id)
         recorded.run(bucket, plan.num_drafts)
+        if fed_back is not None:
+            self._inbox.release(fed_back)
+        if links.previous is not None:
+            links.previous.release(step_id)
         if links.next is not None:
             self._clock.end()
-            self._send_recorded(links.next, plan, self._leaving.num_bytes(bucket, num_tokens))
-            self._tracer.record(HOST, plan.step_id, started, now_ns())
+            links.next.send(step_id, self._leaving.num_bytes(bucket, bucket * (1 + plan.num_drafts)))
+            self._tracer.record(HOST, step_id, started, now_ns())
             return None
-        shape = self._shapes.of(plan)
+        assert links.feedback_out is not None
+        links.feedback_out.acquire(step_id)  # on a single stage that is the slot which was released just now
+        shape = shape or self._shapes.of(plan)
         masks = self._grammars.of_step(plan, shape, bucket, body_mark(self._device))
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        choice = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search, masks)
+        choice, told = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search, masks)
         self._clock.end()
-        assert links.feedback_out is not None
-        self._send_recorded(links.feedback_out, plan, self._schemas.feedback.num_bytes(bucket, bucket))
+        links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
         if self._logprobs.is_asked(plan.rows):
             logits = recorded.logits[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
-        tokens = choice.tokens.first(shape.num_rows)
-        result = pending_result(self._device, plan, shape, tokens, logprobs, tells_drafts=masks is not None)
-        self._tracer.record(HOST, plan.step_id, started, now_ns())
+        result = pending_result(self._results, plan, shape, told, logprobs)
+        self._tracer.record(HOST, step_id, started, now_ns())
         return result
-
-    def _send_recorded(self, link: LinkSender, plan: StepPlan, num_bytes: int) -> None:
-        assert self._recorded is not None
-        link.acquire(plan.step_id)[:num_bytes].copy_(self._recorded.output[:num_bytes])
-        link.send(plan.step_id, num_bytes)
 
     def _step(self, plan: StepPlan) -> PendingResult | None:
         """Execute any step, operation by operation."""
@@ -319,6 +322,15 @@ class Stage:
         """Of the messages to the next stage."""
         return self._schemas.forward[self._spec.stage_index]
 
+    def _recorded_ends(self) -> tuple[LinkReceiver, LinkSender]:
+        """Return the ends that a decode step reads from and writes to."""
+        links = self._links
+        entering = links.feedback_in if self._spec.is_first else links.previous
+        leaving = links.feedback_out if self._spec.is_last else links.next
+        assert entering is not None
+        assert leaving is not None
+        return entering, leaving
+
     def _receive(self, plan: StepPlan, shape: StepShape) -> Mapping[str, torch.Tensor]:
         """Return what the stage before sent, still in its slot."""
         link = self._links.previous
@@ -374,4 +386,5 @@ class Stage:
         assert link is not None
         write_feedback(schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows), shape, choice.tokens)
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
-        return pending_result(self._device, plan, shape, choice.tokens, logprobs, tells_drafts=masks is not None)
+        told = ToldTokens.of(choice.tokens, tells_drafts=masks is not None)
+        return pending_result(self._results, plan, shape, told, logprobs)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from raypp.messages import NO_INT32S, Bytes, StepPlan, StepResult
-from raypp.stage.pending_result import PendingResult, columns_to_host
+from raypp.messages import NO_INT32S, Bytes, Int32s, StepPlan, StepResult
+from raypp.stage.pending_result import PendingResult, ResultRing
 from raypp.stage.step_shape import StepShape
 
 
@@ -31,12 +31,6 @@ class StepTokens:
         """Return the tokens of a step without speculation. Shapes: token_ids [Y] int32; positions [Y] int64."""
         return cls(token_ids.unsqueeze(1), positions, positions + 1)
 
-    def first(self, num_rows: int) -> StepTokens:
-        """Return those of the first rows: the others are padding."""
-        optional = (self.num_valid, self.num_drafted, self.num_matched, self.draft_ids)
-        needed = (self.token_ids[:num_rows], self.positions[:num_rows], self.lengths[:num_rows])
-        return StepTokens(*needed, *(column if column is None else column[:num_rows] for column in optional))
-
 
 def write_feedback(feedback: dict[str, torch.Tensor], shape: StepShape, tokens: StepTokens) -> None:
     """Write a step's message to the first stage; see `transport.schema.feedback_schema`. Its width is that of K_max."""
@@ -54,41 +48,73 @@ def write_feedback(feedback: dict[str, torch.Tensor], shape: StepShape, tokens: 
             view.fill_(-1).index_copy_(0, shape.sampled, values)
 
 
+@dataclass(frozen=True, eq=False)
+class ToldTokens:
+    """What the driver is told of a step's tokens, side by side in one tensor: one copy brings it to the host."""
+
+    packed: torch.Tensor  # [Y, W] int32
+    columns: dict[str, slice]  # which of these is what; see `StepResult`
+
+    @classmethod
+    def of(cls, tokens: StepTokens, *, tells_drafts: bool = False) -> ToldTokens:
+        """Return what is told of these tokens; the next drafts only where the driver follows grammars."""
+        columns = {
+            "token_ids": tokens.token_ids,
+            "num_valid": tokens.num_valid,
+            "num_drafted": tokens.num_drafted,
+            "num_matched": tokens.num_matched,
+            "draft_ids": tokens.draft_ids if tells_drafts else None,
+        }
+        wide = {
+            name: column.unsqueeze(1) if column.dim() == 1 else column
+            for name, column in columns.items()
+            if column is not None
+        }
+        packed = tokens.token_ids if len(wide) == 1 else torch.cat(list(wide.values()), dim=1)
+        ends = accumulate(column.shape[1] for column in wide.values())
+        return cls(packed, {name: slice(end - wide[name].shape[1], end) for name, end in zip(wide, ends, strict=True)})
+
+    def without_comparison(self) -> ToldTokens:
+        """Return the same but for what drafts were compared with: they were not."""
+        compared = ("num_drafted", "num_matched")
+        return ToldTokens(self.packed, {name: at for name, at in self.columns.items() if name not in compared})
+
+
 def pending_result(
-    device: torch.device,
-    plan: StepPlan,
-    shape: StepShape,
-    tokens: StepTokens,
-    logprobs: Callable[[], Bytes],
-    *,
-    tells_drafts: bool = False,
+    results: ResultRing, plan: StepPlan, shape: StepShape, told: ToldTokens, logprobs: Callable[[], Bytes]
 ) -> PendingResult:
-    """Return what the driver is told, on its way to the host. `logprobs` packs the `StepLogprobs`."""
-    told_drafts = tokens.draft_ids if tells_drafts else None
-    columns = (tokens.token_ids, tokens.num_valid, tokens.num_drafted, tokens.num_matched, told_drafts)
-    copied = iter(columns_to_host([column for column in columns if column is not None]))
-    told = [column if column is None else next(copied) for column in columns]
-    token_ids, num_valid, num_drafted, num_matched, draft_ids = told
+    """Return what the driver is told, on its way to the host.
 
-    def by_row(values: torch.Tensor | None, nothing: int) -> NDArray[np.int32]:
-        """Return values of the rows that yield as values of all rows."""
-        if values is None:
-            return NO_INT32S
-        if shape.all_sample:
-            return np.ascontiguousarray(values.numpy())
-        spread = np.full((shape.num_rows, *values.shape[1:]), nothing, np.int32)
-        spread[shape.sampled_np] = values.numpy()
-        return spread
+    Args:
+        results: Where it arrives.
+        plan: The step.
+        shape: Its rows, without padding.
+        told: Of the rows that yield, and of padding behind them.
+        logprobs: Packs the `StepLogprobs`; their copies are on their way already.
+    """
 
-    return PendingResult(
-        device,
-        lambda: StepResult(
+    def make(packed: Int32s) -> StepResult:
+        def by_row(name: str, nothing: int) -> Int32s:
+            """Return a column of the rows that yield as one of all rows."""
+            if name not in told.columns:
+                return NO_INT32S
+            values = packed[: len(shape.sampled_np), told.columns[name]]
+            if name.startswith("num_"):
+                values = values[:, 0]
+            if shape.all_sample:
+                return np.ascontiguousarray(values)
+            spread = np.full((shape.num_rows, *values.shape[1:]), nothing, np.int32)
+            spread[shape.sampled_np] = values
+            return spread
+
+        return StepResult(
             step_id=plan.step_id,
-            token_ids=by_row(token_ids, -1),
-            num_valid=shape.samples_np.astype(np.int32) if num_valid is None else by_row(num_valid, 0),
-            num_drafted=by_row(num_drafted, 0),
-            num_matched=by_row(num_matched, 0),
+            token_ids=by_row("token_ids", -1),
+            num_valid=by_row("num_valid", 0) if "num_valid" in told.columns else shape.samples_np.astype(np.int32),
+            num_drafted=by_row("num_drafted", 0),
+            num_matched=by_row("num_matched", 0),
             logprobs=logprobs(),
-            draft_ids=by_row(draft_ids, -1),
-        ),
-    )
+            draft_ids=by_row("draft_ids", -1),
+        )
+
+    return results.fetch(plan.step_id, told.packed, make)

@@ -26,6 +26,7 @@ class UploadRing:
         """Where the values of the step arrive, int64 [max_values]."""
         self._host = torch.zeros(num_entries, max_values, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host_np: Int64s = self._host.numpy()
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by entry and number: to, from
 
     def entry(self, step_id: int) -> Int64s:
         """Return the host's buffer for a step, int64 [max_values], to be filled."""
@@ -34,5 +35,8 @@ class UploadRing:
 
     def upload(self, step_id: int, num_values: int) -> None:
         """Queue the copy of the entry's first values to the device."""
-        source = self._host[step_id % len(self._host_np)]
-        self.values[:num_values].copy_(source[:num_values], non_blocking=True)
+        key = (step_id % len(self._host_np), num_values)
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._copies[key] = self.values[:num_values], self._host[key[0]][:num_values]
+        copy[0].copy_(copy[1], non_blocking=True)

@@ -13,12 +13,12 @@ class CurrentStream:
     """Finds the current stream of one device.
 
     Args:
-        device: A CUDA device with an index.
+        device: A CUDA device; without an index, the current one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._index = device.index
+        self._index: int = torch.cuda.current_device() if device.index is None else device.index
         self._last: torch.cuda.Stream | None = None
         self._last_handle = 0
 

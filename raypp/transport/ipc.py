@@ -31,7 +31,7 @@ from raypp.transport.stream_device import StreamDevice
 class IpcEdgeMemory:
     """Where one end of an edge finds the edge's memory: addresses in its own process."""
 
-    slots: tuple[torch.Tensor, ...]  # uint8 [slot_bytes] each, in the receiver's memory
+    slots: torch.Tensor  # uint8 [num_slots, slot_bytes], in the receiver's memory
     published: int  # flag in the receiver's memory: the newest step that was sent
     released: int  # flag in the sender's memory: the newest step that was read
 
@@ -51,8 +51,14 @@ class IpcSender:
     ) -> None:
         self._device = device
         self._memory = memory
+        self._slots = memory.slots.unbind()
         self._life = _EndLife(memory, forcer, on_close)
         self._acquired = NO_STEP
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._memory.slots
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes]. What the stream does next waits until the receiver released it.
@@ -61,7 +67,7 @@ class IpcSender:
             EngineDeadError: the link was aborted.
         """
         self._life.check(step_id)
-        slots = self._memory.slots
+        slots = self._slots
         self._device.wait(self._memory.released, flag_value(step_id - len(slots)))
         self._acquired = step_id
         return slots[step_id % len(slots)]
@@ -94,12 +100,18 @@ class IpcReceiver:
     ) -> None:
         self._device = device
         self._memory = memory
+        self._slots = memory.slots.unbind()
         self._life = _EndLife(memory, forcer, on_close)
         self._released = NO_STEP
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._memory.slots
+
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Do nothing: the sender writes into the slot without being asked."""
-        assert num_bytes <= len(self._memory.slots[0]), f"step {step_id}: {num_bytes} bytes exceed the slot"
+        assert num_bytes <= len(self._slots[0]), f"step {step_id}: {num_bytes} bytes exceed the slot"
 
     def wait(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes]. What the stream does next waits until the message is there.
@@ -109,7 +121,7 @@ class IpcReceiver:
         """
         self._life.check(step_id)
         self._device.wait(self._memory.published, flag_value(step_id))
-        return self._memory.slots[step_id % len(self._memory.slots)]
+        return self._slots[step_id % len(self._slots)]
 
     def release(self, step_id: int) -> None:
         """Give the slot back, after all that the stream was given before.

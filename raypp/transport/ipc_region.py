@@ -146,9 +146,7 @@ class IpcRegion:
         first = bases[edge.receiver] + receiver.slots[edge.name]
         stride = receiver.slot_stride[edge.name]
         return IpcEdgeMemory(
-            slots=tuple(
-                self._device.tensor(first + index * stride, edge.slot_bytes) for index in range(edge.num_slots)
-            ),
+            slots=self._device.tensor(first, edge.num_slots * stride).view(-1, stride)[:, : edge.slot_bytes],
             published=bases[edge.receiver] + receiver.flags[edge.name],
             released=bases[edge.sender] + sender.flags[edge.name],
         )

@@ -27,6 +27,10 @@ import torch
 class LinkSender(Protocol):
     """The sending end of an edge."""
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]. Step s uses slot `s % num_slots`; their addresses never change."""
+
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], free to be overwritten."""
 
@@ -42,6 +46,10 @@ class LinkSender(Protocol):
 
 class LinkReceiver(Protocol):
     """The receiving end of an edge."""
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]. Step s uses slot `s % num_slots`; their addresses never change."""
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Say that the step's message, of `num_bytes`, will be wanted. From any one thread."""

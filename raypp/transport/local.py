@@ -21,7 +21,8 @@ class _Ring:
 
     def __init__(self, num_slots: int, slot_bytes: int, deadline_s: float, device: torch.device) -> None:
         assert num_slots >= 2, "one slot cannot be written while it is read"
-        self.slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        self.all_slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+        self.slots = self.all_slots.unbind()
         self.steps = [NO_STEP] * num_slots
         self.sizes = [0] * num_slots
         self.changed = threading.Condition()
@@ -61,6 +62,11 @@ class LocalSender:
     def __init__(self, ring: _Ring) -> None:
         self._ring = ring
 
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._ring.all_slots
+
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once the receiver has released its previous message."""
         ring, slot = self._ring, step_id % len(self._ring.slots)
@@ -91,6 +97,11 @@ class LocalReceiver:
     def __init__(self, ring: _Ring) -> None:
         self._ring = ring
         self._wanted: dict[int, int] = {}  # step_id -> num_bytes
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._ring.all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Note what the plan says about the message's size."""

@@ -43,16 +43,22 @@ class NcclSender:
 
     Args:
         channel: The edge's.
-        slots: uint8 [slot_bytes] each, in this stage's memory.
+        slots: uint8 [num_slots, slot_bytes], in this stage's memory.
         on_close: Called once, when the end is closed.
     """
 
-    def __init__(self, channel: Channel, slots: tuple[torch.Tensor, ...], on_close: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, slots: torch.Tensor, on_close: Callable[[], None]) -> None:
         self._channel = channel
-        self._slots = slots
+        self._all_slots = slots
+        self._slots = slots.unbind()
         self._on_close = once(on_close)
         self._acquired = NO_STEP
         self._is_aborted = False
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes]. What the current stream does next waits until it is out.
@@ -91,12 +97,18 @@ class NcclSender:
 class NcclReceiver:
     """The receiving end; see `LinkReceiver`. Arguments as of `NcclSender`."""
 
-    def __init__(self, channel: Channel, slots: tuple[torch.Tensor, ...], on_close: Callable[[], None]) -> None:
+    def __init__(self, channel: Channel, slots: torch.Tensor, on_close: Callable[[], None]) -> None:
         self._channel = channel
-        self._slots = slots
+        self._all_slots = slots
+        self._slots = slots.unbind()
         self._on_close = once(on_close)
         self._num_bytes: dict[int, int] = {}  # step_id -> size, of steps that were posted
         self._is_aborted = False
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Note the message's size; the receive is enqueued by `wait`. From any one thread."""

@@ -40,7 +40,7 @@ class NcclEdges:
         torch.cuda.set_device(device)
         try:
             for edge in edges:
-                slots = torch.zeros(edge.num_slots, edge.slot_bytes, dtype=torch.uint8, device=device).unbind()
+                slots = torch.zeros(edge.num_slots, edge.slot_bytes, dtype=torch.uint8, device=device)
                 torch.cuda.synchronize(device)  # the edge's stream does not wait for the zeros
                 channel = NcclChannel(edge, stage_index, device, meeting)
                 self._channels.append(channel)

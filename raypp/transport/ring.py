@@ -56,9 +56,15 @@ class RingSender(Generic[TransferT]):
 
     def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
         self._connection = connection
-        self._slots = _make_slots(num_slots, slot_bytes)
+        self._all_slots = _make_slots(num_slots, slot_bytes)
+        self._slots = self._all_slots.unbind()
         self._in_flight: list[TransferT | None] = [None] * num_slots
         self._acquired = NO_STEP
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once its previous message is out."""
@@ -97,11 +103,17 @@ class RingReceiver(Generic[TransferT]):
 
     def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
         self._connection = connection
-        self._slots = _make_slots(num_slots, slot_bytes)
+        self._all_slots = _make_slots(num_slots, slot_bytes)
+        self._slots = self._all_slots.unbind()
         self._posted: list[TransferT | None] = [None] * num_slots
         self._steps = [NO_STEP] * num_slots  # whose message is in the slot, or will be
         self._queued: list[deque[int]] = [deque() for _ in range(num_slots)]  # steps that wait for the slot
         self._lock = threading.Lock()  # between the thread that posts and the one that waits and releases
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Receive the step's message as soon as its slot is free: now, or when the slot is released."""
@@ -148,6 +160,6 @@ class RingReceiver(Generic[TransferT]):
         self._steps[slot] = step_id
 
 
-def _make_slots(num_slots: int, slot_bytes: int) -> tuple[torch.Tensor, ...]:
+def _make_slots(num_slots: int, slot_bytes: int) -> torch.Tensor:
     assert 2 <= num_slots <= MAX_SLOTS, "one slot cannot be written while it is read"
-    return torch.zeros(num_slots, slot_bytes, dtype=torch.uint8).unbind()
+    return torch.zeros(num_slots, slot_bytes, dtype=torch.uint8)

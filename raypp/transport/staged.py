@@ -21,8 +21,14 @@ class StagedSender:
 
     def __init__(self, sender: LinkSender, slot_bytes: int, device: torch.device) -> None:
         self._sender = sender
-        self._slot = torch.zeros(slot_bytes, dtype=torch.uint8, device=device)
+        self._all_slots = torch.zeros(1, slot_bytes, dtype=torch.uint8, device=device)
+        self._slot = self._all_slots[0]
         self._host_slot = self._slot[:0]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return a slot, uint8 [slot_bytes], once the step's slot in host memory is free."""
@@ -55,8 +61,14 @@ class StagedReceiver:
 
     def __init__(self, receiver: LinkReceiver, num_slots: int, slot_bytes: int, device: torch.device) -> None:
         self._receiver = receiver
-        self._slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device).unbind()
+        self._all_slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8, device=device)
+        self._slots = self._all_slots.unbind()
         self._num_bytes: dict[int, int] = {}
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """All slots, uint8 [num_slots, slot_bytes]."""
+        return self._all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Say that the message will be wanted. From any one thread."""

@@ -13,7 +13,6 @@ from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
-import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
 from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StepPlan, StepResult, pack, unpack
@@ -58,7 +57,7 @@ class ToyStage:
         if plan.step_id == self.fails_at:
             raise self.error
         self.stepped.append(plan.step_id)
-        return PendingResult(torch.device("cpu"), lambda: self.make_result(plan.step_id))
+        return PendingResult(lambda: self.make_result(plan.step_id))
 
 
 class Rig:

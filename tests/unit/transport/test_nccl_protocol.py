@@ -72,7 +72,7 @@ class Ends:
     def __post_init__(self) -> None:
         wire: Wire = queue.SimpleQueue()
         self.channels = (FakeChannel(self.sending, wire), FakeChannel(self.receiving, wire))
-        slots = [torch.zeros(3, SLOT_BYTES, dtype=torch.uint8).unbind() for _ in range(2)]
+        slots = [torch.zeros(3, SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
         self.sender = NcclSender(self.channels[0], slots[0], self.channels[0].close)
         self.receiver = NcclReceiver(self.channels[1], slots[1], self.channels[1].close)
 
