@@ -262,7 +262,10 @@ class _Layout:
         self.scalars = tuple(name for name in names if hints[name] is int)
         self.arrays = tuple((name, _DTYPES[hints[name]]) for name in names if hints[name] is not int)
         self.header = struct.Struct(f"<{len(self.scalars)}q{2 * len(self.arrays)}i")
-        self.empty = {name: np.empty(0, dtype) for name, dtype in self.arrays}
+        # Every field, as it is in a message without any data.
+        self.without_data: dict[str, Any] = dict.fromkeys(names) | {
+            name: np.empty(0, dtype) for name, dtype in self.arrays
+        }
 
 
 _layouts: dict[type[Any], _Layout] = {}
@@ -299,18 +302,19 @@ def unpack(cls: type[Message], data: bytes | memoryview) -> Message:
     """Return the message that `pack` wrote. Its arrays are read-only views into `data`."""
     layout = _layout_of(cls)
     header = layout.header.unpack_from(data)
-    extents = iter(header[len(layout.scalars) :])
-    values: dict[str, Any] = dict(zip(layout.scalars, header, strict=False))
+    values = layout.without_data.copy()
+    values.update(zip(layout.scalars, header, strict=False))
     offset = layout.header.size
-    for (name, dtype), rows, columns in zip(layout.arrays, extents, extents, strict=True):
-        count = rows * columns if columns else rows
-        if not count and not columns:
-            values[name] = layout.empty[name]
-            continue
-        array = np.frombuffer(data, dtype, count, offset)
-        values[name] = array.reshape(rows, columns) if columns else array
-        offset += -(-count * dtype.itemsize // 8) * 8
-    return cls(**values)
+    extents = header[len(layout.scalars) :]
+    for (name, dtype), rows, columns in zip(layout.arrays, extents[::2], extents[1::2], strict=True):
+        if rows or columns:
+            count = rows * columns if columns else rows
+            array = np.frombuffer(data, dtype, count, offset)
+            values[name] = array.reshape(rows, columns) if columns else array
+            offset += -(-count * dtype.itemsize // 8) * 8
+    message = object.__new__(cls)
+    message.__dict__.update(values)  # as the constructor would, without a call for every field
+    return message
 
 
 def pack_inside(message: Any) -> Bytes:

@@ -106,7 +106,7 @@ def measure(num_requests: int, args: argparse.Namespace) -> dict[str, Any]:
         max_model_len=_PROMPT_LEN + 2 * num_tokens,
         num_kv_blocks=4 + num_requests * (2 + (_PROMPT_LEN + 2 * num_tokens) // 16),
         enable_prefix_caching=False,
-        **({"method": "ngram", "num_drafts": args.drafts, "adaptive": False} if args.drafts else {}),
+        **({"speculative": {"method": "ngram", "num_speculative_tokens": args.drafts}} if args.drafts else {}),
     )
     plan, calls = plan_engine(config, Hardware(2)), DeviceCalls()
     pipeline = TimedPipeline(build_idle_stages(plan, calls), calls)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from raypp.tracing import FORWARD, Tracer, now_ns
+from raypp.transport.current_stream import CurrentStream
 
 
 class ForwardClock(Protocol):
@@ -23,6 +24,9 @@ class ForwardClock(Protocol):
 
     def end(self) -> None:
         """Note that the forward that began last has ended."""
+
+    def read(self) -> None:
+        """Record what has become known meanwhile. Once per step, when the step has all that it waits for."""
 
 
 class HostForwardClock:
@@ -40,6 +44,9 @@ class HostForwardClock:
     def end(self) -> None:
         """Record the forward."""
         self._tracer.record(FORWARD, self._step_id, self._began_ns, now_ns())
+
+    def read(self) -> None:
+        """Everything is known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,7 @@ class CudaForwardClock:
         self._tracer = tracer
         self._passing: deque[_Span] = deque()
         self._free: list[torch.cuda.Event] = []
+        self._current = CurrentStream(device)
         self._anchor = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
         self._anchor.record()
@@ -67,16 +75,19 @@ class CudaForwardClock:
         self._anchor_ns = now_ns()
 
     def begin(self, step_id: int) -> None:
-        """Queue an event; record what has passed meanwhile."""
-        while self._passing and self._passing[0].ended.query():
-            self._record(self._passing.popleft())
+        """Queue an event."""
         span = _Span(step_id, self._event(), self._event())
-        span.began.record()
+        span.began.record(self._current.get())
         self._passing.append(span)
 
     def end(self) -> None:
         """Queue an event."""
-        self._passing[-1].ended.record()
+        self._passing[-1].ended.record(self._current.get())
+
+    def read(self) -> None:
+        """Record the forwards that the device has passed. The newest is queued just now, and left for the next call."""
+        while len(self._passing) > 1 and self._passing[0].ended.query():
+            self._record(self._passing.popleft())
 
     def _record(self, span: _Span) -> None:
         began_ns = self._anchor_ns + round(self._anchor.elapsed_time(span.began) * 1e6)

@@ -89,8 +89,8 @@ class LogprobReporter:
                 token_ids = plan.start_token_ids[start : start + int(plan.start_prompt_lens[index])]
                 self._prompts[row] = _Prompt(token_ids, num_top)
 
-    def is_asked(self, rows: Int32s) -> bool:
-        """Return whether any of these rows, int32 [R], asks for log-probabilities of its tokens."""
+    def is_asked(self, rows: NDArray[np.integer[Any]]) -> bool:
+        """Return whether any of these rows, [R], asks for log-probabilities of its tokens."""
         return bool((self._num_top_np[rows] != _NONE).any())
 
     def report(

@@ -39,12 +39,12 @@ from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
+from raypp.stage.step_needs import StepNeeds
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
 from raypp.stage.step_tokens import ToldTokens, pending_result, write_feedback
 from raypp.stage.warm_up import warm_up
 from raypp.tracing import HOST, Tracer, now_ns
-from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.open import StageLinks
 from raypp.transport.schema import Schema
 
@@ -92,6 +92,7 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._device)
+            self._step_needs = StepNeeds(self._sampler, self._logprobs)
             self._grammars = GrammarMasks(spec, self._device)
             most_told = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
             self._results = ResultRing(spec.num_ring_entries, most_told, self._device)
@@ -132,7 +133,8 @@ class Stage:
                 self._item_rows,
                 wanted.full,
                 self._aux_states,
-                *self._recorded_ends(),
+                links.entering,
+                links.leaving,
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -211,6 +213,7 @@ class Stage:
         if links.next is not None:
             self._clock.end()
             links.next.send(step_id, self._leaving.num_bytes(bucket, bucket * (1 + plan.num_drafts)))
+            self._clock.read()
             self._tracer.record(HOST, step_id, started, now_ns())
             return None
         assert links.feedback_out is not None
@@ -218,14 +221,16 @@ class Stage:
         shape = shape or self._shapes.of(plan)
         masks = self._grammars.of_step(plan, shape, bucket, body_mark(self._device))
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        choice, told = recorded.choose(bucket, plan.num_drafts, self._sampler.needs(plan.rows), search, masks)
+        asked = self._step_needs.of(shape)
+        choice, told = recorded.choose(bucket, plan.num_drafts, asked.needs, search, masks)
         self._clock.end()
         links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
-        if self._logprobs.is_asked(plan.rows):
+        if asked.logprobs:
             logits = recorded.logits[: shape.num_tokens]
             logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
         result = pending_result(self._results, plan, shape, told, logprobs)
+        self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())
         return result
 
@@ -245,6 +250,7 @@ class Stage:
             extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
             self._sampler.apply(plan, extras)
             self._logprobs.apply(plan, extras)
+            self._step_needs.forget()
             self._grammars.apply(plan, extras)
             if self._speculation is not None:
                 self._speculation.apply(plan)
@@ -307,6 +313,7 @@ class Stage:
             self._send(plan, shape, num_computed_tokens, hidden, deepstack, received)
         if self._links.previous is not None:
             self._links.previous.release(plan.step_id)
+        self._clock.read()
         self._tracer.record("wait", plan.step_id, waiting, started)
         self._tracer.record("sample" if self._spec.is_last else "send", plan.step_id, ended, now_ns())
         self._tracer.record(HOST, plan.step_id, began, now_ns())
@@ -321,15 +328,6 @@ class Stage:
     def _leaving(self) -> Schema:
         """Of the messages to the next stage."""
         return self._schemas.forward[self._spec.stage_index]
-
-    def _recorded_ends(self) -> tuple[LinkReceiver, LinkSender]:
-        """Return the ends that a decode step reads from and writes to."""
-        links = self._links
-        entering = links.feedback_in if self._spec.is_first else links.previous
-        leaving = links.feedback_out if self._spec.is_last else links.next
-        assert entering is not None
-        assert leaving is not None
-        return entering, leaving
 
     def _receive(self, plan: StepPlan, shape: StepShape) -> Mapping[str, torch.Tensor]:
         """Return what the stage before sent, still in its slot."""

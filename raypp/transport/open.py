@@ -57,6 +57,20 @@ class StageLinks:
     feedback_in: LinkReceiver | None  # first stage
     feedback_out: LinkSender | None  # last stage
 
+    @property
+    def entering(self) -> LinkReceiver:
+        """Where the input of a step of decode rows alone comes from: on the first stage it is fed back."""
+        end = self.previous or self.feedback_in
+        assert end is not None
+        return end
+
+    @property
+    def leaving(self) -> LinkSender:
+        """Where its output goes."""
+        end = self.next or self.feedback_out
+        assert end is not None
+        return end
+
     def _ends(self) -> Iterator[LinkSender | LinkReceiver]:
         # Senders first: closing one waits for its messages to be out.
         for end in (self.next, self.feedback_out, self.previous, self.feedback_in):

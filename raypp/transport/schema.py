@@ -16,7 +16,7 @@ import torch
 from raypp.errors import ConfigError
 
 _ALIGNMENT = 16
-_MAX_KNOWN_VIEWS = 1024
+_MAX_KNOWN = 1024
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Schema:
     _known_views: dict[tuple[int, ...], dict[str, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+    _known_sizes: dict[tuple[int, int, int, int | None], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def num_bytes(
         self, num_rows: int, num_tokens: int, num_item_tokens: int = 0, num_drafting_tokens: int | None = None
@@ -50,8 +53,14 @@ class Schema:
 
         Some of the tokens stand for pictures; drafts follow on all of them, or only on some.
         """
-        counts = _counts(num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
-        return sum(s.num_bytes(counts[s.per]) for s in self.specs)
+        key = (num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
+        num_bytes = self._known_sizes.get(key)
+        if num_bytes is None:
+            if len(self._known_sizes) >= _MAX_KNOWN:
+                self._known_sizes.clear()
+            counts = _counts(*key)
+            num_bytes = self._known_sizes[key] = sum(s.num_bytes(counts[s.per]) for s in self.specs)
+        return num_bytes
 
     def views(
         self,
@@ -70,7 +79,7 @@ class Schema:
         key = (buffer.data_ptr(), *counts.values())  # a kept view keeps its memory: no other can have the address
         views = self._known_views.get(key)
         if views is None:
-            if len(self._known_views) >= _MAX_KNOWN_VIEWS:
+            if len(self._known_views) >= _MAX_KNOWN:
                 self._known_views.clear()
             views = self._known_views[key] = self._make_views(buffer, counts)
         return views
