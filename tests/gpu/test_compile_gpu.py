@@ -1,4 +1,4 @@
-"""graphs.compile on a GPU: compiled layers compute what the layers do, recordings hold them, and none compiles later."""
+"""graphs.compile on a GPU: compiled layers compute what the layers do, recordings hold them, none compiles later."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_layers(tmp_path, shape):
     model = build_model(config, start_layer=0, end_layer=1, dtype=BF16, device=CUDA)
     exact = build_model(config, start_layer=0, end_layer=1, dtype=torch.float32, device=CUDA)
     for each in (model, exact):
-        each.load_weights(DummyWeights(3))
+        each.load_weights(DummyWeights(3, CUDA))
     own, twin = model._layers[0], exact._layers[0]
     model.compile_layers(MOST_TOKENS, "inductor")
     compiled = model._layers[0]

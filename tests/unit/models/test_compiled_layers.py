@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 MOST_TOKENS = 80
 FAMILIES = {
     "qwen3": {},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -115,7 +114,7 @@ def test_an_engine_generates_the_same(monkeypatch):
 def test_recordings_hold_what_was_compiled():
     """On tapes, checked by debug mode, bit by bit what calls yield."""
     plan = _plan(max_num_seqs=4)
-    plans = record_plans(plan, num_requests=5, max_prompt=20)
+    plans = record_plans(plan, num_requests=4, max_prompt=20)
     graphs = GraphSpec(has_full=True, max_piecewise_tokens=32, compile_backend="aot_eager")
     called = run_plans(plan, plans, graphs, make_graphs=called_graphs)
     checked = run_plans(plan, plans, replace(graphs, debug_every=3), make_graphs=tape_graphs)
