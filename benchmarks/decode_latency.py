@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--load-format", choices=("auto", "dummy"))
     parser.add_argument("--mode", default="auto", help="of graphs")
+    parser.add_argument("--compile", action="store_true", help="graphs.compile: the layers through torch.compile")
     parser.add_argument("--layer-partition", type=int, nargs="+")
     parser.add_argument("--speculative", type=json.loads, help='settings, e.g. {"method": "ngram"}')
     parser.add_argument("--trace", help="write a Chrome trace, and print what device and host take per decode step")
@@ -47,6 +48,7 @@ def main() -> None:
         **({"load_format": args.load_format} if args.load_format else {}),
         "layer_partition": args.layer_partition,
         "mode": args.mode,
+        "compile": args.compile,
         "speculative": args.speculative,
         "trace": args.trace,
     }

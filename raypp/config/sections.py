@@ -159,6 +159,10 @@ class GraphsSection(Section):
     """Steps of more tokens are not recorded: by then the device is busy for longer than the host takes to launch, and
     padding would cost more than it saves. None: by the size of the model's layers, 128 to 2,048. At most
     max_num_batched_tokens."""
+    compile: bool = False
+    """Run what is before and after a layer's attention through torch.compile, recorded or not. Steps of so few tokens
+    that raypp's own kernels multiply them stay as they are. It costs a start some seconds, a minute where torch's cache
+    (TORCHINDUCTOR_CACHE_DIR) is empty, and on a CPU needs a C++ compiler. Off: no GPU has shown yet what it gains."""
     compile_threads: int = Field(default=1, ge=1, le=64)
     """Threads of each stage that compile the kernels of decode steps side by side, before these are recorded one after
     the other. It shortens a start with an empty kernel cache. 1: kernels are compiled as recordings need them."""

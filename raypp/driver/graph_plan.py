@@ -49,6 +49,7 @@ def graph_spec(
         has_full=mode in ("full", "full_and_piecewise"),
         max_piecewise_tokens=_max_piecewise_tokens(config, model) if has_pieces else 0,
         is_required=config.graphs.mode != "auto",
+        compile_backend="inductor" if config.graphs.compile else None,
         compile_threads=config.graphs.compile_threads,
         debug_every=config.graphs.debug_every,
     )
@@ -78,6 +79,7 @@ def describe_graphs(config: EngineConfig, spec: GraphSpec) -> dict[str, Any]:
             for num_drafts in sorted({size.num_drafts for size in sizes.full})
         },
         "piecewise_tokens": sorted(sizes.piecewise),
+        "compile": spec.compile_backend is not None,
         "planned_bytes": spec.planned_bytes,
     }
 

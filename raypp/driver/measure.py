@@ -227,6 +227,7 @@ class _PromptSkipping:
         self._model = model
         self.hidden_size = model.hidden_size
         self.taps = model.taps
+        self.costs = model.costs
         self.draft_head = model.draft_head
         self.skips = False
 

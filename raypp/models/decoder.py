@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.graphs.cost import RecordingCost
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.rope import axis_frequencies, inverse_frequencies
@@ -116,6 +117,8 @@ class DecoderModel:
         """On the last stage, once `attach_draft_head` has been called."""
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
+        self.costs: dict[str, RecordingCost] = {}
+        """What `compile_layers` took."""
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
@@ -154,6 +157,28 @@ class DecoderModel:
         ]
         if self.is_last:
             self._load_lm_head(whole)
+
+    def compile_layers(self, max_tokens: int, backend: str) -> None:
+        """Run what is before and after attention through torch.compile, from here on.
+
+        Args:
+            max_tokens: Of a step.
+            backend: torch's name of the compiler.
+
+        Raises:
+            ConfigError: the compiler cannot; says why.
+        """
+        from raypp.models.compiled_layer import compile_layers  # torch's compiler takes seconds to import
+
+        sizes = {"hidden": self.hidden_size, "attended": self.attention_size}
+        like = {name: torch.zeros(1, size, dtype=self._dtype, device=self._device) for name, size in sizes.items()}
+        self._layers, self.costs["compile"] = compile_layers(
+            self._layers,
+            **like,
+            fewest_tokens=self._kernels.library_from_tokens,
+            most_tokens=max_tokens,
+            backend=backend,
+        )
 
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self._kernels

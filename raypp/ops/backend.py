@@ -70,6 +70,13 @@ class KernelSet(Protocol):
     can_be_recorded: bool
     """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 
+    @property
+    def library_from_tokens(self) -> int:
+        """The number of tokens from which on no product that was made so far is computed by own kernels.
+
+        From there on a compiler may be given the projections: it sees the products and plain torch around them.
+        """
+
     def norm_linear(
         self,
         norm_weight: torch.Tensor,
@@ -145,6 +152,7 @@ def choose_kernels(
     max_query_len: int = 1,
     num_ring_entries: int = 1,
     decode: DecodeKernel = "triton",
+    for_compiler: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
 
@@ -156,19 +164,20 @@ def choose_kernels(
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
         decode: Which kernel attends decode rows on a GPU; "xqa" only where FlashInfer has it for the heads.
+        for_compiler: Whether torch.compile is to be given projections: weights stay in the form that it knows.
     """
     from raypp.ops.torch_kernels import TorchKernels
 
     if device.type != "cuda":
-        return TorchKernels(dtype)
+        return TorchKernels(dtype, packs_weights=not for_compiler)
     if dtype not in (torch.bfloat16, torch.float16):
         _LOG.warning("%s on a GPU is computed by plain torch, without CUDA graphs: the kernels are for 16 bits", dtype)
-        return TorchKernels(dtype)
+        return TorchKernels(dtype, packs_weights=not for_compiler)
     if find_spec("triton") is None:
         _LOG.warning(
             "Triton is not installed: plain torch computes, slowly and without CUDA graphs (pip install triton)"
         )
-        return TorchKernels(dtype)
+        return TorchKernels(dtype, packs_weights=not for_compiler)
     from raypp.ops.cuda_kernels import CudaKernels
 
     return CudaKernels(

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
 from raypp.ops.cuda_attention import CudaAttention
@@ -56,6 +57,12 @@ class CudaKernels:
         self._num_ring_entries = num_ring_entries
         self._decode: DecodeKernel = decode
         self._attention: CudaAttention | None = None
+        self._most_own_rows = 0
+
+    @property
+    def library_from_tokens(self) -> int:
+        """One more than the most rows that own kernels multiply."""
+        return 1 + self._most_own_rows
 
     def norm_linear(
         self,
@@ -117,7 +124,9 @@ class CudaKernels:
         self._attention.plan(batch, ring_entry)
 
     def _projection(self, weights: Weights) -> CudaProjection:
-        return CudaProjection(weights, self._device, self._workspace)
+        projection = CudaProjection(weights, self._device, self._workspace)
+        self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
+        return projection
 
 
 class LayerAttention:
@@ -171,6 +180,8 @@ class SeparateNorm:
 class CudaProjection:
     """A product with what goes before and after, by own kernels or the library, as its rows are few or many.
 
+    While a compiler looks, it is the library's product with plain torch around: there is nothing to fuse in kernels.
+
     Args:
         weights: Of the product.
         device: Where it runs.
@@ -189,8 +200,15 @@ class CudaProjection:
                 self._tunings[num_rows] = tuning
                 workspace.reserve(partial_floats(num_rows, weights, tuning))
 
+    @property
+    def most_own_rows(self) -> int:
+        """The most rows for which an own kernel is chosen; 0 if the library takes all."""
+        return max(self._tunings, default=0)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+        if torch.compiler.is_compiling():
+            return self._plain(x)
         weights, tuning = self._weights, self._tunings.get(len(x))
         if weights.norm_eps is not None and len(x) > 1:
             x, weights = rms_norm(x, None, weights.norm_eps, self._device), self._bare_weights
@@ -203,8 +221,18 @@ class CudaProjection:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N], may be overwritten."""
-        weights, tuning = self._weights, self._tunings.get(len(x))
+        weights = self._weights
+        if torch.compiler.is_compiling():
+            return residual + F.linear(x, weights.weight, weights.bias)
+        tuning = self._tunings.get(len(x))
         if tuning is not None:
             return project(x, weights, residual, tuning, self._device, self._workspace)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._weights
+        if weights.norm_eps is not None:
+            x = reference.rms_norm(x, None, weights.norm_eps)
+        y = F.linear(x, weights.weight, weights.bias)
+        return reference.silu_and_mul(y) if weights.is_gated else y

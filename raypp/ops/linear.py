@@ -16,10 +16,11 @@ class Linear:
     Args:
         weight: [N, K]; not kept where a packed copy takes its place.
         bias: [N] or None.
+        may_pack: Whether the weight may be kept in another form than torch's own.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._is_packed = _can_pack(weight)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, may_pack: bool = True) -> None:
+        self._is_packed = may_pack and _can_pack(weight)
         self._weight: torch.Tensor = (
             torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self._is_packed else weight
         )

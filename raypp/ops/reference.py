@@ -1,4 +1,6 @@
-"""The twin of every operation: as plain as it can be said in torch, for tests to compare with. Never fast.
+"""The twin of every operation: as plain as it can be said in torch, for tests to compare with, and for compilers.
+
+Never fast as they are.
 
 `raypp.ops.sampling` is its own twin.
 """
@@ -13,10 +15,11 @@ from raypp.ops.attention import Heads
 from raypp.ops.logits import BANNED
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x [..., n] scaled to a root mean square of one, times weight [..., n]; computed in float32."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32."""
     y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y if weight is None else y * weight.float()).to(x.dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

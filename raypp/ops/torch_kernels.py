@@ -23,13 +23,16 @@ class TorchKernels:
 
     Args:
         dtype: Of weights and activations.
+        packs_weights: Whether products may keep their weights in a form of their own, see `Linear`.
     """
 
     name = "torch"
     can_be_recorded = False
+    library_from_tokens = 1
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, packs_weights: bool = True) -> None:
         self._dtype = dtype
+        self._packs_weights = packs_weights
 
     def norm_linear(
         self,
@@ -41,7 +44,7 @@ class TorchKernels:
         is_shared: bool = False,
     ) -> NormLinear:
         """Return x -> norm(x) W^T + b."""
-        return NormLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))
+        return NormLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
 
     def norm(self, weight: torch.Tensor, eps: float) -> RMSNorm:
         """Return the norm of rows by itself."""
@@ -49,17 +52,17 @@ class TorchKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Return x -> x W^T + b."""
-        return Linear(weight, bias)
+        return Linear(weight, bias, may_pack=self._packs_weights)
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> NormGatedLinear:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        return NormGatedLinear(RMSNorm(norm_weight, eps), Linear(weight, bias))
+        return NormGatedLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
 
     def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddLinear:
         """Return (x, residual) -> residual + x W^T + b."""
-        return AddLinear(Linear(weight, bias))
+        return AddLinear(self.linear(weight, bias))
 
     def attention(self, heads: Heads) -> TorchAttention:
         """Return the attention of a layer with these heads."""

@@ -58,6 +58,7 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         max_rows=spec.max_step_rows,
         max_query_len=1 + spec.max_drafts,
         num_ring_entries=spec.num_ring_entries,
+        for_compiler=spec.graphs.compile_backend is not None,
     )
     model = build_model(
         config,
@@ -69,6 +70,8 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         head_support=_head_support(spec),
     )
     model.load_weights(open_weights(spec.load_format, spec.model_path, spec.seed, device))
+    if spec.graphs.compile_backend is not None:
+        model.compile_layers(spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
         model.attach_draft_head(_build_draft_head(spec, spec.draft_head, config, model))
     return model

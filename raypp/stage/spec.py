@@ -21,6 +21,7 @@ class GraphSpec:
     is_required: bool = False  # whether a stage without memory for any refuses to start
     planned_bytes: int = 0  # of device memory, that was left to the recordings when the KV cache was sized
     max_bytes: int | None = None  # that they may take before sizes are left out; None: what there is
+    compile_backend: str | None = None  # torch.compile gets what is before and after attention; with which compiler
     compile_threads: int = 1  # that compile kernels side by side before anything is recorded
     debug_every: int = 0  # replays are checked, and one of so many is compared with its program; 0: neither
 

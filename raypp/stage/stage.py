@@ -145,7 +145,7 @@ class Stage:
         recorded = StepSizes(full, piecewise)
         if spec.graphs.is_required:
             check_required(spec.stage_index, wanted, recorded, self._graphs.costs)
-        self.recordings = StageRecordings(recorded, self._graphs.costs)
+        self.recordings = StageRecordings(recorded, {**model.costs, **self._graphs.costs})
         """What this stage has recorded."""
         self.pad_to(self.recordings.sizes)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from raypp.graphs.cost import RecordingCost
 from raypp.models.decoder import Deepstack
 from raypp.models.draft_head import DraftHead
 from raypp.ops.attention import AttentionBatch
@@ -28,6 +29,10 @@ class StageModel(Protocol):
     @property
     def taps(self) -> Mapping[int, torch.Tensor]:
         """By depth, the residual stream of the last forward after so many layers, at fixed addresses."""
+
+    @property
+    def costs(self) -> Mapping[str, RecordingCost]:
+        """What was compiled, and what that took."""
 
     @property
     def draft_head(self) -> DraftHead | None:
