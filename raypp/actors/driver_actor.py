@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
@@ -25,9 +25,6 @@ from raypp.scheduler.scheduler import Scheduler
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
 from raypp.transport.step_channel import DriverChannel
 
-if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory
-
 
 class DriverActor:
     """Hosts the engine. `run` is endless; the other methods answer beside it.
@@ -35,14 +32,20 @@ class DriverActor:
     Called in this order: `place`, `start`, `run`; `stop`, `trace` and those about encoders at any time after that.
     """
 
-    def __init__(
-        self, plan: EnginePlan, factory: StageFactory | None, placement: Placement, meeting_place: str
-    ) -> None:
+    def __init__(self, plan: EnginePlan, factory: bytes | None, placement: Placement, meeting_place: str) -> None:
+        """Know what to make.
+
+        Args:
+            plan: Of the engine.
+            factory: Makes the stages' models, pickled: what it imports, torch to begin with, is the stages' affair.
+            placement: Where everything runs.
+            meeting_place: A folder for socket files.
+        """
         log_to_stderr()
         self._plan = plan
         self._factory = factory
         self._placement = placement
-        self._meeting_place = meeting_place  # a folder for socket files
+        self._meeting_place = meeting_place
         self._tracer = Tracer(DRIVER_LANE, enabled=plan.config.observability.trace is not None)
         self._last_lanes: list[Lane] | None = None
         self._asking = threading.Lock()  # no stage is killed while it is asked for its trace

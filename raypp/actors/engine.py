@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
 
 _ANSWER_S = 2.0
+_WATCH_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +112,7 @@ class EngineHandle:
         self._driver_process: ActorProcess | None = None
         self._stage_processes: list[ActorProcess] = []
         self._encoder_processes: list[ActorProcess] = []
+        self._watchers: list[threading.Thread] = []
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self.model_info = {
@@ -146,12 +149,14 @@ class EngineHandle:
 
         def watch() -> None:
             while not self._closing.is_set():
-                ended, _ = ray.wait([self._run], timeout=1.0)
+                ended, _ = ray.wait([self._run], timeout=_WATCH_S)
                 if ended and not self._closing.is_set():
                     callback(_death_of(self._run))
                     return
 
-        threading.Thread(target=watch, name="driver-watcher", daemon=True).start()
+        watcher = threading.Thread(target=watch, name="driver-watcher", daemon=True)
+        self._watchers.append(watcher)
+        watcher.start()
 
     def close(self) -> None:
         """End the engine and everything it started. May be called again, and from any thread."""
@@ -164,11 +169,13 @@ class EngineHandle:
                 try:
                     self._end_actors()
                 finally:
+                    self._end_watchers()
                     self._cluster.disconnect()
 
     def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
         strategy = self._plan.config.parallel.placement
         num_stages, num_encoders = len(self._plan.stages), self._plan.num_encoders
+        factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
         bundles = [self._plan.stage_resources()] * num_stages + [encoder_resources(self._plan)] * num_encoders
         self._placement = reserve(bundles, num_stages, strategy, deadline)
         self._driver = (
@@ -180,7 +187,7 @@ class EngineHandle:
                 max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
                 max_restarts=0,
             )
-            .remote(self._plan, stage_factory, self._placement, self._meeting_place)
+            .remote(self._plan, factory, self._placement, self._meeting_place)
         )
         self._driver_process = self._ask("process", deadline)
         self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
@@ -215,6 +222,12 @@ class EngineHandle:
                 remove_placement_group(self._placement.group)
             driver = [self._driver_process] if self._driver_process is not None else []
             end_processes([*driver, *self._stage_processes, *self._encoder_processes], timeout_s)
+
+    def _end_watchers(self) -> None:
+        """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join(_WATCH_S + _ANSWER_S)
 
     def _end_in_order(self, deadline: Deadline) -> None:
         """Have the trace written and the driver stop, as far as it still can."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ray import cloudpickle
+
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
@@ -47,7 +49,7 @@ class StageActor:
     """Hosts one stage. `run` is endless; the other methods answer beside it."""
 
     def __init__(
-        self, spec: StageSpec, config: ModelConfig, factory: StageFactory | None, share: NodeShare | None = None
+        self, spec: StageSpec, config: ModelConfig, factory: bytes | None, share: NodeShare | None = None
     ) -> None:
         log_to_stderr()
         if share is not None and share.num_stages is not None:
@@ -55,7 +57,7 @@ class StageActor:
         self._share = share
         self._spec = replace(spec, device=local_device(spec.device))
         self._config = config
-        self._factory = factory
+        self._factory: StageFactory | None = None if factory is None else cloudpickle.loads(factory)
         self._rendezvous: RendezvousServer | None = None
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 

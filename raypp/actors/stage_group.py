@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,19 +25,17 @@ from raypp.stage.failure import name_failure
 from raypp.stage.step_sizes import StageRecordings, StepSizes
 from raypp.tracing import TraceEvent
 
-if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory
-
 _WATCH_S = 0.5
-_LAST_TRACE_S = 3.0  # a stage that still answers does so at once, unless its machine is very busy
+_LAST_TRACE_SHARE = 0.5  # of the time to close that stages get to tell their trace; one that answers does so at once
 
 
 class StageGroup:
     """All stage actors of an engine."""
 
-    def __init__(self, plan: EnginePlan, factory: StageFactory | None, placement: Placement) -> None:
-        """Make the actors; their processes start."""
+    def __init__(self, plan: EnginePlan, factory: bytes | None, placement: Placement) -> None:
+        """Make the actors; their processes start. The factory is pickled."""
         self._placement = placement
+        self._last_trace_s = plan.config.faults.close_timeout_s * _LAST_TRACE_SHARE
         self._start_timeout_s = plan.config.faults.start_timeout_s  # of which a deadline here is the rest
         self._actors: list[Any] = []
         resources = plan.stage_resources()
@@ -137,7 +135,7 @@ class StageGroup:
     def traces(self) -> list[list[TraceEvent] | None]:
         """Return what each stage did when; None for one that does not answer any more."""
         asked = [actor.trace.remote() for actor in self._actors]
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_LAST_TRACE_S)
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=self._last_trace_s)
         return [_value_of(ref) if ref in answered else None for ref in asked]
 
     def kill(self) -> None:

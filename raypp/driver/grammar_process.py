@@ -66,6 +66,7 @@ class GrammarProcess:
         self._wake: Callable[[], None] = lambda: None
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._reader: threading.Thread | None = None
         self._replies: SimpleQueue[GrammarReply | GrammarProcessDied] = SimpleQueue()
 
     @property
@@ -108,6 +109,10 @@ class GrammarProcess:
             return
         self._process.kill()
         self._process.wait()
+        if self._reader is not None:  # nobody may close what another one reads: its number may soon be another file's
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)  # a compiler that still runs may hold the other end
+            self._reader.join()
         self._connection.close()
         self._process = self._connection = None
 
@@ -125,10 +130,10 @@ class GrammarProcess:
         )
         theirs.close()
         connection = Connection(ours.detach())
-        reader = threading.Thread(
+        self._reader = threading.Thread(
             target=self._read, args=(connection, self._replies), name="grammar-reader", daemon=True
         )
-        reader.start()
+        self._reader.start()
         return connection
 
     def _read(self, connection: Connection, replies: SimpleQueue[GrammarReply | GrammarProcessDied]) -> None:
@@ -136,6 +141,6 @@ class GrammarProcess:
             while True:
                 replies.put(decode(connection.recv_bytes()))
                 self._wake()
-        except (EOFError, OSError, TypeError):  # TypeError: it was closed by the other thread meanwhile
+        except (EOFError, OSError):
             replies.put(GrammarProcessDied())
             self._wake()

@@ -15,7 +15,7 @@ from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
-from raypp.specdec.token_table import token_table_bytes
+from raypp.specdec.table_bytes import token_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768

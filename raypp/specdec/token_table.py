@@ -12,13 +12,6 @@ import torch
 from raypp.messages import StepPlan
 from raypp.ops.host_to_device import to_device_together
 
-_TOKEN_BYTES = 4
-
-
-def token_table_bytes(num_rows: int, window: int) -> int:
-    """Return what a table costs, bytes."""
-    return num_rows * window * _TOKEN_BYTES
-
 
 class TokenTable:
     """Tokens of all rows, int32 [num_rows, window], on the stage's device; never read by the host."""

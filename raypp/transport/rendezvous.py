@@ -1,6 +1,7 @@
 """Where the stages of a pipeline meet before they have links: a small key-value store that the first stage hosts.
 
-Its address is plain data, which travels with whatever starts the stages. The store is needed until all links are open.
+Its address is plain data, which travels with whatever starts the stages: the store comes from torch, which is imported
+where there is one, and not by who only passes the address on. The store is needed until all links are open.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-
-from torch._C._distributed_c10d import TCPStore  # torch.distributed has it without types
+from typing import TYPE_CHECKING
 
 from raypp.errors import DeadlineError, ResourceError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class RendezvousServer:
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
+        from torch._C._distributed_c10d import TCPStore  # torch.distributed has it without types
+
         # TCPStore by itself would listen on every interface.
         try:
             listener = socket.create_server((host, 0), backlog=128)
@@ -62,6 +67,8 @@ class Meeting:
     """
 
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
         self.rendezvous = rendezvous
         self._ends = time.monotonic() + timeout_s
         try:

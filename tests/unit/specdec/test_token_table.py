@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from raypp.specdec.token_table import TokenTable, token_table_bytes
+from raypp.specdec.table_bytes import token_table_bytes
+from raypp.specdec.token_table import TokenTable
 
 
 def start(table: TokenTable, texts: dict[int, list[int]]) -> None:

@@ -1,0 +1,51 @@
+"""Closing an engine's handle, while a thread of it asks Ray for the driver."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raypp.actors import engine
+from raypp.actors.cluster import Cluster
+from raypp.actors.engine import EngineHandle
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+
+WAIT_S = 20.0
+
+
+class SlowRay:
+    """A Ray that is being asked whether the driver runs, until the test lets it answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.may_answer = threading.Event(), threading.Event()
+        self.exceptions = SimpleNamespace(RayError=Exception)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def wait(self, refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        self.asked.set()
+        assert self.may_answer.wait(WAIT_S)
+        return [], refs
+
+
+def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray.wait` without a Ray starts one."""
+    ray, left = SlowRay(), threading.Event()
+    monkeypatch.setattr(engine, "ray", ray)
+    monkeypatch.setattr(engine, "end_processes", lambda *_: None)
+    plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
+    handle = EngineHandle(plan, cast(Cluster, SimpleNamespace(disconnect=left.set)))
+    handle.watch(lambda _: None)
+    assert ray.asked.wait(WAIT_S)
+    closer = threading.Thread(target=handle.close)
+    closer.start()
+    assert not left.wait(0.2)
+    ray.may_answer.set()
+    assert left.wait(WAIT_S)
+    closer.join(WAIT_S)
