@@ -1,14 +1,50 @@
-"""One local Ray per module: an engine start costs seconds, Ray's own start more."""
+"""One local Ray for all modules that need no other: its start and end cost seconds each time."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import ray
+from leftovers import raypp_processes, wait_until_gone
+
+_LAST_ACTORS_S = 30.0
+
+
+def _stop_ray() -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def _ray_of_the_run() -> Iterator[None]:
+    yield
+    _stop_ray()
 
 
 @pytest.fixture(scope="module")
-def local_ray():
-    """Start Ray for the tests of a module, and stop it."""
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+def local_ray(_ray_of_the_run: None) -> Iterator[None]:
+    """Have this process connected to a local Ray without engines; modules share it."""
+    if not ray.is_initialized():
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20
+        )
     yield
-    ray.shutdown()
+    if left := wait_until_gone(raypp_processes(), _LAST_ACTORS_S):
+        _stop_ray()  # else the next module would find them
+        pytest.fail(f"the module's engines are not gone: {left}")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder for an engine's temporary files: those of pytest are too long for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def no_ray() -> None:
+    """Have this process connected to no Ray, and none running that it has started."""
+    _stop_ray()

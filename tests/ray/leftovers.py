@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,9 +43,9 @@ def listening_ports() -> set[int]:
     return ports
 
 
-def meeting_places() -> set[str]:
-    """Return raypp's folders in the temporary folder."""
-    return {path.name for path in Path(tempfile.gettempdir()).glob("raypp-*")}
+def meeting_places(folder: Path) -> list[str]:
+    """Return raypp's folders in a folder for temporary files."""
+    return [path.name for path in folder.glob("raypp-*")]
 
 
 def actor_processes() -> dict[int, str]:

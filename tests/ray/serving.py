@@ -37,7 +37,7 @@ def deploy(arguments: dict[str, Any], *, name: str = "raypp", route_prefix: str 
     serve.run(build({"model": "tiny", **arguments}), name=name, route_prefix=route_prefix)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 30.0) -> float:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 150.0) -> float:
     """Wait until something holds; return how many seconds that took."""
     started = time.monotonic()
     while not condition():

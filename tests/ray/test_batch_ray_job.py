@@ -21,7 +21,7 @@ NUM_LINES = 100
 
 
 @pytest.fixture(scope="module")
-def dashboard() -> Iterator[str]:
+def dashboard(no_ray: None) -> Iterator[str]:
     """A local Ray that takes jobs; yields the address that they are submitted to.
 
     A job finds its cluster by a file that `ray start` writes. Without it, it would take any cluster of this machine.

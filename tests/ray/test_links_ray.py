@@ -19,6 +19,9 @@ from raypp.transport.schema import Schema, TensorSpec
 NUM_STAGES = 3
 MESSAGES = MessageSpec(Schema((TensorSpec("bytes", torch.uint8, (4096,), "token"),)), max_rows=1, max_tokens=16)
 NUM_BYTES = MESSAGES.slot_bytes
+DEADLINE_S = 40.0
+MUCH_LESS_S = DEADLINE_S / 4
+"""So long nothing takes, on whatever machine, unless it waits for the deadline."""
 
 
 @ray.remote(num_cpus=0.01)
@@ -46,7 +49,7 @@ class LinkedActor:
             feedback=MESSAGES,
             rendezvous=rendezvous,
             open_timeout_s=60.0,
-            deadline_s=20.0,
+            deadline_s=DEADLINE_S,
         )
 
     def run(self, num_steps: int) -> list[int]:
@@ -114,10 +117,10 @@ def test_a_ring_over_ray_collective_and_a_killed_stage() -> None:
     assert fed_back == [step_id % 100 + NUM_STAGES for step_id in range(200)]
 
     waiting = actors[2].wait_for_more.remote(200)
-    os.kill(ray.get(actors[1].pid.remote(), timeout=10), 9)
-    error, seconds = ray.get(waiting, timeout=30)
+    os.kill(ray.get(actors[1].pid.remote(), timeout=60), 9)
+    error, seconds = ray.get(waiting, timeout=2 * DEADLINE_S)
     assert error == "StageDiedError"
-    assert seconds < 3.0
+    assert seconds < MUCH_LESS_S
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -129,9 +132,9 @@ def test_links_over_ray_collective_close_open_again_and_abort() -> None:
         rendezvous = ray.get(actors[0].host.remote(), timeout=60)
         ray.get([actor.open.remote(rendezvous) for actor in actors], timeout=90)
 
-    error, seconds = ray.get(actors[2].wait_for_more.remote(0, 0.3), timeout=30)
+    error, seconds = ray.get(actors[2].wait_for_more.remote(0, 0.3), timeout=2 * DEADLINE_S)
     assert error == "EngineDeadError"
-    assert seconds < 1.5
-    error, seconds = ray.get(actors[0].wait_for_more.remote(0), timeout=30)
+    assert seconds < MUCH_LESS_S
+    error, seconds = ray.get(actors[0].wait_for_more.remote(0), timeout=2 * DEADLINE_S)
     assert error == "StageDiedError", "the stage that it sends to hears of it"
-    assert seconds < 1.0
+    assert seconds < MUCH_LESS_S

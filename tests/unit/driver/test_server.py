@@ -200,11 +200,9 @@ def test_requests_are_answered_and_stages_and_clients_hear_of_the_driver(make_ri
         rig.answer(tokens.done)
     assert len(tokens.result()) == 4
     client.next(Alive)
-    silent_before = rig.stages[0].silence_s
-    while isinstance(rig.stages[0].receive(0.0), memoryview):
-        pass
-    assert rig.stages[0].receive(2 * HEARTBEAT_S) is None
-    assert rig.stages[0].silence_s < max(silent_before, 1.0)
+    while isinstance(rig.stages[0].receive(2 * HEARTBEAT_S), memoryview):
+        pass  # plans of steps that were under way
+    rig.wait_for(lambda: rig.stages[0].receive(0.0) is None and rig.stages[0].silence_s < 2 * HEARTBEAT_S)
     rig.server.stop()
     rig.serving.result(DEADLINE_S)
     rig.tell_stages_to_stop()

@@ -124,6 +124,9 @@ def test_plans_are_announced_while_a_step_runs_and_heartbeats_tell_the_last_fini
     for step_id in (1, 2):
         rig.driver.send_plan(pack(_plan(step_id)))
     assert [beat.step_id for beat in rig.messages(Heartbeat, 3)] == [0, 0, 0]
+    ends = time.monotonic() + DEADLINE_S
+    while len(rig.stage.announced) < 3 and time.monotonic() < ends:
+        time.sleep(0.01)
     assert rig.stage.announced == [0, 1, 2]
     assert rig.stage.stepped == [0]
 

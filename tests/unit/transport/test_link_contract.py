@@ -14,6 +14,9 @@ from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedEr
 
 Edges = LocalEdges | GlooEdges
 
+MUCH_LESS_S = DEADLINE_S / 4
+"""So long nothing takes, on whatever machine, unless it waits for the deadline."""
+
 
 @pytest.fixture(scope="module", params=[LocalEdges, StagedEdges, GlooEdges], ids=["local", "staged", "gloo"])
 def edges(request: pytest.FixtureRequest) -> Iterator[Edges]:
@@ -56,7 +59,7 @@ def test_sends_do_not_wait_for_a_receiver_that_posts_late(edges: Edges) -> None:
     edge, sizes = edges.open(num_slots=8, slot_bytes=1 << 20), [1 << 20] * 8
     started = time.monotonic()
     send_steps(edge.end, sizes)
-    assert time.monotonic() - started < 0.5, "a send waited"
+    assert time.monotonic() - started < MUCH_LESS_S, "a send waited"
     received = edge.far(receive_steps, sizes * 2, 0, 0.0, 1, 0.3)
     send_steps(edge.end, sizes, first=8)
     assert received.result(DEADLINE_S) == 16
@@ -76,7 +79,7 @@ def test_waiting_for_a_message_ends_at_the_deadline(edges: Edges) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineError):
         harness.wait_for_nothing(edge.end)
-    assert 0.29 < time.monotonic() - started < 1.0
+    assert 0.29 < time.monotonic() - started < MUCH_LESS_S
     edge.end.close()
 
 
@@ -86,7 +89,7 @@ def test_waiting_for_a_slot_ends_at_the_deadline(edges: Edges) -> None:
     started = time.monotonic()
     with pytest.raises(DeadlineError):
         edge.end.acquire(2)
-    assert 0.29 < time.monotonic() - started < 1.0
+    assert 0.29 < time.monotonic() - started < MUCH_LESS_S
     edge.end.close()
 
 
@@ -100,7 +103,7 @@ def test_abort_from_another_thread_ends_a_wait(edges: Edges, near: harness.Role)
     started = time.monotonic()
     with pytest.raises(EngineDeadError, match="abort"):
         edge.end.acquire(2) if near == "sender" else harness.wait_for_nothing(edge.end)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < MUCH_LESS_S
     timer.join()
     with pytest.raises(EngineDeadError):
         edge.end.acquire(2) if near == "sender" else edge.end.wait(0)
@@ -113,7 +116,7 @@ def test_abort_ends_the_wait_of_the_other_end(edges: Edges) -> None:
     waited = edge.far(harness.wait_for_nothing)
     edge.end.abort()
     with pytest.raises(EngineDeadError):
-        waited.result(2.0)
+        waited.result(MUCH_LESS_S)
     edge.end.close()
 
 
@@ -122,7 +125,7 @@ def test_closing_one_end_ends_the_wait_of_the_other(edges: Edges) -> None:
     waited = edge.far(harness.wait_for_nothing)
     edge.end.close()
     with pytest.raises(EngineDeadError):
-        waited.result(2.0)
+        waited.result(MUCH_LESS_S)
 
 
 def test_what_was_sent_before_close_is_received(edges: Edges) -> None:
@@ -151,7 +154,7 @@ def test_waiting_leaves_the_processor_and_the_gil_to_others(edges: Edges) -> Non
     spent = time.process_time() - spent
     done.set()
     ticker.join()
-    assert ticks > 10, "the waiting thread held the GIL"
+    assert ticks > 3, "the waiting thread held the GIL"
     assert spent < 0.15, f"0.3 s of waiting took {spent:.2f} s of processor time"
     edge.end.close()
 
@@ -169,7 +172,7 @@ def test_a_killed_peer_is_seen() -> None:
     with pytest.raises(StageDiedError) as caught:
         sender.acquire(2)
     assert caught.value.stage_index == 1
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < MUCH_LESS_S
     timer.join()
     receiver.close()
     sender.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from raypp.errors import DeadlineError
@@ -31,10 +29,8 @@ def test_the_slot_is_shared_not_copied() -> None:
 def test_what_was_never_sent_is_an_error_at_once() -> None:
     _, receiver = open_local_edge(2, 16)
     receiver.post_recv(0, 4)
-    started = time.monotonic()
-    with pytest.raises(DeadlineError, match="step 0"):
+    with pytest.raises(DeadlineError, match=r"step 0.*within 0\.0 s"):
         receiver.wait(0)
-    assert time.monotonic() - started < 0.1
 
 
 def test_a_slot_that_was_never_released_is_an_error_at_once() -> None:
