@@ -20,6 +20,8 @@ class KvBlocks:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
+        self._offers = limits.enable_prefix_caching
+        self._block_size = limits.block_size
         self._cache = PrefixCache()
         self._pool = BlockPool(limits.num_blocks, self._cache)
 
@@ -107,8 +109,11 @@ class KvBlocks:
             state: A running request.
             num_computed_tokens: Leading known tokens whose KV dispatched steps have written.
         """
-        num_blocks = min(num_computed_tokens, self._num_hashable(state.num_tokens)) // self._limits.block_size
-        if num_blocks <= state.num_offered_blocks or not self._limits.enable_prefix_caching:
+        # Nearly always there is nothing to do, and it is asked for every row of every step.
+        if not self._offers or num_computed_tokens < (state.num_offered_blocks + 1) * self._block_size:
+            return
+        num_blocks = min(num_computed_tokens, self._num_hashable(state.num_tokens)) // self._block_size
+        if num_blocks <= state.num_offered_blocks:
             return
         self._extend_hashes(state, num_blocks)
         for index in range(state.num_offered_blocks, num_blocks):
