@@ -1,0 +1,85 @@
+"""Triton kernels in its interpreter: arguments are checked, variants that a GPU would compile are counted."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from dry_report import VARIANTS, count
+from dry_tensor import SKIPS, DryTensor, current_tape
+
+_LOCK = threading.RLock()  # the interpreter is one for all threads
+
+
+def install(interpreter: ModuleType) -> None:
+    """Change Triton's interpreter."""
+    executor = interpreter.GridExecutor
+    execute = executor.__call__
+    products = interpreter.InterpreterBuilder.create_dot
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        _count_variant(self, args, kwargs)
+        inner = [_unwrap(self.fn, arg) for arg in args]
+        inner_kwargs = {name: _unwrap(self.fn, arg) for name, arg in kwargs.items()}
+
+        def run() -> None:
+            with _LOCK:
+                execute(self, *inner, **inner_kwargs)
+
+        if SKIPS:
+            inspect.getcallargs(self.fn, *inner, **{k: v for k, v in inner_kwargs.items() if k in self.arg_names})
+            return
+        run()
+        tape = current_tape()
+        if tape is not None:
+            tape.calls.append(run)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return products(self, _widened(interpreter, a), _widened(interpreter, b), d, *rest)
+
+    executor.__call__ = launch
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def install_launch(module: ModuleType) -> None:
+    """Kernels of an interpreter do not overlap."""
+    module.gdc_wait = module.gdc_launch_dependents = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+
+
+def _unwrap(fn: Any, arg: Any) -> Any:
+    if isinstance(arg, DryTensor):
+        return arg.inner
+    if isinstance(arg, torch.Tensor):
+        raise ValueError(f"Pointer argument of {fn.__name__} cannot be accessed from Triton (cpu tensor?)")
+    if isinstance(arg, tuple):
+        return type(arg)(_unwrap(fn, item) for item in arg)
+    return arg
+
+
+def _widened(interpreter: ModuleType, handle: Any) -> Any:
+    tl = interpreter.tl
+    if handle.get_element_ty() != tl.bfloat16:
+        return handle
+    data = (handle.data.astype(np.uint32) << 16).view(np.float32)
+    return interpreter.TensorHandle(data, tl.float32)
+
+
+def _count_variant(self: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    names = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    parts = []
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor):
+            aligned = "" if value.data_ptr() % 16 == 0 else "!"
+            parts.append(f"{name}:{str(value.dtype)[6:]}{aligned}")
+        elif isinstance(value, bool) or value is None or name in self.constexprs or name not in self.arg_names:
+            parts.append(f"{name}={value}")
+        elif isinstance(value, int):
+            kind = "1" if value == 1 else "i64" if abs(value) >= 1 << 31 else "i32"
+            parts.append(f"{name}:{kind}{'/16' if value % 16 == 0 else ''}")
+        else:
+            parts.append(f"{name}:{type(value).__name__}")
+    count(VARIANTS, (self.fn.__name__, " ".join(parts)))
