@@ -62,15 +62,16 @@ class DryTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, device: torch.device) -> DryTensor:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            layout=inner.layout,
-            device=device,
-        )
+        with torch.inference_mode(False):  # views of tensors made outside of inference mode must be like these
+            return torch.Tensor._make_wrapper_subclass(
+                cls,
+                inner.shape,
+                strides=inner.stride(),
+                storage_offset=inner.storage_offset(),
+                dtype=inner.dtype,
+                layout=inner.layout,
+                device=device,
+            )
 
     def __init__(self, inner: torch.Tensor, device: torch.device) -> None:
         self.inner = inner
