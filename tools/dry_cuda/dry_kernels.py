@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from dry_report import VARIANTS, count
 from dry_tensor import SKIPS, DryTensor, current_tape
+from dry_twins import TWINS
 
+_USES_TWINS = os.environ.get("RAYPP_DRY_KERNELS", "twin") == "twin"
 _LOCK = threading.RLock()  # the interpreter is one for all threads
 
 
@@ -25,13 +28,19 @@ def install(interpreter: ModuleType) -> None:
         _count_variant(self, args, kwargs)
         inner = [_unwrap(self.fn, arg) for arg in args]
         inner_kwargs = {name: _unwrap(self.fn, arg) for name, arg in kwargs.items()}
+        known = {name: arg for name, arg in inner_kwargs.items() if name in self.arg_names}
+        bound = inspect.getcallargs(self.fn, *inner, **known)
+        twin = TWINS.get(self.fn.__name__) if _USES_TWINS else None
 
         def run() -> None:
+            if twin is not None:
+                with torch.inference_mode():
+                    twin(SimpleNamespace(**bound))
+                return
             with _LOCK:
                 execute(self, *inner, **inner_kwargs)
 
         if SKIPS:
-            inspect.getcallargs(self.fn, *inner, **{k: v for k, v in inner_kwargs.items() if k in self.arg_names})
             return
         run()
         tape = current_tape()
