@@ -14,7 +14,7 @@ from dry_report import VARIANTS, count
 from dry_tensor import SKIPS, DryTensor, current_tape
 from dry_twins import TWINS
 
-_USES_TWINS = os.environ.get("RAYPP_DRY_KERNELS", "twin") == "twin"
+_USES_TWINS = os.environ.get("DRY_KERNELS", "twin") == "twin"
 _LOCK = threading.RLock()  # the interpreter is one for all threads
 
 
@@ -40,7 +40,7 @@ def install(interpreter: ModuleType) -> None:
             with _LOCK:
                 execute(self, *inner, **inner_kwargs)
 
-        if SKIPS:
+        if SKIPS or not all(self.grid):  # Triton launches nothing for an empty grid
             return
         run()
         tape = current_tape()

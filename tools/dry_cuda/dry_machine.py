@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 def num_gpus() -> int:
     """Return how many GPUs the machine has."""
-    return int(os.environ.get("RAYPP_DRY_CUDA") or 0)
+    return int(os.environ.get("DRY_CUDA") or 0)
 
 
 def num_visible() -> int:
@@ -21,7 +21,7 @@ def num_visible() -> int:
 
 def memory_bytes() -> int:
     """Return each one's memory."""
-    return int(float(os.environ.get("RAYPP_DRY_GB", "8")) * (1 << 30))
+    return int(float(os.environ.get("DRY_GB", "8")) * (1 << 30))
 
 
 def _module(name: str) -> ModuleType:

@@ -35,7 +35,7 @@ def count(counter: Counter[tuple[str, str]], key: tuple[str, str]) -> None:
 
 
 def _write() -> None:
-    folder = os.environ.get("RAYPP_DRY_REPORT")
+    folder = os.environ.get("DRY_REPORT")
     if not folder or not (WAITS or VARIANTS):
         return
     Path(folder).mkdir(parents=True, exist_ok=True)

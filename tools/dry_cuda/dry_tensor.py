@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from dry_report import WAITS, call_site, count
 
-SKIPS = os.environ.get("RAYPP_DRY_KERNELS") == "skip"
+SKIPS = os.environ.get("DRY_KERNELS") == "skip"
 _PINNED: dict[int, int] = {}  # address: bytes; of memory that is freed this may go on to say so
 _STATE = threading.local()
 

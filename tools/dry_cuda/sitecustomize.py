@@ -2,7 +2,7 @@
 
 import os
 
-if os.environ.get("RAYPP_DRY_CUDA"):
+if os.environ.get("DRY_CUDA"):
     import dry_cuda
 
     dry_cuda.install()
