@@ -262,7 +262,10 @@ def install() -> None:
     def used() -> int:
         return (1 << 29) + _num_graphs * _GRAPH_BYTES
 
-    properties = SimpleNamespace(
+    def properties(device: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(**fields, uuid=f"GPU-{_index(device)}")
+
+    fields = dict(
         name="NVIDIA H200 (dry)", major=9, minor=0, total_memory=total, multi_processor_count=132, L2_cache_size=50 << 20,
         shared_memory_per_block_optin=232448, warp_size=32, regs_per_multiprocessor=65536,
     )
@@ -274,8 +277,8 @@ def install() -> None:
         "device_count": lambda: num_devices,
         "current_device": guard.dry_get_device,
         "set_device": set_device,
-        "get_device_name": lambda device=None: properties.name,
-        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: fields["name"],
+        "get_device_properties": properties,
         "get_device_capability": lambda device=None: (9, 0),
         "can_device_access_peer": lambda a, b: True,
         "is_bf16_supported": lambda *a, **k: True,
