@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from dry_report import VARIANTS, count
 from dry_tensor import SKIPS, DryTensor, current_tape
-from dry_twins import TWINS
+from dry_twins import CHEAP, TWINS
 
 _USES_TWINS = os.environ.get("DRY_KERNELS", "twin") == "twin"
 _LOCK = threading.RLock()  # the interpreter is one for all threads
@@ -30,7 +30,8 @@ def install(interpreter: ModuleType) -> None:
         inner_kwargs = {name: _unwrap(self.fn, arg) for name, arg in kwargs.items()}
         known = {name: arg for name, arg in inner_kwargs.items() if name in self.arg_names}
         bound = inspect.getcallargs(self.fn, *inner, **known)
-        twin = TWINS.get(self.fn.__name__) if _USES_TWINS else None
+        is_cheap = self.fn.__name__ in CHEAP
+        twin = TWINS.get(self.fn.__name__) if _USES_TWINS or (SKIPS and is_cheap) else None
 
         def run() -> None:
             if twin is not None:
@@ -40,7 +41,7 @@ def install(interpreter: ModuleType) -> None:
             with _LOCK:
                 execute(self, *inner, **inner_kwargs)
 
-        if SKIPS or not all(self.grid):  # Triton launches nothing for an empty grid
+        if (SKIPS and not is_cheap) or not all(self.grid):  # Triton launches nothing for an empty grid
             return
         run()
         tape = current_tape()

@@ -208,3 +208,6 @@ TWINS: dict[str, Callable[[Any], None]] = {
         _draw,
     )
 }
+
+CHEAP = frozenset({"_decode_inputs", "_verify", "_propose", "_best", "_draw"})
+"""Those that decide what a driver hears: computed even where nothing else is."""
