@@ -202,7 +202,7 @@ def _check(
         isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in inner_args[1]
     ):
         waits("a mask as index")
-    if name == "repeat_interleave" and kwargs.get("output_size") is None:
+    if name == "repeat_interleave" and "Tensor" in func._overloadname and kwargs.get("output_size") is None:
         waits("repeat_interleave without output_size")
     if name in _WAITING:
         waits(name)

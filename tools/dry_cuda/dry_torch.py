@@ -275,7 +275,7 @@ def install() -> None:
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: num_devices,
-        "current_device": guard.dry_get_device,
+        "current_device": lambda: guard.dry_get_device(),  # hashable, unlike what ctypes has
         "set_device": set_device,
         "get_device_name": lambda device=None: fields["name"],
         "get_device_properties": properties,
