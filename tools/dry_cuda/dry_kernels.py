@@ -15,6 +15,8 @@ from dry_tensor import SKIPS, DryTensor, current_tape
 from dry_twins import CHEAP, TWINS
 
 _USES_TWINS = os.environ.get("DRY_KERNELS", "twin") == "twin"
+_UNSPECIALIZED: dict[str, frozenset[str]] = {}
+_UNALIGNED: dict[str, frozenset[str]] = {}
 _LOCK = threading.RLock()  # the interpreter is one for all threads
 
 
@@ -51,6 +53,14 @@ def install(interpreter: ModuleType) -> None:
     def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
         return products(self, _widened(interpreter, a), _widened(interpreter, b), d, *rest)
 
+    make = interpreter.InterpretedFunction.__init__
+
+    def init(self: Any, fn: Any, **kwargs: Any) -> None:
+        _UNSPECIALIZED[fn.__name__] = frozenset(kwargs.get("do_not_specialize") or ())
+        _UNALIGNED[fn.__name__] = frozenset(kwargs.get("do_not_specialize_on_alignment") or ())
+        make(self, fn, **kwargs)
+
+    interpreter.InterpretedFunction.__init__ = init
     executor.__call__ = launch
     interpreter.InterpreterBuilder.create_dot = create_dot
 
@@ -80,10 +90,13 @@ def _widened(interpreter: ModuleType, handle: Any) -> Any:
 
 def _count_variant(self: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     names = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    parts = []
+    kernel, parts = self.fn.__name__, []
     for name, value in names.items():
-        if isinstance(value, torch.Tensor):
-            aligned = "" if value.data_ptr() % 16 == 0 else "!"
+        if name in _UNSPECIALIZED.get(kernel, ()):
+            parts.append(f"{name}:any")
+        elif isinstance(value, torch.Tensor):
+            is_told = name not in _UNALIGNED.get(kernel, ())
+            aligned = "!" if is_told and value.data_ptr() % 16 else ""
             parts.append(f"{name}:{str(value.dtype)[6:]}{aligned}")
         elif isinstance(value, bool) or value is None or name in self.constexprs or name not in self.arg_names:
             parts.append(f"{name}={value}")
@@ -92,4 +105,4 @@ def _count_variant(self: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             parts.append(f"{name}:{kind}{'/16' if value % 16 == 0 else ''}")
         else:
             parts.append(f"{name}:{type(value).__name__}")
-    count(VARIANTS, (self.fn.__name__, " ".join(parts)))
+    count(VARIANTS, (kernel, " ".join(parts)))
