@@ -4,13 +4,13 @@
     DRY_KERNELS=skip tools/dry_cuda/run python benchmarks/decode_latency.py --model small ...
 
 torch says that it has CUDA devices. Their tensors are in main memory, and know that they are not (`dry_tensor.py`):
-mixing devices, reading from a pointer of the host in a kernel, and waiting for the device while a graph is recorded are
-the errors that they are on a GPU. Triton kernels have twins or run in its interpreter, FlashInfer's attention is a few lines of torch,
-CUDA graphs are tapes, `ipc` links share files, streams do at once what they are told.
+mixing devices, handing a kernel memory of the host, and waiting for the device while a graph is recorded are the errors
+that they are on a GPU. Triton kernels have twins or run in its interpreter, FlashInfer's attention is a few lines of
+torch, CUDA graphs are tapes, `ipc` links share files, streams do at once what they are told.
 
     DRY_CUDA       how many GPUs there are; `run` sets it to 1
     DRY_KERNELS    twin (the default): launches are checked, torch computes what the kernel would (`dry_twins.py`)
-                         run: in Triton's interpreter; skip: launches are checked, nothing is computed, memory is zero
+                   run: in Triton's interpreter; skip: launches are checked, nothing is computed, memory is zero
     DRY_GB         of memory that a GPU seems to have, default 8
     DRY_REPORT     a folder: each process writes what waited for the device, and which kernels would be compiled
 """

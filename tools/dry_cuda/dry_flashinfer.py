@@ -73,7 +73,7 @@ class PagedPrefill:
         assert (q.dtype, keys.dtype) == self._types
         assert out is not None
         assert out.shape == q.shape
-        assert q.is_cuda and keys.is_cuda and values.is_cuda and out.is_cuda
+        assert all(x.is_cuda for x in (q, keys, values, out))
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
         assert out.is_contiguous()
         if SKIPS:

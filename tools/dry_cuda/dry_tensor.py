@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,7 +144,16 @@ def on_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
 
 
-_WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "is_nonzero"}
+_WAITING = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "is_nonzero",
+}
 _COPIES = {"copy_", "_to_copy"}
 _HOST_INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_"}
 _RESHAPING = {"resize_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapdims_"}
@@ -262,7 +272,7 @@ def _varlen_attention(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *res
     """Full attention within segments, as `torch.nn.attention.varlen` has it."""
     out = torch.zeros_like(q)
     ends = starts_q.tolist()
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in pairwise(ends):
         if end > start:
             parts = (x[start:end].transpose(0, 1).unsqueeze(0).float() for x in (q, k, v))
             attended = torch.nn.functional.scaled_dot_product_attention(*parts)

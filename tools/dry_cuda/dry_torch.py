@@ -132,7 +132,9 @@ class CUDAGraph:
 
 
 @contextmanager
-def graph(cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+def graph(
+    cuda_graph: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+) -> Iterator[None]:
     """Record."""
     with stream_context(stream or Stream()):
         cuda_graph.capture_begin(pool, capture_error_mode)
@@ -266,8 +268,15 @@ def install() -> None:
         return SimpleNamespace(**fields, uuid=f"GPU-{_index(device)}")
 
     fields = dict(
-        name="NVIDIA H200 (dry)", major=9, minor=0, total_memory=total, multi_processor_count=132, L2_cache_size=50 << 20,
-        shared_memory_per_block_optin=232448, warp_size=32, regs_per_multiprocessor=65536,
+        name="NVIDIA H200 (dry)",
+        major=9,
+        minor=0,
+        total_memory=total,
+        multi_processor_count=132,
+        L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=232448,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
     )
     changed: dict[str, Any] = {
         "_lazy_init": lambda: None,
