@@ -37,8 +37,15 @@ def set_tape(tape: Tape | None) -> None:
     _STATE.tape = tape
 
 
+def set_sync_debug_mode(mode: int | str) -> None:
+    """As torch's, of this thread alone."""
+    _STATE.forbids_waits = mode in ("error", 2)
+
+
 def waits(what: str) -> None:
-    """Note that the host waits for the device; while a graph is recorded this is an error."""
+    """Note that the host waits for the device; while a graph is recorded this is an error, and where torch is asked."""
+    if getattr(_STATE, "forbids_waits", False) and not what.startswith(("Event", "Stream", "synchronize", "settle")):
+        raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
     if current_tape() is not None:
         raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
     count(WAITS, (what, call_site()))
@@ -198,6 +205,8 @@ def _check(
         return
     for host in call.on_host:
         if host.dim() == 0:
+            if name in _HOST_INDEXED:
+                waits("a number assigned through indices")
             continue
         if name in _HOST_INDEXED and host.dtype in (torch.int64, torch.int32, torch.bool, torch.uint8):
             waits("indices on the host")

@@ -17,7 +17,19 @@ from typing import Any
 
 import dry_machine
 import torch
-from dry_tensor import SKIPS, DryTensor, Tape, current_tape, is_pinned, note_pinned, on_device, run, set_tape, waits
+from dry_tensor import (
+    SKIPS,
+    DryTensor,
+    Tape,
+    current_tape,
+    is_pinned,
+    note_pinned,
+    on_device,
+    run,
+    set_sync_debug_mode,
+    set_tape,
+    waits,
+)
 from torch.library import Library
 
 _LIBRARY = Library("aten", "IMPL", "CUDA")
@@ -312,7 +324,7 @@ def install() -> None:
         "current_stream": _current_stream,
         "default_stream": _default_stream,
         "_sleep": lambda cycles: None,
-        "set_sync_debug_mode": lambda mode: None,
+        "set_sync_debug_mode": set_sync_debug_mode,
     }
     for name, value in changed.items():
         setattr(cuda, name, value)
