@@ -75,7 +75,8 @@ class BlockTables:
             return
         self.forget_gathered()
         if len(plan.start_rows):
-            self._tables[_indices(plan.start_rows, self._device)] = NULL_BLOCK
+            # Not by an assignment: on a GPU that copies its number from ordinary memory, and so waits for the device.
+            self._tables.index_fill_(0, _indices(plan.start_rows, self._device), NULL_BLOCK)
         if len(plan.block_rows):
             entries = (_indices(plan.block_rows, self._device), _indices(plan.block_positions, self._device))
             self._tables[entries] = to_device(plan.block_ids, self._device)

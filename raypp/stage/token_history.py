@@ -50,7 +50,7 @@ class TokenHistory:
         first = max(0, len(token_ids) - self._width)
         places = to_device(np.arange(first, len(token_ids)) % self._width, self._device)
         self._last[row, places] = to_device(token_ids[first:], self._device)
-        self._lengths[row] = len(token_ids)
+        self._lengths[row].fill_(len(token_ids))  # an assignment to one element copies it from ordinary memory
         if counts:
             table, in_prompt = self._count_tables()
             known = to_device(token_ids.astype(np.int64), self._device)

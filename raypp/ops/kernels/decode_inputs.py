@@ -12,6 +12,10 @@ import triton.language as tl
 from raypp.ops.kernels.launch import Device, start
 
 _TILE = 1024
+_MIN_ENTRIES = 32
+"""Fewer are padded: each power of two is a kernel to be compiled, and a warp reads as many at once anyway."""
+_OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "positions", "slot_mapping"]
+"""Arguments of which a program touches a few elements: where they begin is not worth a kernel of its own."""
 
 
 def decode_inputs(
@@ -46,7 +50,7 @@ def decode_inputs(
             QUERY_LEN=query_len,
             TOKENS=triton.next_power_of_2(query_len),
             BLOCK_SIZE=block_size,
-            ENTRIES=triton.next_power_of_2(max(1, len(entries[0]))),
+            ENTRIES=triton.next_power_of_2(max(_MIN_ENTRIES, len(entries[0]))),
             TILE=min(_TILE, triton.next_power_of_2(width)),
             OVERLAPS=device.has_dependent_launch,
             num_warps=4,
@@ -55,7 +59,7 @@ def decode_inputs(
     return positions, slot_mapping, seq_lens, block_tables
 
 
-@triton.jit(do_not_specialize=["num_entries", "max_len"])
+@triton.jit(do_not_specialize=["num_entries", "max_len"], do_not_specialize_on_alignment=_OF_FEW)
 def _decode_inputs(
     tables,
     entry_rows,

@@ -99,7 +99,7 @@ def _rotation_table(positions, inverse_frequencies, cos, sin, half, BLOCK: tl.co
     tl.store(sin + token * half + pair, tl.sin(angle), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])  # an element per program
 def _append_heads(
     qkv,
     q_weight,

@@ -75,7 +75,7 @@ class TokenChooser:
                 highest,
                 tokens,
                 floats,
-                floats.view(torch.int32)[num_rows * num_parts :],
+                _behind(floats, num_rows * num_parts),
                 self._workspace.counters,
                 vocab_size,
                 part // _TILE,
@@ -99,7 +99,7 @@ class TokenChooser:
                 tokens,
                 highest,
                 floats,
-                floats.view(torch.int32)[num_rows * num_parts :],
+                _behind(floats, num_rows * num_parts),
                 self._workspace.counters,
                 vocab_size,
                 part // _TILE,
@@ -117,6 +117,11 @@ class TokenChooser:
         num_parts = triton.cdiv(vocab_size, part)
         assert num_parts <= _MAX_PARTS.value
         return part, num_parts
+
+
+def _behind(floats: torch.Tensor, count: int) -> torch.Tensor:
+    """Return what lies behind so many floats, as int32, from a multiple of 16 bytes on: else it is another kernel."""
+    return floats.view(torch.int32)[triton.cdiv(count, 4) * 4 :]
 
 
 @triton.jit

@@ -1,0 +1,82 @@
+"""Steps never wait for the device, whatever their rows ask for: a host that waits keeps its neighbours waiting, too.
+
+torch raises where a call would wait, a copy from ordinary memory among them. Events are no such calls: results are
+waited for by them, elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from model_configs import write_config
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    {"temperature": 0.5, "logit_bias": {5: 2.0}, "min_tokens": 4, "allowed_token_ids": list(range(3, 300))},
+)
+NGRAM = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run(engine: LocalEngine, seed: int) -> None:
+    """Run requests of all kinds, half of which start while the others decode; the second half finds cached blocks."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(5, 300) for _ in range(rng.randint(2, 90))] for _ in KINDS] * 2
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=12 + index, seed=index, ignore_eos=True, **KINDS[index % len(KINDS)])
+        engine.submit(prompt, params)
+        if index % 2:
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.parametrize("settings", [{}, NGRAM], ids=["plain", "drafts"])
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
+    config = EngineConfig.from_flat(
+        str(write_config("small", 2, tmp_path)),
+        load_format="dummy",
+        device="cuda",
+        mode=mode,
+        num_stages=2,
+        stage_num_gpus=0.5,
+        skip_tokenizer_init=True,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        max_piecewise_tokens=64,
+        max_model_len=512,
+        num_kv_blocks=300,
+        **settings,
+    )
+    engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30)))
+    run(engine, 0)  # what is made when it is first needed is made
+    with waits_are_errors():
+        run(engine, 1)
