@@ -204,11 +204,7 @@ class Grammars:
         self._send_masks(
             MaskUpdate(
                 rows=_int32s([text.row for text, _ in told]),
-                start_steps=np.array([text.start_step for text, _ in told], np.int64),
-                # The request's own tokens from before the row took it over count as that step's.
-                after_steps=np.array([max(m.after_step, text.start_step - 1) for text, m in told], np.int64),
-                positions=_int32s([len(text.request.prompt_token_ids) + m.num_accepted for text, m in told]),
-                num_masks=_int32s([len(m.bitmasks) for _, m in told]),
+                moments=np.array([_moment(text, latest) for text, latest in told], np.int64),
                 draft_ids=np.concatenate(drafts) if drafts else NO_INT32S,
                 bitmasks=np.concatenate([m.bitmasks for _, m in told]),
             )
@@ -246,6 +242,14 @@ class Grammars:
         for text in self._by_number.values():
             text.waits_since_s = None
             self._begin(text)
+
+
+def _moment(text: _Text, latest: _LatestMasks) -> tuple[int, int, int, int]:
+    """Return what masks are for, in the order of `MaskMoment`."""
+    # The request's own tokens from before the row took it over count as that step's.
+    after_step = max(latest.after_step, text.start_step - 1)
+    position = len(text.request.prompt_token_ids) + latest.num_accepted
+    return text.start_step, after_step, position, len(latest.bitmasks)
 
 
 def _int32s(values: Sequence[int]) -> Int32s:

@@ -73,14 +73,14 @@ def test_a_request_runs_when_its_grammar_is_there() -> None:
     assert not driver.sent  # it has no row yet
     driver.grammars.note_started(request, row=4, step_id=7)
     [update] = driver.sent
-    assert (update.rows[0], update.start_steps[0], update.after_steps[0], update.positions[0]) == (4, 7, 6, 3)
+    assert (update.rows.tolist(), update.moments.tolist()) == ([4], [[7, 6, 3, 1]])
     request.output_token_ids.append(9)
     driver.grammars.note_step(7, [RequestUpdate(request, [9], draft_ids=[5, 6])])
     assert isinstance(driver.backend.orders[-1], GrammarAdvance)
     assert driver.backend.orders[-1].draft_ids.tolist() == [5, 6]
     driver.backend.allow(1, 1, after=7)
     driver.grammars.poll()
-    assert (driver.sent[-1].after_steps[0], driver.sent[-1].positions[0]) == (7, 4)
+    assert driver.sent[-1].moments.tolist() == [[7, 7, 4, 1]]
 
 
 def test_what_is_refused_is_forgotten() -> None:

@@ -33,10 +33,7 @@ def update(row: int, position: int, tokens: list[int], *, start: int = 0, after:
         masks[index, token // 32] = 1 << token % 32
     return MaskUpdate(
         rows=np.array([row], np.int32),
-        start_steps=np.array([start]),
-        after_steps=np.array([after]),
-        positions=np.array([position], np.int32),
-        num_masks=np.array([len(tokens)], np.int32),
+        moments=np.array([[start, after, position, len(tokens)]]),
         draft_ids=np.array(drafts, np.int32),
         bitmasks=masks,
     )
