@@ -61,6 +61,9 @@ class GrammarNews:
     refused: list[tuple[Request, RequestError]] = field(default_factory=list)
 
 
+_NO_NEWS = GrammarNews()
+
+
 class Grammars:
     """Knows every unfinished request under a grammar."""
 
@@ -87,9 +90,9 @@ class Grammars:
         """Unfinished requests under a grammar."""
         return len(self._texts)
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when `poll` has something to do."""
-        self._backend.wake_with(wake)
+    def fileno(self) -> int | None:
+        """Return what a poller finds readable when `poll` has something to do; see `GrammarBackend`."""
+        return self._backend.fileno()
 
     def open(self, request: Request) -> None:
         """Have a request's grammar compiled; `poll` tells when that is done."""
@@ -143,8 +146,11 @@ class Grammars:
 
     def poll(self) -> GrammarNews:
         """Take in what the grammars allow, and send it on; return what has become of requests."""
+        replies = self._backend.receive()
+        if not replies and not self._texts:
+            return _NO_NEWS
         news, fresh = GrammarNews(), []
-        for reply in self._backend.receive():
+        for reply in replies:
             match reply:
                 case GrammarMasks():
                     fresh += self._take_masks(reply, news)

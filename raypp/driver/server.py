@@ -103,7 +103,6 @@ class DriverServer:
         self._wakeup_in.setblocking(False)
         self._next_heartbeat_s = 0.0
         self._stopping = False
-        engine.wake_with(self.wake)
 
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
@@ -125,6 +124,8 @@ class DriverServer:
         poller.register(self._clients, zmq.POLLIN)
         poller.register(self._pipeline.socket, zmq.POLLIN)
         poller.register(self._wakeup_out, zmq.POLLIN)
+        if (grammars := self._engine.fileno()) is not None:
+            poller.register(grammars, zmq.POLLIN)
         try:
             while not self._stopping:
                 ready = dict(poller.poll(self._poll_ms()))

@@ -30,8 +30,8 @@ class Backend:
         replies, self.replies = self.replies, []
         return replies
 
-    def wake_with(self, wake: object) -> None:
-        pass
+    def fileno(self) -> None:
+        return None
 
     def restart(self) -> None:
         self.num_restarts += 1
