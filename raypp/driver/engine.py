@@ -121,6 +121,15 @@ class Engine:
             self._tracer.record("step", step_id, started, now_ns())
         return updates
 
+    def relay_masks(self) -> bool:
+        """Send on what the grammars allow; return whether `step` has anything to do about it.
+
+        That is all of `step` that there is to be done when nothing but `fileno` is readable.
+        """
+        if self._grammars is not None:
+            self._look_at_grammars(self._grammars)
+        return self._may_plan or bool(self._failed)
+
     def take_failed(self) -> Sequence[tuple[Request, RayppError]]:
         """Return the requests that ended with an error since the last call."""
         taken, self._failed = self._failed, []

@@ -31,7 +31,7 @@ _MAX_RESTARTS = 2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _LatestMasks:
     after_step: int
     num_accepted: int
@@ -132,17 +132,13 @@ class Grammars:
         now_s = time.monotonic()
         for text, _ in told:
             text.waits_since_s = text.waits_since_s or now_s
-        drafts = [update.draft_ids or [] for _, update in told]
-        self._backend.send(
-            GrammarAdvance(
-                step_id=step_id,
-                numbers=np.array([text.number for text, _ in told], np.int64),
-                num_tokens=_int32s([len(update.new_token_ids) for _, update in told]),
-                token_ids=_int32s([token_id for _, update in told for token_id in update.new_token_ids]),
-                num_drafts=_int32s([len(of_text) for of_text in drafts]),
-                draft_ids=_int32s([draft_id for of_text in drafts for draft_id in of_text]),
-            )
-        )
+        entries, token_ids, draft_ids = list[tuple[int, int, int]](), list[int](), list[int]()
+        for text, update in told:
+            drafts = update.draft_ids or ()
+            entries.append((text.number, len(update.new_token_ids), len(drafts)))
+            token_ids += update.new_token_ids
+            draft_ids += drafts
+        self._backend.send(GrammarAdvance(step_id, np.array(entries, np.int32), _int32s(token_ids), _int32s(draft_ids)))
 
     def poll(self) -> GrammarNews:
         """Take in what the grammars allow, and send it on; return what has become of requests."""
@@ -182,9 +178,8 @@ class Grammars:
 
     def _take_masks(self, masks: GrammarMasks, news: GrammarNews) -> list[_Text]:
         fresh, first = [], 0
-        columns = (masks.numbers.tolist(), masks.after_steps.tolist(), masks.num_accepted.tolist())
-        for index, (number, after_step, num_accepted) in enumerate(zip(*columns, strict=True)):
-            end = first + int(masks.num_masks[index])
+        for index, (number, after_step, num_accepted, num_masks) in enumerate(masks.entries.tolist()):
+            end = first + num_masks
             text = self._by_number.get(number)
             if text is not None:
                 drafts, bitmasks = masks.draft_ids[first - index : end - index - 1], masks.bitmasks[first:end]

@@ -129,6 +129,8 @@ class DriverServer:
         try:
             while not self._stopping:
                 ready = dict(poller.poll(self._poll_ms()))
+                if ready and ready.keys() <= {grammars} and not self._engine.relay_masks():
+                    continue  # every step brings masks; the rest of this turn is for when a result has come
                 if self._wakeup_out.fileno() in ready:
                     self._wakeup_out.recv(4096)
                 if self._clients in ready:

@@ -42,10 +42,7 @@ class Backend:
     def allow(self, number: int, num_accepted: int, after: int = NO_TOKENS_YET) -> None:
         self.replies.append(
             GrammarMasks(
-                numbers=np.array([number]),
-                after_steps=np.array([after]),
-                num_accepted=np.array([num_accepted], np.int32),
-                num_masks=np.array([1], np.int32),
+                entries=np.array([[number, after, num_accepted, 1]]),
                 draft_ids=np.empty(0, np.int32),
                 bitmasks=np.full((1, 2), number, np.int32),
             )
