@@ -33,7 +33,10 @@ class MessageSocket:
         return self._socket.fileno()
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
-        """Send a message. While the other end takes nothing, what it says is taken in: two full ends wait for nobody.
+        """Send a message.
+
+        With a timeout, what the other end says is taken in while it takes nothing, so that two full ends never wait for
+        each other. The next `receive` returns that; until then, nothing makes the socket readable for it.
 
         Args:
             message: Whole.
