@@ -37,9 +37,9 @@ class MaskRows:
         row = self._rows[self.count]
         row.fill(-1)  # where everything is allowed, xgrammar writes nothing
         matcher.fill_next_token_bitmask(self._rows, self.count)
-        if not row.any():
+        if not np.count_nonzero(row):  # sooner done than `any`
             return False
-        if allowed is not None and (row & allowed).any():
+        if allowed is not None and np.count_nonzero(row & allowed):
             row &= allowed
         self.count += 1
         return True

@@ -186,6 +186,8 @@ class GrammarMasks:
     def _await(self, rows: NDArray[np.int64], wait_s: float, is_body_done: Callable[[], bool]) -> Int64s:
         """Wait for fresh masks of the rows, as long as it may be; return their moments, [G, 4]. With the lock."""
         moments = self._moments[rows]
+        if not wait_s and is_body_done():
+            return moments  # nobody is to wait, so it does not matter who is late
         is_fresh = self._are_fresh(rows, moments)
         if not is_fresh.all():
             ends_s = time.monotonic() + wait_s

@@ -27,11 +27,11 @@ class StepMasks:
     bitmasks: torch.Tensor  # [M, W] int32
     last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; kept up to date by `close`
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Take out what the grammars do not allow. In place; shapes: logits [N, V] float32."""
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits without what the grammars do not allow. Shapes: logits [N, V], which stay as they are."""
         masked = logits.index_select(0, self.logit_indices)
         allow_only(masked, self.bitmasks)
-        logits.index_copy_(0, self.logit_indices, masked)
+        return logits.index_copy(0, self.logit_indices, masked)
 
     def close(self, tokens: StepTokens, draft_ids: torch.Tensor | None) -> StepTokens:
         """Return the tokens that the rows keep: each at most as many as it has masks for.

@@ -79,8 +79,9 @@ def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
     masks = begun([0, 1], [False, True])
     masks.put(update(1, 3, [9], after=-1))
     found = step(masks, [0, 1], 0)
-    logits = torch.zeros(2, VOCAB_SIZE)
-    found.apply(logits)
+    before = torch.zeros(2, VOCAB_SIZE)
+    logits = found.apply(before)
+    assert (before == 0).all()
     assert (logits[0] == 0).all()
     assert logits[1].argmax() == 9
     assert torch.isinf(logits[1]).sum() == VOCAB_SIZE - 1
