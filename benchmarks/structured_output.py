@@ -7,7 +7,7 @@ Every round runs both: 16 free streams that are watched, beside 16 others that a
 of the two goes first changes from round to round, so that what else happens on the machine hits both. Said are the
 watched streams' inter-token latency (over the last three quarters of their tokens: by then all have begun), the same
 of the others, and what a grammar costs per token: the difference. On a machine with other work, look at `cpu` instead:
-the processor time of all the engine's processes, and of this one, over the tokens. The last line is JSON.
+the processor time of each of the engine's processes, and of this one, over the tokens. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,19 +52,24 @@ async def watch(llm: AsyncLLM, index: int, params: SamplingParams) -> float:
     return (last_s - first_s) / (num_tokens - num_first) * 1e3
 
 
-def cpu_seconds() -> float:
-    """Return the processor time that the engine's processes and this one have taken."""
-    seconds = 0.0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes()
-            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue  # it has just ended
-        is_engines = command.startswith((b"ray::DriverActor", b"ray::StageActor")) or b"raypp.grammar" in command
-        if is_engines or int(folder.name) == os.getpid():
-            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return seconds
+def cpu_ms(llm: AsyncLLM) -> dict[str, float]:
+    """Return the processor time that every process of the engine has taken, and this one, ms."""
+    ids = llm.processes()
+    names = {os.getpid(): "client", ids["driver"]: "driver"}
+    names |= {process_id: f"stage {index}" for index, process_id in enumerate(ids["stages"])}
+    names |= {process_id: "grammar" for process_id in grammar_processes(ids["driver"])}
+    spent = dict.fromkeys([*names.values(), "grammar"], 0.0)
+    for process_id, name in names.items():
+        for thread in Path(f"/proc/{process_id}/task").iterdir():
+            spent[name] += int((thread / "schedstat").read_text().split()[0]) / 1e6
+    return spent
+
+
+def grammar_processes(driver: int) -> list[int]:
+    """Return the driver's child that follows grammars, if it was started."""
+    children = Path(f"/proc/{driver}/task").glob("*/children")
+    ids = [int(child) for of_thread in children for child in of_thread.read_text().split()]
+    return [child for child in ids if b"raypp.grammar" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str, Any] | None) -> tuple[float, float]:
@@ -90,16 +95,17 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, constraint in CONSTRAINTS.items():
             watched: dict[str, list[float]] = {"free": [], "grammar": []}
             others: dict[str, list[float]] = {"free": [], "grammar": []}
-            cpu: dict[str, list[float]] = {"free": [], "grammar": []}
+            cpu: dict[str, list[dict[str, float]]] = {"free": [], "grammar": []}
             late = 0
             for round_index in range(args.rounds + 1):
                 sides: list[tuple[str, dict[str, Any] | None]] = [("free", None), ("grammar", constraint)]
                 for side, beside in sides if round_index % 2 else reversed(sides):
                     before = (await llm.stats())["num_late_masks"]
-                    cpu_s = cpu_seconds()
+                    cpu_before = cpu_ms(llm)
                     of_watched, of_others = await run(llm, args.num_streams, args.num_tokens, beside)
                     if round_index:  # the first round warms up, and compiles the grammar
-                        cpu[side].append((cpu_seconds() - cpu_s) / (2 * args.num_streams * args.num_tokens) * 1e3)
+                        spent, num_tokens = cpu_ms(llm), 2 * args.num_streams * args.num_tokens
+                        cpu[side].append({name: (spent[name] - cpu_before[name]) / num_tokens for name in spent})
                         watched[side].append(of_watched)
                         others[side].append(of_others)
                         late += (await llm.stats())["num_late_masks"] - before
@@ -113,12 +119,19 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "grammar_cost_ms_per_token": statistics.median(
                     a - b for a, b in zip(others["grammar"], others["free"], strict=True)
                 ),
-                "cpu_ms_per_token_free": statistics.median(cpu["free"]),
-                "cpu_ms_per_token_grammar": statistics.median(cpu["grammar"]),
+                "cpu_ms_per_token_free": by_process(cpu["free"]),
+                "cpu_ms_per_token_grammar": by_process(cpu["grammar"]),
                 "late_masks_per_token": late / (args.rounds * args.num_streams * args.num_tokens),
             }
             print(name, figures[name], flush=True)
     return figures
+
+
+def by_process(rounds: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians over rounds, and of their sums."""
+    medians = {name: statistics.median(of_round[name] for of_round in rounds) for name in rounds[0]}
+    medians["all"] = statistics.median(sum(of_round.values()) for of_round in rounds)
+    return {name: round(value, 4) for name, value in medians.items()}
 
 
 def main() -> None:

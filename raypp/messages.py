@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
@@ -114,6 +115,15 @@ class StartExtras:
     has_grammar: Int32s  # [E] 1 for rows that choose no token without a mask, see `MaskUpdate`
 
 
+class MaskMoment(IntEnum):
+    """The columns of `MaskUpdate.moments`."""
+
+    START_STEP = 0  # the step with which the request took the row over
+    AFTER_STEP = 1  # the newest of the row's steps whose tokens are taken into account
+    POSITION = 2  # absolute, of the token that the first mask is for
+    NUM_MASKS = 3  # at least 1
+
+
 @dataclass(frozen=True, eq=False)
 class MaskUpdate:
     """Which tokens the grammars of G rows allow next, from the driver to the last stage.
@@ -124,10 +134,7 @@ class MaskUpdate:
     """
 
     rows: Int32s  # [G]
-    start_steps: Int64s  # [G] the step with which the request took the row over
-    after_steps: Int64s  # [G] the newest of the row's steps whose tokens are taken into account
-    positions: Int32s  # [G] absolute, of the token that the first mask is for
-    num_masks: Int32s  # [G] at least 1
+    moments: Int64s  # [G, 4] what the row's masks are for, see `MaskMoment`
     draft_ids: Int32s  # [sum of num_masks - 1]
     bitmasks: Int32s  # [sum of num_masks, ceil(V / 32)] token t is bit t % 32 of word t // 32
 

@@ -5,7 +5,7 @@ What encoders have done is collected in the same turn, and what they are to do i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -84,10 +84,9 @@ class Engine:
                 return True
         return self._scheduler.abort(request.request_id)
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when `step` has something to do although no result has come."""
-        if self._grammars is not None:
-            self._grammars.wake_with(wake)
+    def fileno(self) -> int | None:
+        """Return what a poller finds readable when `step` has something to do although no result has come."""
+        return None if self._grammars is None else self._grammars.fileno()
 
     def close(self) -> None:
         """End what the engine has started."""
@@ -105,7 +104,7 @@ class Engine:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
             updates.extend(brought)
-        if self._grammars is not None and self._grammars.num_texts:
+        if self._grammars is not None:
             self._look_at_grammars(self._grammars)
         if self._encoders is not None:
             self._exchange(self._encoders)
@@ -121,6 +120,15 @@ class Engine:
         if step_id >= 0:
             self._tracer.record("step", step_id, started, now_ns())
         return updates
+
+    def relay_masks(self) -> bool:
+        """Send on what the grammars allow; return whether `step` has anything to do about it.
+
+        That is all of `step` that there is to be done when nothing but `fileno` is readable.
+        """
+        if self._grammars is not None:
+            self._look_at_grammars(self._grammars)
+        return self._may_plan or bool(self._failed)
 
     def take_failed(self) -> Sequence[tuple[Request, RayppError]]:
         """Return the requests that ended with an error since the last call."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import socket
-import struct
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from raypp.errors import DeadlineError
+from raypp.grammar.message_socket import MessageSocket
 from raypp.grammar.messages import GrammarOrder, GrammarReply, decode, encode
 
 _SEND_TIMEOUT_S = 5
@@ -48,8 +46,8 @@ class GrammarBackend(Protocol):
     def receive(self) -> list[GrammarReply | GrammarProcessDied]:
         """Return what has been said since the last call."""
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when there is something to receive."""
+    def fileno(self) -> int | None:
+        """Return what a poller finds readable when there is something to receive, the same all the time; or None."""
 
     def restart(self) -> None:
         """Forget everything; nothing that was said before will be received."""
@@ -63,64 +61,63 @@ class GrammarProcess:
 
     def __init__(self, settings: GrammarSettings) -> None:
         self._settings = settings
-        self._wake: Callable[[], None] = lambda: None
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._reader: threading.Thread | None = None
-        self._replies: SimpleQueue[GrammarReply | GrammarProcessDied] = SimpleQueue()
+        self._socket: MessageSocket | None = None
+        self._readable = select.epoll()  # holds the socket of whatever process there is
 
     @property
     def process_id(self) -> int | None:
         """Of the process, while there is one."""
         return None if self._process is None else self._process.pid
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from another thread, when there is something to receive."""
-        self._wake = wake
+    def fileno(self) -> int | None:
+        """Return the file descriptor to wait for."""
+        return self._readable.fileno()
 
     def send(self, order: GrammarOrder) -> None:
         """Send an order; start the process if there is none."""
-        if self._connection is None:
-            self._connection = self._start()
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
         try:
-            self._connection.send_bytes(encode(order))
-        except OSError as error:  # it died, which its reader tells, or takes nothing any more
+            self._socket.send(encode(order), _SEND_TIMEOUT_S)
+        except (OSError, DeadlineError) as error:  # it died, which `receive` tells, or takes nothing any more
             logger.warning("the grammar process takes no orders: %s", error)
             if self._process is not None:
                 self._process.kill()
 
     def receive(self) -> list[GrammarReply | GrammarProcessDied]:
         """Return what has come."""
-        replies: list[GrammarReply | GrammarProcessDied] = []
-        while True:
-            try:
-                replies.append(self._replies.get_nowait())
-            except Empty:
-                return replies
+        if self._socket is None:
+            return []
+        try:
+            return [decode(message) for message in self._socket.receive()]
+        except (EOFError, OSError):
+            self._end_process()
+            return [GrammarProcessDied()]
 
     def restart(self) -> None:
         """End the process; the next order starts another one."""
-        self.close()
-        self._replies = SimpleQueue()
+        self._end_process()
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is None or self._connection is None:
+        """End the process, for good."""
+        self._end_process()
+        self._readable.close()
+
+    def _end_process(self) -> None:
+        if self._process is None or self._socket is None:
             return
         self._process.kill()
         self._process.wait()
-        if self._reader is not None:  # nobody may close what another one reads: its number may soon be another file's
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-                ours.shutdown(socket.SHUT_RDWR)  # a compiler that still runs may hold the other end
-            self._reader.join()
-        self._connection.close()
-        self._process = self._connection = None
+        self._readable.unregister(self._socket)
+        self._socket.close()
+        self._process = self._socket = None
 
-    def _start(self) -> Connection:
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         file_descriptor = theirs.fileno()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "raypp.grammar.process", str(file_descriptor), json.dumps(asdict(self._settings))],
@@ -129,18 +126,5 @@ class GrammarProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
-        connection = Connection(ours.detach())
-        self._reader = threading.Thread(
-            target=self._read, args=(connection, self._replies), name="grammar-reader", daemon=True
-        )
-        self._reader.start()
-        return connection
-
-    def _read(self, connection: Connection, replies: SimpleQueue[GrammarReply | GrammarProcessDied]) -> None:
-        try:
-            while True:
-                replies.put(decode(connection.recv_bytes()))
-                self._wake()
-        except (EOFError, OSError):
-            replies.put(GrammarProcessDied())
-            self._wake()
+        self._socket = MessageSocket(ours)
+        self._readable.register(self._socket, select.EPOLLIN)

@@ -31,7 +31,7 @@ _MAX_RESTARTS = 2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class _LatestMasks:
     after_step: int
     num_accepted: int
@@ -61,6 +61,9 @@ class GrammarNews:
     refused: list[tuple[Request, RequestError]] = field(default_factory=list)
 
 
+_NO_NEWS = GrammarNews()
+
+
 class Grammars:
     """Knows every unfinished request under a grammar."""
 
@@ -87,9 +90,9 @@ class Grammars:
         """Unfinished requests under a grammar."""
         return len(self._texts)
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call `wake`, from any thread, when `poll` has something to do."""
-        self._backend.wake_with(wake)
+    def fileno(self) -> int | None:
+        """Return what a poller finds readable when `poll` has something to do; see `GrammarBackend`."""
+        return self._backend.fileno()
 
     def open(self, request: Request) -> None:
         """Have a request's grammar compiled; `poll` tells when that is done."""
@@ -129,22 +132,21 @@ class Grammars:
         now_s = time.monotonic()
         for text, _ in told:
             text.waits_since_s = text.waits_since_s or now_s
-        drafts = [update.draft_ids or [] for _, update in told]
-        self._backend.send(
-            GrammarAdvance(
-                step_id=step_id,
-                numbers=np.array([text.number for text, _ in told], np.int64),
-                num_tokens=_int32s([len(update.new_token_ids) for _, update in told]),
-                token_ids=_int32s([token_id for _, update in told for token_id in update.new_token_ids]),
-                num_drafts=_int32s([len(of_text) for of_text in drafts]),
-                draft_ids=_int32s([draft_id for of_text in drafts for draft_id in of_text]),
-            )
-        )
+        entries, token_ids, draft_ids = list[tuple[int, int, int]](), list[int](), list[int]()
+        for text, update in told:
+            drafts = update.draft_ids or ()
+            entries.append((text.number, len(update.new_token_ids), len(drafts)))
+            token_ids += update.new_token_ids
+            draft_ids += drafts
+        self._backend.send(GrammarAdvance(step_id, np.array(entries, np.int32), _int32s(token_ids), _int32s(draft_ids)))
 
     def poll(self) -> GrammarNews:
         """Take in what the grammars allow, and send it on; return what has become of requests."""
+        replies = self._backend.receive()
+        if not replies and not self._texts:
+            return _NO_NEWS
         news, fresh = GrammarNews(), []
-        for reply in self._backend.receive():
+        for reply in replies:
             match reply:
                 case GrammarMasks():
                     fresh += self._take_masks(reply, news)
@@ -176,9 +178,8 @@ class Grammars:
 
     def _take_masks(self, masks: GrammarMasks, news: GrammarNews) -> list[_Text]:
         fresh, first = [], 0
-        columns = (masks.numbers.tolist(), masks.after_steps.tolist(), masks.num_accepted.tolist())
-        for index, (number, after_step, num_accepted) in enumerate(zip(*columns, strict=True)):
-            end = first + int(masks.num_masks[index])
+        for index, (number, after_step, num_accepted, num_masks) in enumerate(masks.entries.tolist()):
+            end = first + num_masks
             text = self._by_number.get(number)
             if text is not None:
                 drafts, bitmasks = masks.draft_ids[first - index : end - index - 1], masks.bitmasks[first:end]
@@ -204,11 +205,7 @@ class Grammars:
         self._send_masks(
             MaskUpdate(
                 rows=_int32s([text.row for text, _ in told]),
-                start_steps=np.array([text.start_step for text, _ in told], np.int64),
-                # The request's own tokens from before the row took it over count as that step's.
-                after_steps=np.array([max(m.after_step, text.start_step - 1) for text, m in told], np.int64),
-                positions=_int32s([len(text.request.prompt_token_ids) + m.num_accepted for text, m in told]),
-                num_masks=_int32s([len(m.bitmasks) for _, m in told]),
+                moments=np.array([_moment(text, latest) for text, latest in told], np.int64),
                 draft_ids=np.concatenate(drafts) if drafts else NO_INT32S,
                 bitmasks=np.concatenate([m.bitmasks for _, m in told]),
             )
@@ -246,6 +243,14 @@ class Grammars:
         for text in self._by_number.values():
             text.waits_since_s = None
             self._begin(text)
+
+
+def _moment(text: _Text, latest: _LatestMasks) -> tuple[int, int, int, int]:
+    """Return what masks are for, in the order of `MaskMoment`."""
+    # The request's own tokens from before the row took it over count as that step's.
+    after_step = max(latest.after_step, text.start_step - 1)
+    position = len(text.request.prompt_token_ids) + latest.num_accepted
+    return text.start_step, after_step, position, len(latest.bitmasks)
 
 
 def _int32s(values: Sequence[int]) -> Int32s:

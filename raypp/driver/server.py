@@ -103,7 +103,6 @@ class DriverServer:
         self._wakeup_in.setblocking(False)
         self._next_heartbeat_s = 0.0
         self._stopping = False
-        engine.wake_with(self.wake)
 
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
@@ -125,9 +124,13 @@ class DriverServer:
         poller.register(self._clients, zmq.POLLIN)
         poller.register(self._pipeline.socket, zmq.POLLIN)
         poller.register(self._wakeup_out, zmq.POLLIN)
+        if (grammars := self._engine.fileno()) is not None:
+            poller.register(grammars, zmq.POLLIN)
         try:
             while not self._stopping:
                 ready = dict(poller.poll(self._poll_ms()))
+                if ready and ready.keys() <= {grammars} and not self._engine.relay_masks():
+                    continue  # every step brings masks; the rest of this turn is for when a result has come
                 if self._wakeup_out.fileno() in ready:
                     self._wakeup_out.recv(4096)
                 if self._clients in ready:

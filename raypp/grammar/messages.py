@@ -44,23 +44,20 @@ class GrammarAdvance:
     """What a step brought to texts."""
 
     step_id: int
-    numbers: Int64s  # [G]
-    num_tokens: Int32s  # [G] new ones; 0 when the row yielded nothing
-    token_ids: Int32s  # [sum of num_tokens]
-    num_drafts: Int32s  # [G] drafts behind them
-    draft_ids: Int32s  # [sum of num_drafts]
+    # [G, 3] the grammar's number; how many new tokens it has, 0 when the row yielded nothing; how many drafts behind
+    entries: Int32s
+    token_ids: Int32s  # [sum of new tokens]
+    draft_ids: Int32s  # [sum of drafts]
 
 
 @dataclass(frozen=True, eq=False)
 class GrammarMasks:
     """What the grammars allow; see `raypp.messages.MaskUpdate`."""
 
-    numbers: Int64s  # [G]
-    after_steps: Int64s  # [G] the newest step that was told
-    num_accepted: Int32s  # [G] tokens of the text so far
-    num_masks: Int32s  # [G]
-    draft_ids: Int32s  # [sum of num_masks - 1]
-    bitmasks: Int32s  # [sum of num_masks, W]
+    # [G, 4] the grammar's number; the newest step that it was told of; tokens of the text so far; masks
+    entries: Int64s
+    draft_ids: Int32s  # [sum of masks - 1]
+    bitmasks: Int32s  # [sum of masks, W]
 
 
 @dataclass(frozen=True)

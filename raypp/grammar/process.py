@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import socket
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from typing import Any
 
 from raypp.errors import RayppError, RequestError
 from raypp.grammar.compilers import Compiled, CompilerNursery
+from raypp.grammar.message_socket import MessageSocket
 from raypp.grammar.messages import GrammarReply, OpenGrammar, Refused, decode, encode
 from raypp.grammar.texts import Texts
 from raypp.grammar.vocabulary import VocabularySource
@@ -24,13 +26,13 @@ from raypp.grammar.vocabulary import VocabularySource
 
 def main(file_descriptor: int, settings: dict[str, Any]) -> None:
     """Serve the driver at the other end of a socket until it is gone."""
-    driver = Connection(file_descriptor)
+    driver = MessageSocket(socket.socket(fileno=file_descriptor))
     sending = threading.Lock()
 
     def reply(message: GrammarReply) -> None:
         data = encode(message)
         with sending:
-            driver.send_bytes(data)
+            driver.send(data)
 
     source = VocabularySource(settings["model_path"], settings["vocab_size"], tuple(settings["eos_token_ids"]))
     try:
@@ -50,11 +52,15 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
         done.put((compiled.source, failed or future.result()))
         os.write(waker, b"!")
 
+    sources = select.epoll()
+    for source_of_news in (driver, nursery.connection, woken):
+        sources.register(source_of_news, select.EPOLLIN)
     try:
         while True:
-            for ready in wait([driver, nursery.connection, woken]):
-                if ready is driver:
-                    texts.handle(decode(driver.recv_bytes()))
+            for ready, _ in sources.poll():
+                if ready == driver.fileno():
+                    for order in driver.receive():
+                        texts.handle(decode(order))
                 elif ready == woken:
                     os.read(woken, 1)
                     texts.take_compiled(*done.get())
@@ -74,12 +80,13 @@ def _read(compiled: Compiled, texts: Texts, reader: ThreadPoolExecutor, note: An
     future.add_done_callback(lambda finished: note(compiled, finished))
 
 
-def _refuse_all(driver: Connection, error: RequestError) -> None:
+def _refuse_all(driver: MessageSocket, error: RequestError) -> None:
     try:
         while True:
-            order = decode(driver.recv_bytes())
-            if isinstance(order, OpenGrammar):
-                driver.send_bytes(encode(Refused(order.number, error)))
+            select.select([driver], [], [])
+            for order in map(decode, driver.receive()):
+                if isinstance(order, OpenGrammar):
+                    driver.send(encode(Refused(order.number, error)))
     except (EOFError, OSError):
         return
 

@@ -5,32 +5,52 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from raypp.errors import RequestError
 from raypp.messages import Int32s
 
-
-@dataclass(frozen=True)
-class Advance:
-    """What one step brought."""
-
-    step_id: int
-    token_ids: list[int]
-    draft_ids: list[int]
+Advance = tuple[int, list[int], list[int]]
+"""What one step brought: its id, the tokens, the drafts behind them. There are many of them: no class of their own."""
 
 
-@dataclass(frozen=True)
-class NextMasks:
-    """What is allowed next. M masks: behind the text, and behind each of the first M - 1 drafts."""
+class MaskRows:
+    """Bit masks of several texts, one after the other: filled in place, sent as they are."""
 
-    num_accepted: int
-    draft_ids: list[int]  # M - 1
-    bitmasks: Int32s  # [M, W]
+    def __init__(self, capacity: int, vocab_size: int) -> None:
+        """Have room for some; there may be more."""
+        self._rows = np.empty((capacity, -(-vocab_size // 32)), np.int32)
+        self.count = 0
+        """Those that are there; to be lowered by whoever takes the last ones back."""
+
+    def add(self, matcher: Any, allowed: Int32s | None) -> bool:
+        """Add what may come next, of that `allowed` alone where any is left. Return False if nothing may, and add none.
+
+        Args:
+            matcher: xgrammar's `GrammarMatcher`.
+            allowed: A mask of its own, [W].
+        """
+        if self.count == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.empty_like(self._rows)))
+        row = self._rows[self.count]
+        row.fill(-1)  # where everything is allowed, xgrammar writes nothing
+        matcher.fill_next_token_bitmask(self._rows, self.count)
+        if not np.count_nonzero(row):  # sooner done than `any`
+            return False
+        if allowed is not None and np.count_nonzero(row & allowed):
+            row &= allowed
+        self.count += 1
+        return True
+
+    def last_allows(self, token_id: int) -> bool:
+        """Return whether the mask that was added last allows a token."""
+        return token_id >= 0 and bool(self._rows[self.count - 1, token_id // 32] >> (token_id % 32) & 1)
+
+    def bitmasks(self) -> Int32s:
+        """Return all of them, [count, W]."""
+        return self._rows[: self.count]
 
 
 class TextGrammar:
@@ -49,12 +69,9 @@ class TextGrammar:
         self.lock = threading.Lock()
         self.waiting: deque[Advance] = deque()
         self.is_slow = False  # whether it took long the last time
+        self.num_accepted = 0
         self._matcher = xgrammar.GrammarMatcher(compiled)
-        num_words = -(-vocab_size // 32)
-        self._buffer = np.empty((1, num_words), np.int32)
-        self._filled = torch.from_numpy(self._buffer)
-        self._num_accepted = 0
-        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, num_words)
+        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, -(-vocab_size // 32))
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were chosen.
@@ -66,53 +83,37 @@ class TextGrammar:
             if not self._matcher.accept_token(token_id):
                 raise RequestError(
                     "a text left its grammar",
-                    got=f"token {token_id} after {self._num_accepted} tokens",
+                    got=f"token {token_id} after {self.num_accepted} tokens",
                     expected="a token that the grammar allows",
                 )
-            self._num_accepted += 1
+            self.num_accepted += 1
 
-    def next_masks(self, draft_ids: Sequence[int]) -> NextMasks:
-        """Return what may come next.
+    def add_masks(self, draft_ids: Sequence[int], rows: MaskRows) -> list[int]:
+        """Add what may come next: behind the text, and behind each of the first drafts; return these drafts.
 
         Raises:
             RequestError: nothing at all may.
         """
-        masks = [self._mask()]
-        if not masks[0].any():
+        if not rows.add(self._matcher, self._allowed):
             raise RequestError(
                 "nothing that the model's tokens can write goes on with this text under its grammar",
-                got=f"a text of {self._num_accepted} tokens",
+                got=f"a text of {self.num_accepted} tokens",
                 expected="a grammar all of whose beginnings can be completed",
             )
-        followed: list[int] = []
+        num_followed, followed = 0, list[int]()
         for draft_id in draft_ids:
-            if not _has_bit(masks[-1], draft_id) or not self._matcher.accept_token(draft_id):
+            if not rows.last_allows(draft_id) or not self._matcher.accept_token(draft_id):
+                break
+            num_followed += 1
+            if self._matcher.is_terminated() or not rows.add(self._matcher, self._allowed):
                 break
             followed.append(draft_id)
-            mask = None if self._matcher.is_terminated() else self._mask()
-            if mask is None or not mask.any():
-                break
-            masks.append(mask)
-        if followed:
-            self._matcher.rollback(len(followed))
-        return NextMasks(
-            self._num_accepted, followed[: len(masks) - 1], masks[0][None] if len(masks) == 1 else np.stack(masks)
-        )
-
-    def _mask(self) -> Int32s:
-        self._buffer[:] = -1  # where everything is allowed, xgrammar writes nothing
-        self._matcher.fill_next_token_bitmask(self._filled)
-        bits: Int32s = self._buffer[0].copy()
-        if self._allowed is not None and (bits & self._allowed).any():
-            bits &= self._allowed
-        return bits
+        if num_followed:
+            self._matcher.rollback(num_followed)
+        return followed
 
 
 def _bits(token_ids: Sequence[int], num_words: int) -> Int32s:
     is_set = np.zeros(num_words * 32, np.bool_)
     is_set[list(token_ids)] = True
     return np.packbits(is_set, bitorder="little").view("<i4")
-
-
-def _has_bit(mask: Int32s, token_id: int) -> bool:
-    return token_id >= 0 and bool(mask[token_id // 32] >> (token_id % 32) & 1)

@@ -28,14 +28,11 @@ from raypp.grammar.messages import (
     OpenGrammar,
     Refused,
 )
-from raypp.grammar.text_grammar import Advance, NextMasks, TextGrammar
+from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary
 
 _SLOW_S = 0.005
 _MAX_CACHE_BYTES = 512 << 20
-
-Made = tuple[int, int, NextMasks]
-"""The text's number, the newest step that it has heard of, and its masks."""
 
 
 class Texts:
@@ -118,67 +115,69 @@ class Texts:
     def _begin(self, order: OpenGrammar, compiled: Any) -> None:
         text = TextGrammar(compiled, self._vocab_size, order.allowed_token_ids)
         self._texts[order.number] = text
-        text.waiting.append(Advance(NO_TOKENS_YET, order.token_ids or [], []))
+        text.waiting.append((NO_TOKENS_YET, order.token_ids or [], []))
         self._run([(order.number, text)])
 
     def _advance(self, advance: GrammarAdvance) -> None:
         token_ids, draft_ids = advance.token_ids.tolist(), advance.draft_ids.tolist()
         first_token = first_draft = 0
         due: list[tuple[int, TextGrammar]] = []
-        columns = (advance.numbers.tolist(), advance.num_tokens.tolist(), advance.num_drafts.tolist())
-        for number, num_tokens, num_drafts in zip(*columns, strict=True):
+        for number, num_tokens, num_drafts in advance.entries.tolist():
             new, drafts = token_ids[first_token:][:num_tokens], draft_ids[first_draft:][:num_drafts]
             first_token, first_draft = first_token + num_tokens, first_draft + num_drafts
             if (text := self._texts.get(number)) is not None:
-                text.waiting.append(Advance(advance.step_id, new, drafts))
+                text.waiting.append((advance.step_id, new, drafts))
                 due.append((number, text))
         self._run(due)
 
     def _run(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
-        quick = [entry for entry in due if not entry[1].is_slow] if self._slow is not None else due
+        quick, slow = due, list[tuple[int, TextGrammar]]()
+        if self._slow is not None:
+            quick, slow = [t for t in due if not t[1].is_slow], [t for t in due if t[1].is_slow]
+            for entry in slow:
+                self._slow.submit(self._make, [entry])
         if quick:
             self._make(quick)
-        if self._slow is not None and len(quick) < len(due):
-            for entry in due:
-                if entry[1].is_slow:
-                    self._slow.submit(self._make, [entry])
 
     def _make(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
         """Make masks and send them."""
-        made: list[Made] = []
+        rows, entries, draft_ids = MaskRows(len(due), self._vocab_size), list[_Entry](), list[int]()
         for number, text in due:
+            before = rows.count
             try:
                 with text.lock:  # of two threads with the same text the first does all, in order
-                    if (newest := _catch_up(text)) is not None:
-                        made.append((number, newest[0], newest[1]))
-            except RayppError as error:
-                self._reply(Refused(number, error))
-            except Exception as error:  # xgrammar's own: this text ends, the others go on
-                self._reply(Refused(number, RequestError("a grammar cannot be followed", got=str(error)[:300])))
-        if made:
-            self._reply(_masks_of(made))
+                    if (newest := _catch_up(text, rows)) is not None:
+                        entries.append((number, newest[0], text.num_accepted, rows.count - before))
+                        draft_ids += newest[1]
+            except Exception as error:
+                rows.count = before
+                self._reply(Refused(number, _why_refused(error)))
+        if entries:
+            self._reply(GrammarMasks(np.array(entries, np.int64), np.array(draft_ids, np.int32), rows.bitmasks()))
 
 
-def _catch_up(text: TextGrammar) -> tuple[int, NextMasks] | None:
-    """Go on by all that has come; return the masks behind it, None when another thread did."""
+def _why_refused(error: Exception) -> RayppError:
+    """Return what ends a text while the others go on; xgrammar's own errors are RuntimeErrors."""
+    if isinstance(error, RayppError):
+        return error
+    return RequestError("a grammar cannot be followed", got=str(error)[:300])
+
+
+_Entry = tuple[int, int, int, int]
+"""See `GrammarMasks.entries`."""
+
+
+def _catch_up(text: TextGrammar, rows: MaskRows) -> tuple[int, list[int]] | None:
+    """Go on by all that has come, and add the masks behind it.
+
+    Returns the newest step, and the drafts with a mask behind; None when another thread did it.
+    """
     began_s, newest = time.perf_counter(), None
     while text.waiting:
         newest = text.waiting.popleft()
-        text.accept(newest.token_ids)
+        text.accept(newest[1])
     if newest is None:
         return None
-    masks = text.next_masks(newest.draft_ids)
+    followed = text.add_masks(newest[2], rows)
     text.is_slow = time.perf_counter() - began_s > _SLOW_S
-    return newest.step_id, masks
-
-
-def _masks_of(made: Sequence[Made]) -> GrammarMasks:
-    masks = [of_text for _, _, of_text in made]
-    return GrammarMasks(
-        numbers=np.array([number for number, _, _ in made], np.int64),
-        after_steps=np.array([step_id for _, step_id, _ in made], np.int64),
-        num_accepted=np.array([of_text.num_accepted for of_text in masks], np.int32),
-        num_masks=np.array([len(of_text.bitmasks) for of_text in masks], np.int32),
-        draft_ids=np.array([draft_id for of_text in masks for draft_id in of_text.draft_ids], np.int32),
-        bitmasks=np.concatenate([of_text.bitmasks for of_text in masks]),
-    )
+    return newest[0], followed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.openai_api.conventions import CALL, END_CALL, END_THINK, THINK
+from raypp.openai_api.conventions import END_THINK, THINK, CallSyntax
 from raypp.openai_api.tools import Tool, ToolUse
 
 _ANY_OBJECT = {"type": "object", "additionalProperties": True}
@@ -18,6 +18,7 @@ class AnswerForm:
 
     schema: dict[str, Any] | None = None  # of response_format; any object for json_object
     tool_use: ToolUse | None = None
+    calls: CallSyntax | None = None  # how the model writes them; there where tools are
     may_think: bool = False  # whether thoughts may come before
     is_thinking: bool = False  # whether the prompt leaves off inside of one
 
@@ -30,18 +31,28 @@ class AnswerForm:
         tools = self.tool_use if self.tool_use is not None and self.tool_use.holds_arguments else None
         answer = None if self.schema is None else {"type": "json_schema", "json_schema": self.schema}
         if tools is not None and tools.must_call:
-            return self._after_thoughts(_calls(tools))
+            return self._after_thoughts(_calls(tools, self._syntax))
         if self.tool_use is not None and answer is not None:
-            return self._after_thoughts({"type": "or", "elements": [answer, _calls(self.tool_use)]})
+            return self._after_thoughts({"type": "or", "elements": [answer, _calls(self.tool_use, self._syntax)]})
         if tools is not None:
             # Free text, thoughts among it; where a call begins, it is held to its form.
-            tags = [_call(tools, tool) for tool in tools.tools]
+            tags = [_call(tools, tool, self._syntax) for tool in tools.tools]
             return _structural_tag(
-                {"type": "triggered_tags", "triggers": [CALL], "tags": tags, "stop_after_first": _only_one(tools)}
+                {
+                    "type": "triggered_tags",
+                    "triggers": [self._syntax.trigger],
+                    "tags": tags,
+                    "stop_after_first": _has_one_call(tools, self._syntax),
+                }
             )
         if self.schema is None:
             return None
         return self._after_thoughts(answer) if self.may_think or self.is_thinking else {"json_schema": self.schema}
+
+    @property
+    def _syntax(self) -> CallSyntax:
+        assert self.calls is not None, "tools for a model that cannot call any"
+        return self.calls
 
     def _after_thoughts(self, answer: Any) -> dict[str, Any]:
         if self.is_thinking:
@@ -63,24 +74,24 @@ def _structural_tag(form: dict[str, Any]) -> dict[str, Any]:
     return {"structural_tag": {"type": "structural_tag", "format": form}}
 
 
-def _calls(use: ToolUse) -> dict[str, Any]:
+def _calls(use: ToolUse, syntax: CallSyntax) -> dict[str, Any]:
     return {
         "type": "tags_with_separator",
-        "tags": [_call(use, tool) for tool in use.tools],
-        "separator": "\n",
+        "tags": [_call(use, tool, syntax) for tool in use.tools],
+        "separator": syntax.separator or "",
         "at_least_one": True,
-        "stop_after_first": _only_one(use),
+        "stop_after_first": _has_one_call(use, syntax),
     }
 
 
-def _call(use: ToolUse, tool: Tool) -> dict[str, Any]:
+def _call(use: ToolUse, tool: Tool, syntax: CallSyntax) -> dict[str, Any]:
     return {
         "type": "tag",
-        "begin": f'{CALL}\n{{"name": "{tool.function.name}", "arguments": ',
+        "begin": syntax.begin(tool.function.name),
         "content": {"type": "json_schema", "json_schema": use.argument_schema(tool)},
-        "end": f"}}\n{END_CALL}",
+        "end": syntax.end,
     }
 
 
-def _only_one(use: ToolUse) -> bool:
-    return not use.may_call_several
+def _has_one_call(use: ToolUse, syntax: CallSyntax) -> bool:
+    return not use.may_call_several or syntax.separator is None

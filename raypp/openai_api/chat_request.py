@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -166,7 +167,7 @@ class ChatRequest(RequestFields):
         """
         return MessageParser(
             has_thoughts=conventions.has_thoughts,
-            has_calls=conventions.has_calls and self._tool_use() is not None,
+            calls=None if self._tool_use() is None else conventions.calls,
             begins_in_thought=conventions.has_thoughts and begins_in_thought(prompt_end),
         )
 
@@ -175,11 +176,11 @@ class ChatRequest(RequestFields):
 
     def _form(self, conventions: ChatConventions, prompt_end: str) -> AnswerForm:
         use = self._tool_use()
-        if use is not None and not conventions.has_calls:
+        if use is not None and conventions.calls is None:
             raise RequestError(
                 "this model's way of calling tools is not known",
                 got=f"{len(use.tools)} tools",
-                expected="a model that writes calls as Qwen3 does, between <tool_call> and </tool_call>",
+                expected="a model that writes calls as Qwen3 or Llama 3 does, and has their tokens for it",
                 hint='leave tools out, or say tool_choice="none"',
             )
         wanted = self.response_format
@@ -187,6 +188,7 @@ class ChatRequest(RequestFields):
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),
             tool_use=use,
+            calls=conventions.calls,
             may_think=thinks,
             is_thinking=thinks and begins_in_thought(prompt_end),
         )
@@ -204,7 +206,18 @@ def _plain_message(message: Message, *, takes_images: bool) -> dict[str, Any]:
     if message.role == "developer":  # OpenAI's newer word; templates know the older one
         plain["role"] = "system"
     plain["content"] = _plain_content(message.content, takes_images=takes_images)
+    for call in plain.get("tool_calls", ()):
+        call["function"]["arguments"] = _plain_arguments(call["function"]["arguments"])
     return plain
+
+
+def _plain_arguments(arguments: str) -> Any:
+    """Return a call's arguments as an object: templates write it as JSON, and some would write a text as a string."""
+    try:
+        plain = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return plain if isinstance(plain, dict) else arguments
 
 
 def _plain_content(content: str | list[ContentPart] | None, *, takes_images: bool) -> Any:

@@ -1,8 +1,8 @@
-"""How a model writes thoughts and tool calls into its text. Only one way is known: Qwen3's.
+"""How a model writes thoughts and tool calls into its text. Two ways of calling are known, Qwen3's and Llama 3's.
 
-<think>                                   <tool_call>
-why ...                                   {"name": "f", "arguments": {"x": 1}}
-</think>                                  </tool_call>
+<think>                    <tool_call>                                       {"name": "f", "parameters": {"x": 1}}
+why ...                    {"name": "f", "arguments": {"x": 1}}
+</think>                   </tool_call>                                      or the same behind <|python_tag|>
 
 the answer
 """
@@ -10,11 +10,59 @@ the answer
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from raypp.api.tokenizer import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How a family of models writes a call: a JSON object with `name` and the arguments, maybe between tags."""
+
+    taught_tokens: tuple[str, ...]
+    """Tokens that the vocabulary of such a model has."""
+    tag: str
+    """Announces a call, wherever it stands."""
+    end_tag: str
+    """Ends it. Empty: the object's brace does, and at the start of an answer or behind a call a brace begins one."""
+    arguments_key: Literal["arguments", "parameters"]
+    """The arguments' name in the object; either is understood."""
+    separator: str | None
+    """Between the calls of one answer that is held to a form; None: such an answer has one call."""
+
+    def begin(self, name: str) -> str:
+        """Return what a call of this function begins with, up to its arguments, when it is held to a form."""
+        before = f"{self.tag}\n" if self.end_tag else ""
+        return f'{before}{{"name": "{name}", "{self.arguments_key}": '
+
+    @property
+    def end(self) -> str:
+        """What then comes behind the arguments."""
+        return f"}}\n{self.end_tag}" if self.end_tag else "}"
+
+    @property
+    def trigger(self) -> str:
+        """With what free text goes over into such a call."""
+        return self.tag if self.end_tag else '{"name": "'
+
+
+QWEN3_CALLS = CallSyntax(
+    taught_tokens=("<tool_call>", "</tool_call>"),
+    tag="<tool_call>",
+    end_tag="</tool_call>",
+    arguments_key="arguments",
+    separator="\n",
+)
+LLAMA3_CALLS = CallSyntax(
+    # Special tokens: they have no text unless a request asks for it, so a form has none of them.
+    taught_tokens=("<|python_tag|>", "<|eom_id|>"),
+    tag="<|python_tag|>",
+    end_tag="",
+    arguments_key="parameters",
+    separator=None,  # its chat template refuses conversations with several calls in one message
+)
 
 
 @dataclass(frozen=True)
@@ -22,16 +70,17 @@ class ChatConventions:
     """What a model's text may hold besides the answer."""
 
     has_thoughts: bool = False
-    has_calls: bool = False
+    calls: CallSyntax | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> ChatConventions:
         """Return those of a model: who has been taught them has tokens for them."""
         if tokenizer is None:
             return cls()
+        known = (QWEN3_CALLS, LLAMA3_CALLS)
         return cls(
             has_thoughts=tokenizer.has_tokens(THINK, END_THINK),
-            has_calls=tokenizer.has_tokens(CALL, END_CALL),
+            calls=next((calls for calls in known if tokenizer.has_tokens(*calls.taught_tokens)), None),
         )
 
 

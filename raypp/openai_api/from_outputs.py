@@ -24,7 +24,7 @@ from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
 
 def _no_conventions() -> MessageParser:
-    return MessageParser(has_thoughts=False, has_calls=False)
+    return MessageParser(has_thoughts=False, calls=None)
 
 
 @dataclass(frozen=True)

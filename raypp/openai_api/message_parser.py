@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from raypp.openai_api.conventions import CALL, END_CALL, END_THINK, THINK
-from raypp.openai_api.json_scanner import JsonScanner
-
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+from raypp.openai_api.call_text import HEAD, OpenedCall, may_be_call
+from raypp.openai_api.conventions import END_THINK, THINK, CallSyntax
 
 
 @dataclass(slots=True)
@@ -58,6 +55,7 @@ class MessageDelta:
 class _Place(Enum):
     START = auto()
     THOUGHT = auto()
+    OPEN = auto()  # where a call may begin without a tag
     CONTENT = auto()
     CALL_HEAD = auto()
     ARGUMENTS = auto()
@@ -67,19 +65,19 @@ class _Place(Enum):
 class MessageParser:
     """Reads one message. White space around thoughts and calls belongs to neither."""
 
-    def __init__(self, *, has_thoughts: bool, has_calls: bool, begins_in_thought: bool = False) -> None:
+    def __init__(self, *, has_thoughts: bool, calls: CallSyntax | None, begins_in_thought: bool = False) -> None:
         """Begin before the first character.
 
         Args:
             has_thoughts: Whether a thought in front is one, or content.
-            has_calls: Whether calls are looked for, else they are content.
+            calls: How the calls that are looked for are written; None: what looks like one is content.
             begins_in_thought: Whether the prompt has begun one.
         """
-        self._has_calls = has_calls
-        self._place = _Place.THOUGHT if begins_in_thought else _Place.START if has_thoughts else _Place.CONTENT
+        self._calls = calls
+        self._place = _Place.THOUGHT if begins_in_thought else _Place.START if has_thoughts else self._behind_thoughts
         self._rest = ""
         self._is_after_tag = begins_in_thought  # white space is still to be dropped
-        self._arguments = JsonScanner()
+        self._call: OpenedCall | None = None
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool = False) -> MessageDelta:
@@ -97,14 +95,18 @@ class MessageParser:
                 return self._start(is_last)
             case _Place.THOUGHT:
                 return self._think(delta, is_last)
+            case _Place.OPEN:
+                return self._open(is_last)
             case _Place.CONTENT:
                 return self._read_content(delta, is_last)
+        assert self._call is not None
+        match self._place:
             case _Place.CALL_HEAD:
-                return self._read_head(delta, is_last)
+                return self._read_head(delta, self._call, is_last)
             case _Place.ARGUMENTS:
-                return self._read_arguments(delta)
+                return self._read_arguments(delta, self._call)
             case _:
-                return self._end_call(is_last)
+                return self._end_call(self._call)
 
     def _start(self, is_last: bool) -> bool:
         text = self._rest.lstrip()
@@ -113,63 +115,90 @@ class MessageParser:
             return True
         if not is_last and THINK.startswith(text):
             return False
-        self._place = _Place.CONTENT
+        self._place = self._behind_thoughts
         return True
 
     def _think(self, delta: MessageDelta, is_last: bool) -> bool:
         before, tag, after = self._taken(END_THINK, is_last)
         delta.reasoning += before
         if tag:
-            self._enter(_Place.CONTENT, after)
+            self._enter(self._behind_thoughts, after)
         return bool(tag)
 
+    @property
+    def _behind_thoughts(self) -> _Place:
+        return _Place.OPEN if self._calls is not None and not self._calls.end_tag else _Place.CONTENT
+
+    def _open(self, is_last: bool) -> bool:
+        """Find out whether a call comes next: a tag, or the brace of one."""
+        assert self._calls is not None
+        text = self._rest.lstrip(" \t\r\n;" if self.num_calls else None)  # ; is what Llama puts between calls
+        is_call: bool | None = text.startswith(self._calls.tag)
+        if not is_call:
+            is_call = None if self._calls.tag.startswith(text) else may_be_call(text)
+        if is_call is None and not is_last:
+            return False
+        if is_call:
+            tag = self._calls.tag if text.startswith(self._calls.tag) else ""
+            opening = self._rest[: len(self._rest) - len(text)] + tag
+            self._begin_call(opening, text[len(tag) :])
+        else:
+            self._place = _Place.CONTENT
+        return True
+
     def _read_content(self, delta: MessageDelta, is_last: bool) -> bool:
-        if not self._has_calls:
+        if self._calls is None:
             delta.content += self._without_leading_space(self._rest)
             self._rest = ""
             return False
-        before, tag, after = self._taken(CALL, is_last)
+        before, tag, after = self._taken(self._calls.tag, is_last)
         delta.content += before
         if tag:
-            self._enter(_Place.CALL_HEAD, after)
+            self._begin_call(tag, after)
         return bool(tag)
 
-    def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
-        if (head := _HEAD.match(self._rest)) is not None:
+    def _begin_call(self, opening: str, rest: str) -> None:
+        assert self._calls is not None
+        self._call = OpenedCall(self._calls, opening)
+        self._enter(_Place.CALL_HEAD, rest)
+
+    def _read_head(self, delta: MessageDelta, opened: OpenedCall, is_last: bool) -> bool:
+        if (head := HEAD.match(self._rest)) is not None:
             delta.calls.append(self._new_call(json.loads(head[1])))
-            self._arguments = JsonScanner()
             self._enter(_Place.ARGUMENTS, self._rest[head.end() :], after_tag=False)
             return True
-        inside, tag, after = self._rest.partition(END_CALL)
-        if not tag and not is_last:
+        whole = opened.take_whole(self._rest)
+        if whole is None and not is_last:
             return False
-        call = _whole_call(inside) if tag else None
+        inside, after = (self._rest, "") if whole is None else whole
+        call = None if whole is None else opened.parse(inside)
         if call is None:  # nothing that could be called: it stays text
-            delta.content += CALL + inside + tag
+            delta.content += self._without_leading_space(opened.opening + inside)
+            self._enter(_Place.CONTENT, after, after_tag=False)
         else:
             new = self._new_call(call[0])
             new.arguments = call[1]
             delta.calls.append(new)
-        self._enter(_Place.CONTENT, after)
-        return bool(tag)
+            self._enter(self._behind_thoughts, after)
+        return whole is not None
 
-    def _read_arguments(self, delta: MessageDelta) -> bool:
-        num_chars = self._arguments.feed(self._rest)
+    def _read_arguments(self, delta: MessageDelta, opened: OpenedCall) -> bool:
+        num_chars = opened.arguments.feed(self._rest)
         if num_chars:
             arguments, self._rest = self._rest[:num_chars], self._rest[num_chars:]
             if delta.calls and delta.calls[-1].index == self.num_calls - 1:
                 delta.calls[-1].arguments += arguments
             else:
                 delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments))
-        if self._arguments.is_complete:
+        if opened.arguments.is_complete:
             self._place = _Place.CALL_END
-        return self._arguments.is_complete
+        return opened.arguments.is_complete
 
-    def _end_call(self, is_last: bool) -> bool:
-        _, tag, after = self._rest.partition(END_CALL)
-        if tag:
-            self._enter(_Place.CONTENT, after)
-        return bool(tag)
+    def _end_call(self, opened: OpenedCall) -> bool:
+        after = opened.after_end(self._rest)
+        if after is not None:
+            self._enter(self._behind_thoughts, after)
+        return after is not None
 
     def _new_call(self, name: str) -> CallDelta:
         self.num_calls += 1
@@ -199,15 +228,3 @@ class MessageParser:
             text = text.lstrip()
             self._is_after_tag = not text
         return text
-
-
-def _whole_call(text: str) -> tuple[str, str] | None:
-    """Return a call's name and arguments, however it is written; None if it is none."""
-    try:
-        call = json.loads(text, strict=False)
-    except ValueError:
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

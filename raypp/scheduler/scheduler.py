@@ -290,7 +290,9 @@ def _update(
     draft_ids: list[list[int]] | None,
 ) -> RequestUpdate:
     """Return what a step brought to the request whose row is the step's row `index`."""
-    update = RequestUpdate(state.request, taken) if logprobs is None else logprobs.update(state, index, taken)
-    if not state.request.has_grammar:
-        return update
-    return replace(update, draft_ids=draft_ids[index] if draft_ids is not None else [])
+    drafts: list[int] | None = None
+    if state.request.has_grammar:
+        drafts = draft_ids[index] if draft_ids is not None else []
+    if logprobs is None:
+        return RequestUpdate(state.request, taken, draft_ids=drafts)
+    return replace(logprobs.update(state, index, taken), draft_ids=drafts)

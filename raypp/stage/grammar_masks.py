@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_STEP, Int32s, MaskUpdate, StartExtras, StepPlan
+from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StartExtras, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_masks import StepMasks
@@ -37,7 +37,7 @@ class _Layout:
     rows_np: NDArray[np.int64]  # [G]
     rows: torch.Tensor  # [G] int64
     yielding: torch.Tensor  # [G] int64, indices into the rows that the sampler chooses for
-    most_masks: NDArray[np.int32]  # [G] tokens that the row may yield
+    most_masks: Int64s  # [G] tokens that the row may yield
     columns: NDArray[np.int64]  # [1 + K]
     logit_indices: NDArray[np.int64]  # [G, 1 + K] of the row's positions among the step's logits
     num_drafts: int  # K
@@ -55,12 +55,10 @@ class GrammarMasks:
         self._start_steps = np.full(rows, NO_STEP, np.int64)
         self._last_steps = np.full(rows, NO_STEP, np.int64)  # the newest that may have brought the row tokens
         self._is_late = np.zeros(rows, np.bool_)  # its last mask did not come in time
-        # Of their newest masks, see `MaskUpdate`. The masks themselves appear with the first of them.
+        # Of their newest masks, see `MaskMoment`. The masks themselves appear with the first of them.
         self._changed = threading.Condition()
-        self._mask_start_steps = np.full(rows, NO_STEP, np.int64)
-        self._mask_after_steps = np.full(rows, NO_STEP, np.int64)
-        self._mask_positions = np.full(rows, -1, np.int64)
-        self._num_masks = np.zeros(rows, np.int32)
+        self._moments = np.full((rows, len(MaskMoment)), NO_STEP, np.int64)
+        self._moments[:, MaskMoment.NUM_MASKS] = 0
         self._mask_draft_ids = np.full((rows, spec.max_drafts), -1, np.int32)
         self._bitmasks: Int32s | None = None  # [rows, 1 + K_max, W]
         self._layouts: dict[StepShape, _Layout | None] = {}
@@ -71,24 +69,30 @@ class GrammarMasks:
         """Take masks in; each row at most once. From any thread."""
         with self._changed:
             if self._bitmasks is None:
-                self._bitmasks = np.zeros(self._shape, np.int32)
-            rows, counts = update.rows, update.num_masks
-            is_current = update.start_steps >= self._mask_start_steps[rows]  # else the row has changed hands meanwhile
-            ends = np.cumsum(counts)
-            mask_rows = np.repeat(np.arange(len(rows)), counts)
-            places = np.arange(len(mask_rows)) - np.repeat(ends - counts, counts)
-            is_taken = is_current[mask_rows]
-            self._bitmasks[rows[mask_rows[is_taken]], places[is_taken]] = update.bitmasks[is_taken]
-            is_behind_draft = places > 0  # one draft before each of these, in their order
-            is_taken = is_taken[is_behind_draft]
-            draft_rows, draft_places = mask_rows[is_behind_draft][is_taken], places[is_behind_draft][is_taken] - 1
-            self._mask_draft_ids[rows[draft_rows], draft_places] = update.draft_ids[is_taken]
-            current = rows[is_current]
-            self._mask_start_steps[current] = update.start_steps[is_current]
-            self._mask_after_steps[current] = update.after_steps[is_current]
-            self._mask_positions[current] = update.positions[is_current]
-            self._num_masks[current] = counts[is_current]
+                self._bitmasks = np.full(self._shape, -1, np.int32)
+            starts = self._moments[update.rows, MaskMoment.START_STEP]
+            is_current = update.moments[:, MaskMoment.START_STEP] >= starts
+            if is_current.all():
+                self._moments[update.rows] = update.moments
+            else:  # a row has changed hands meanwhile
+                self._moments[update.rows[is_current]] = update.moments[is_current]
+            if len(update.bitmasks) == len(update.rows) and is_current.all():
+                self._bitmasks[update.rows, 0] = update.bitmasks
+            else:
+                self._put_by_place(self._bitmasks, update, is_current)
             self._changed.notify_all()
+
+    def _put_by_place(self, bitmasks: Int32s, update: MaskUpdate, is_current: NDArray[np.bool_]) -> None:
+        """Take in the masks and drafts of the rows that are current, some with masks behind drafts."""
+        rows, counts = update.rows, update.moments[:, MaskMoment.NUM_MASKS]
+        mask_rows = np.repeat(np.arange(len(rows)), counts)
+        places = np.arange(len(mask_rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        is_taken = is_current[mask_rows]
+        bitmasks[rows[mask_rows[is_taken]], places[is_taken]] = update.bitmasks[is_taken]
+        is_behind_draft = places > 0  # one draft before each of these, in their order
+        is_taken = is_taken[is_behind_draft]
+        draft_rows, draft_places = mask_rows[is_behind_draft][is_taken], places[is_behind_draft][is_taken] - 1
+        self._mask_draft_ids[rows[draft_rows], draft_places] = update.draft_ids[is_taken]
 
     def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
         """Take over the rows that start with a plan."""
@@ -124,24 +128,36 @@ class GrammarMasks:
             return None
         rows, is_body_done = layout.rows_np, mark_body()
         with self._changed:
-            self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
-            is_own = self._mask_start_steps[rows] == self._start_steps[rows]
-            num_masks = np.minimum(self._num_masks[rows], layout.most_masks) * is_own
-            is_there = layout.columns < num_masks[:, None]
-            bitmasks = np.empty((0, self._shape[2]), np.int32)
-            if self._bitmasks is not None:
-                bitmasks = self._bitmasks[np.repeat(rows, num_masks), np.nonzero(is_there)[1]]
-            positions, draft_ids = self._mask_positions[rows], self._mask_draft_ids[rows, : layout.num_drafts]
+            moments = self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
+            num_masks = moments[:, MaskMoment.NUM_MASKS]
+            num_masks = np.minimum(num_masks, layout.most_masks)
+            num_masks *= moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
+            bitmasks, logit_indices = self._masks_of(layout, num_masks)
+            draft_ids = self._mask_draft_ids[rows, : layout.num_drafts]
         self._last_steps[rows] = plan.step_id
-        arrays = (positions, num_masks, draft_ids, layout.logit_indices[is_there], bitmasks)
-        names = ("positions", "num_masks", "draft_ids", "logit_indices", "bitmasks")
+        arrays = (moments[:, MaskMoment.POSITION], num_masks.astype(np.int32), draft_ids, logit_indices, bitmasks)
+        positions, counts, drafts, indices, masks = to_device_together(arrays, self._device)
         return StepMasks(
             num_yielding=num_yielding,
             yielding=layout.yielding,
             rows=layout.rows,
+            positions=positions,
+            num_masks=counts,
+            draft_ids=drafts,
+            logit_indices=indices,
+            bitmasks=masks,
             last_token_ids=self._last_token_ids,
-            **dict(zip(names, to_device_together(arrays, self._device), strict=True)),
         )
+
+    def _masks_of(self, layout: _Layout, num_masks: Int64s) -> tuple[Int32s, Int64s]:
+        """Return the masks of a step's rows, [M, W], and which of its logits each is for, [M]. With the lock."""
+        if self._bitmasks is None:
+            return np.empty((0, self._shape[2]), np.int32), np.empty(0, np.int64)
+        is_there = layout.columns < num_masks[:, None]
+        if not layout.num_drafts and is_there.all():
+            return self._bitmasks[layout.rows_np, 0], layout.logit_indices[:, 0]
+        rows, places = np.repeat(layout.rows_np, num_masks), np.nonzero(is_there)[1]
+        return self._bitmasks[rows, places], layout.logit_indices[is_there]
 
     def _layout_of(self, shape: StepShape) -> _Layout | None:
         """Return where the rows under a grammar are in a step; None if there are none. Kept until rows change."""
@@ -160,16 +176,20 @@ class GrammarMasks:
                     rows_np=yielding_rows[indices],
                     rows=to_device(yielding_rows[indices], self._device),
                     yielding=to_device(indices, self._device),
-                    most_masks=np.where(is_decode, width, 1).astype(np.int32),
+                    most_masks=np.where(is_decode, width, 1),
                     columns=columns,
                     logit_indices=first_logits[:, None] + columns,
                     num_drafts=width - 1,
                 )
         return self._layouts[shape]
 
-    def _await(self, rows: NDArray[np.int64], wait_s: float, is_body_done: Callable[[], bool]) -> None:
-        """Wait for fresh masks of the rows, as long as it may be. With the lock."""
-        if not (is_fresh := self._is_fresh(rows)).all():
+    def _await(self, rows: NDArray[np.int64], wait_s: float, is_body_done: Callable[[], bool]) -> Int64s:
+        """Wait for fresh masks of the rows, as long as it may be; return their moments, [G, 4]. With the lock."""
+        moments = self._moments[rows]
+        if not wait_s and is_body_done():
+            return moments  # nobody is to wait, so it does not matter who is late
+        is_fresh = self._are_fresh(rows, moments)
+        if not is_fresh.all():
             ends_s = time.monotonic() + wait_s
             # Nobody waits again and again for a grammar that takes long: one late mask, and its row is on its own.
             is_patient = ~self._is_late[rows]
@@ -178,12 +198,14 @@ class GrammarMasks:
                 if left_s <= 0 and is_body_done():
                     break
                 self._changed.wait(max(left_s, _LOOK_AGAIN_S))
-                is_fresh = self._is_fresh(rows)
+                moments = self._moments[rows]
+                is_fresh = self._are_fresh(rows, moments)
         self._is_late[rows] = ~is_fresh
+        return moments
 
-    def _is_fresh(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        is_own = self._mask_start_steps[rows] == self._start_steps[rows]
-        is_fresh: NDArray[np.bool_] = is_own & (self._mask_after_steps[rows] >= self._last_steps[rows])
+    def _are_fresh(self, rows: NDArray[np.int64], moments: Int64s) -> NDArray[np.bool_]:
+        is_own = moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
+        is_fresh: NDArray[np.bool_] = is_own & (moments[:, MaskMoment.AFTER_STEP] >= self._last_steps[rows])
         return is_fresh
 
 

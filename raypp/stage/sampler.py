@@ -72,8 +72,7 @@ class Sampler:
         if needs.logits_change:
             logits = self._changed(logits, rows, positions, needs)
         if masks is not None:
-            assert Needs.GRAMMAR in needs, "the logits are not a copy"
-            masks.apply(logits)
+            logits = masks.apply(logits)
         if Needs.DRAW not in needs:
             return self._choice.greedy(logits)
         params = self.rows

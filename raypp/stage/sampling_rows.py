@@ -37,8 +37,8 @@ class Needs(IntFlag):
 
     @property
     def logits_change(self) -> bool:
-        """Whether the logits themselves are changed, before the temperature."""
-        return self > Needs.DRAW | Needs.TRUNCATE
+        """Whether the logits themselves are changed, before the grammar and the temperature."""
+        return self & ~Needs.GRAMMAR > Needs.DRAW | Needs.TRUNCATE
 
 
 class SamplingRows:

@@ -27,11 +27,11 @@ class StepMasks:
     bitmasks: torch.Tensor  # [M, W] int32
     last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; kept up to date by `close`
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Take out what the grammars do not allow. In place; shapes: logits [N, V] float32."""
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits without what the grammars do not allow. Shapes: logits [N, V], which stay as they are."""
         masked = logits.index_select(0, self.logit_indices)
         allow_only(masked, self.bitmasks)
-        logits.index_copy_(0, self.logit_indices, masked)
+        return logits.index_copy(0, self.logit_indices, masked)
 
     def close(self, tokens: StepTokens, draft_ids: torch.Tensor | None) -> StepTokens:
         """Return the tokens that the rows keep: each at most as many as it has masks for.
@@ -44,24 +44,22 @@ class StepMasks:
             draft_ids: [Y, K] int32, the drafts that the step verified; None without any.
         """
         yielding, width = self.yielding, tokens.token_ids.shape[1]
-        allowed = self._allowed(tokens.positions.index_select(0, yielding), draft_ids)
+        kept = self._allowed(tokens.positions.index_select(0, yielding), draft_ids)
+        if tokens.num_valid is None:  # one token each, and one mask at most
+            num_valid = torch.ones(self.num_yielding, dtype=torch.int32, device=yielding.device)
+            num_valid.index_copy_(0, yielding, kept)
+        else:
+            kept = torch.minimum(tokens.num_valid.index_select(0, yielding), kept)
+            num_valid = tokens.num_valid.index_copy(0, yielding, kept)
+        has_kept = kept > 0
         of_rows = tokens.token_ids.index_select(0, yielding)
         before = self.last_token_ids.index_select(0, self.rows)
-        if tokens.num_valid is None:
-            num_valid = torch.ones(self.num_yielding, dtype=torch.int32, device=yielding.device)
-            kept = allowed.clamp(max=1)
-        else:
-            num_valid = tokens.num_valid.clone()
-            kept = torch.minimum(num_valid.index_select(0, yielding), allowed)
-        num_valid.index_copy_(0, yielding, kept)
-        has_kept = kept > 0
-        first = torch.where(has_kept, of_rows[:, 0], before)
-        token_ids = tokens.token_ids.clone()
-        token_ids[:, 0].index_copy_(0, yielding, first)
-        last = first
+        first = last = torch.where(has_kept, of_rows[:, 0], before)
         if width > 1:
             behind = (kept.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)
             last = torch.where(has_kept, of_rows.gather(1, behind).squeeze(1), before)
+        of_rows[:, 0] = first
+        token_ids = tokens.token_ids.index_copy(0, yielding, of_rows)
         self.last_token_ids.index_copy_(0, self.rows, last)
         closed = replace(tokens, token_ids=token_ids, num_valid=num_valid, lengths=tokens.positions + num_valid)
         if tokens.num_drafted is None or tokens.num_matched is None:
@@ -77,4 +75,4 @@ class StepMasks:
         if draft_ids is not None and num_drafts:
             is_same = draft_ids.index_select(0, self.yielding)[:, :num_drafts] == self.draft_ids
             allowed = torch.minimum(allowed, 1 + is_same.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32))
-        return allowed * (positions == self.positions).to(torch.int32)
+        return allowed * (positions == self.positions)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 
 from raypp.driver.grammar_process import GrammarProcessDied
 from raypp.errors import RequestError
@@ -44,8 +43,9 @@ class InlineGrammars:
         self._replies = deque(entry for entry in self._replies if entry[0] > self._num_calls)
         return list(due)
 
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Nobody sleeps."""
+    def fileno(self) -> int | None:
+        """Return nothing: replies are there as soon as an order was sent."""
+        return None
 
     def restart(self) -> None:
         """Forget everything."""

@@ -30,8 +30,8 @@ class Backend:
         replies, self.replies = self.replies, []
         return replies
 
-    def wake_with(self, wake: object) -> None:
-        pass
+    def fileno(self) -> None:
+        return None
 
     def restart(self) -> None:
         self.num_restarts += 1
@@ -42,10 +42,7 @@ class Backend:
     def allow(self, number: int, num_accepted: int, after: int = NO_TOKENS_YET) -> None:
         self.replies.append(
             GrammarMasks(
-                numbers=np.array([number]),
-                after_steps=np.array([after]),
-                num_accepted=np.array([num_accepted], np.int32),
-                num_masks=np.array([1], np.int32),
+                entries=np.array([[number, after, num_accepted, 1]]),
                 draft_ids=np.empty(0, np.int32),
                 bitmasks=np.full((1, 2), number, np.int32),
             )
@@ -73,14 +70,14 @@ def test_a_request_runs_when_its_grammar_is_there() -> None:
     assert not driver.sent  # it has no row yet
     driver.grammars.note_started(request, row=4, step_id=7)
     [update] = driver.sent
-    assert (update.rows[0], update.start_steps[0], update.after_steps[0], update.positions[0]) == (4, 7, 6, 3)
+    assert (update.rows.tolist(), update.moments.tolist()) == ([4], [[7, 6, 3, 1]])
     request.output_token_ids.append(9)
     driver.grammars.note_step(7, [RequestUpdate(request, [9], draft_ids=[5, 6])])
     assert isinstance(driver.backend.orders[-1], GrammarAdvance)
     assert driver.backend.orders[-1].draft_ids.tolist() == [5, 6]
     driver.backend.allow(1, 1, after=7)
     driver.grammars.poll()
-    assert (driver.sent[-1].after_steps[0], driver.sent[-1].positions[0]) == (7, 4)
+    assert driver.sent[-1].moments.tolist() == [[7, 7, 4, 1]]
 
 
 def test_what_is_refused_is_forgotten() -> None:

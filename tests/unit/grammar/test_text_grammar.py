@@ -15,7 +15,7 @@ from raypp.driver.engine_plan import plan_engine
 from raypp.driver.hardware import Hardware
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.text_grammar import TextGrammar
+from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.structured_outputs import as_structured_outputs, source_of
 
@@ -40,6 +40,12 @@ def text_grammar(constraint: dict[str, Any], allowed: list[int] | None = None) -
     return TextGrammar(compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
 
 
+def next_masks(text: TextGrammar, drafts: list[int]) -> tuple[list[int], np.ndarray]:
+    """Return the drafts with a mask behind them, and all masks."""
+    rows = MaskRows(1, VOCAB_SIZE)  # room for one: the others make it grow
+    return text.add_masks(drafts, rows), rows.bitmasks()
+
+
 def tokens_of(mask: np.ndarray) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
@@ -48,7 +54,7 @@ def walk(text: TextGrammar, rng: random.Random) -> list[int]:
     """Return a text that the grammar allows, without its end."""
     token_ids: list[int] = []
     while True:
-        token_id = rng.choice(sorted(tokens_of(text.next_masks([]).bitmasks[0])))
+        token_id = rng.choice(sorted(tokens_of(next_masks(text, [])[1][0])))
         if token_id in EOS:
             return token_ids
         text.accept([token_id])
@@ -69,25 +75,25 @@ def test_masks_behind_drafts_are_those_of_the_longer_text() -> None:
         wrong_at = rng.randrange(len(token_ids) + 1)
         drafts = [*token_ids[:wrong_at], 4017, *token_ids[wrong_at:]]
         ahead, behind = text_grammar(constraint), text_grammar(constraint)
-        seen = ahead.next_masks(drafts)
-        assert seen.draft_ids == drafts[: len(seen.draft_ids)]
-        for index, mask in enumerate(seen.bitmasks):
-            assert (mask == behind.next_masks([]).bitmasks[0]).all()
-            if index < len(seen.draft_ids):
-                behind.accept([seen.draft_ids[index]])
-        assert len(seen.bitmasks) > wrong_at or drafts[len(seen.bitmasks) - 1] not in tokens_of(seen.bitmasks[-1])
-        assert (ahead.next_masks([]).bitmasks[0] == seen.bitmasks[0]).all()  # looking ahead moved nothing
+        followed, masks = next_masks(ahead, drafts)
+        assert followed == drafts[: len(followed)]
+        for index, mask in enumerate(masks):
+            assert (mask == next_masks(behind, [])[1][0]).all()
+            if index < len(followed):
+                behind.accept([followed[index]])
+        assert len(masks) > wrong_at or drafts[len(masks) - 1] not in tokens_of(masks[-1])
+        assert (next_masks(ahead, [])[1][0] == masks[0]).all()  # looking ahead moved nothing
 
 
 def test_the_end_is_the_only_thing_behind_a_whole_text() -> None:
     text = text_grammar({"regex": "ab"})
     text.accept(tokenizer().encode(["ab"])[0])
-    assert tokens_of(text.next_masks([EOS[0]]).bitmasks[0]) == set(EOS)
-    assert len(text.next_masks([EOS[0], 5]).bitmasks) == 1
+    assert tokens_of(next_masks(text, [EOS[0]])[1][0]) == set(EOS)
+    assert len(next_masks(text, [EOS[0], 5])[1]) == 1
 
 
 def test_special_tokens_write_nothing() -> None:
-    allowed = tokens_of(text_grammar({"regex": "(.|\\n)*"}).next_masks([]).bitmasks[0])
+    allowed = tokens_of(next_masks(text_grammar({"regex": "(.|\\n)*"}), [])[1][0])
     [start] = tokenizer().encode(["<|im_start|>"])[0:1]
     assert start[0] not in allowed
     assert tokenizer().encode(["<think>"])[0][0] in allowed
@@ -95,12 +101,12 @@ def test_special_tokens_write_nothing() -> None:
 
 def test_allowed_tokens_count_where_any_is_left() -> None:
     [a], [b] = tokenizer().encode(["a", "b"])
-    assert tokens_of(text_grammar({"regex": "[ab]"}, [b, 9]).next_masks([]).bitmasks[0]) == {b}
-    assert tokens_of(text_grammar({"regex": "a"}, [b, 9]).next_masks([]).bitmasks[0]) == {a}
+    assert tokens_of(next_masks(text_grammar({"regex": "[ab]"}, [b, 9]), [])[1][0]) == {b}
+    assert tokens_of(next_masks(text_grammar({"regex": "a"}, [b, 9]), [])[1][0]) == {a}
 
 
 def test_what_leaves_its_grammar_is_an_error() -> None:
     with pytest.raises(RequestError, match="left its grammar"):
         text_grammar({"regex": "a"}).accept(tokenizer().encode(["b"])[0])
     with pytest.raises(RequestError, match="nothing that the model's tokens can write"):
-        text_grammar({"grammar": "root ::= root"}).next_masks([])
+        next_masks(text_grammar({"grammar": "root ::= root"}), [])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raypp.openai_api.conventions import LLAMA3_CALLS, QWEN3_CALLS
 from raypp.openai_api.json_scanner import JsonScanner
 from raypp.openai_api.message_parser import MessageParser
 
@@ -28,7 +29,7 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, str]]]]] 
     ("\nwhy\n</think>\n\nhello", {"begins_in_thought": True}, ("why", "hello", [])),
     ("<think>why</think>hello", {"has_thoughts": False}, ("", "<think>why</think>hello", [])),
     (WEATHER, {}, ("", "", [("weather", ARGUMENTS)])),
-    (WEATHER, {"has_calls": False}, ("", WEATHER, [])),
+    (WEATHER, {"calls": None}, ("", WEATHER, [])),
     (f"<think>\nso\n</think>\n\nLet me see.\n{WEATHER}\n", {}, ("so", "Let me see.", [("weather", ARGUMENTS)])),
     (f"{WEATHER}\n{SWAPPED}", {}, ("", "", [("weather", ARGUMENTS), ("f", '{"a": 1}')])),
     (f"{WEATHER}\nDone.", {}, ("", "Done.", [("weather", ARGUMENTS)])),
@@ -38,9 +39,38 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, str]]]]] 
     ("a <tool_cal", {}, ("", "a <tool_cal", [])),
 ]
 
+BARE = '{"name": "weather", "parameters": {"city": "a \\"}{\\" b", "days": [1, {"x": 2}]}}'
+LLAMA = {"calls": LLAMA3_CALLS}
+CALLED = ("", "", [("weather", ARGUMENTS)])
+CASES += [
+    ("", LLAMA, ("", "", [])),
+    (" hello \n", LLAMA, ("", " hello \n", [])),
+    (BARE, LLAMA, CALLED),
+    (f"\n {BARE}\n", LLAMA, CALLED),
+    (f"<|python_tag|>{BARE}", LLAMA, CALLED),
+    (f"<|python_tag|>{BARE}<|eom_id|>", LLAMA, ("", "<|eom_id|>", CALLED[2])),  # of who asks for special tokens
+    (f"Let me see. <|python_tag|> {BARE}", LLAMA, ("", "Let me see.", CALLED[2])),
+    (f"<think>so</think>\n{BARE}", LLAMA, ("so", "", CALLED[2])),
+    (f"{BARE}; {BARE}", LLAMA, ("", "", CALLED[2] * 2)),
+    (f"{BARE}\nDone.", LLAMA, ("", "Done.", CALLED[2])),
+    (f'{BARE[:-1]}, "x": 1}}', LLAMA, CALLED),
+    ('{"type": "function", "name": "f", "parameters": {"a": 1}}', LLAMA, ("", "", [("f", '{"a": 1}')])),
+    ('{"parameters": {"a": 1}, "name": "f"}', LLAMA, ("", "", [("f", '{"a": 1}')])),
+    ('{"name": "f", "arguments": {}}', LLAMA, ("", "", [("f", "{}")])),
+    ('{"name": "f", "parameters": null} ...', LLAMA, ("", "...", [("f", "null")])),
+    ('{"name": "Ada", "age": 3} {"x": 1}', LLAMA, ("", '{"name": "Ada", "age": 3} {"x": 1}', [])),
+    ('{"answer": {"name": "f", "parameters": {}}}', LLAMA, ("", '{"answer": {"name": "f", "parameters": {}}}', [])),
+    (f"Like {BARE}", LLAMA, ("", f"Like {BARE}", [])),
+    ('<|python_tag|>search.call(query="x")', LLAMA, ("", '<|python_tag|>search.call(query="x")', [])),
+    ('{"name": "f", "parameters": {"a": ', LLAMA, ("", "", [("f", '{"a": ')])),
+    ('{"na', LLAMA, ("", '{"na', [])),
+    ("<|python", LLAMA, ("", "<|python", [])),
+    (BARE, {"calls": None}, ("", BARE, [])),
+]
+
 
 def read(pieces: list[str], **settings: Any) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = MessageParser(**({"has_thoughts": True, "has_calls": True} | settings))
+    parser = MessageParser(**({"has_thoughts": True, "calls": QWEN3_CALLS} | settings))
     reasoning, content, names, arguments = "", "", [], []
     for index, piece in enumerate(pieces):
         delta = parser.feed(piece, is_last=index == len(pieces) - 1)
@@ -71,10 +101,15 @@ def test_in_any_pieces(data: st.DataObject) -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = MessageParser(has_thoughts=False, has_calls=True)
+    parser = MessageParser(has_thoughts=False, calls=QWEN3_CALLS)
     head = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a')
     assert [(call.name, call.arguments) for call in head.calls] == [("f", '{"a')]
     assert parser.feed('": 1').calls[0].plain() == {"index": 0, "function": {"arguments": '": 1'}}
+
+
+def test_an_answer_that_is_json_is_not_kept_back() -> None:
+    parser = MessageParser(has_thoughts=False, calls=LLAMA3_CALLS)
+    assert parser.feed('{"answer": [1').content == '{"answer": [1'
 
 
 @settings(max_examples=30)

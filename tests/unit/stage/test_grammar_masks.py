@@ -33,10 +33,7 @@ def update(row: int, position: int, tokens: list[int], *, start: int = 0, after:
         masks[index, token // 32] = 1 << token % 32
     return MaskUpdate(
         rows=np.array([row], np.int32),
-        start_steps=np.array([start]),
-        after_steps=np.array([after]),
-        positions=np.array([position], np.int32),
-        num_masks=np.array([len(tokens)], np.int32),
+        moments=np.array([[start, after, position, len(tokens)]]),
         draft_ids=np.array(drafts, np.int32),
         bitmasks=masks,
     )
@@ -82,8 +79,9 @@ def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
     masks = begun([0, 1], [False, True])
     masks.put(update(1, 3, [9], after=-1))
     found = step(masks, [0, 1], 0)
-    logits = torch.zeros(2, VOCAB_SIZE)
-    found.apply(logits)
+    before = torch.zeros(2, VOCAB_SIZE)
+    logits = found.apply(before)
+    assert (before == 0).all()
     assert (logits[0] == 0).all()
     assert logits[1].argmax() == 9
     assert torch.isinf(logits[1]).sum() == VOCAB_SIZE - 1
