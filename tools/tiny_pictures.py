@@ -70,18 +70,18 @@ class Scene:
         return Counter((thing.colour, thing.shape) for thing in self.things)
 
 
-def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool = False) -> Scene:
+def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool = False, min_things: int = 0) -> Scene:
     """Return a random scene for a picture of width / height = `aspect`.
 
     Args:
         rng: The randomness.
         aspect: So that things do not overlap.
         never_trained: Whether one of its pairs is one that is never trained; else none is.
+        min_things: The fewest things in it.
     """
-    kinds = _kinds(rng, never_trained=never_trained)
-    counts = [rng.choice((1, 1, 1, 2, 2, 3, 3, 4, 5, 6)) for _ in kinds]
-    while sum(counts) > MAX_THINGS:
-        counts[counts.index(max(counts))] -= 1
+    kinds, counts = _kinds_and_counts(rng, never_trained=never_trained)
+    while sum(counts) < min_things:
+        kinds, counts = _kinds_and_counts(rng, never_trained=never_trained)
     of_each = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
     side = rng.choice([side for side in (2, 3, 4) if side * side >= len(of_each)])
     columns, rows = (side + 1, side) if aspect > 1.25 else (side, side + 1) if aspect < 0.8 else (side, side)
@@ -110,6 +110,15 @@ def draw_scene(rng: random.Random, *, aspect: float = 1.0, never_trained: bool =
             )
         )
     return Scene(_shade((grey, grey, grey), rng, 8 if grey < 255 else 0), tuple(things))
+
+
+def _kinds_and_counts(rng: random.Random, *, never_trained: bool) -> tuple[list[tuple[str, str]], list[int]]:
+    """Return the pairs of a scene, and how many things there are of each."""
+    kinds = _kinds(rng, never_trained=never_trained)
+    counts = [rng.choice((1, 1, 1, 2, 2, 3, 3, 4, 5, 6)) for _ in kinds]
+    while sum(counts) > MAX_THINGS:
+        counts[counts.index(max(counts))] -= 1
+    return kinds, counts
 
 
 def _kinds(rng: random.Random, *, never_trained: bool) -> list[tuple[str, str]]:

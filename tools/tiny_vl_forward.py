@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -70,18 +71,17 @@ def encode_pictures(visual: Any, pictures: Tensor, grid: Grid) -> list[Tensor]:
     )
     pixels = cut.reshape(-1, 3, 1, PATCH * PATCH).expand(-1, -1, 2, -1).reshape(-1, 6 * PATCH * PATCH)
     projection = visual.patch_embed.proj
-    hidden = F.linear(pixels.float() / 127.5 - 1, projection.weight.flatten(1), projection.bias)
+    weight = projection.weight.flatten(1)
+    hidden = F.linear((pixels.float() / 127.5 - 1).to(weight.dtype), weight, projection.bias)
     hidden = hidden.view(num_pictures, grid.rows * grid.columns, -1)
-    hidden = hidden + (visual.pos_embed(grid.corners) * grid.weights.unsqueeze(-1)).sum(1)
+    hidden = hidden + (visual.pos_embed(grid.corners) * grid.weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    cos, sin = grid.cos.to(hidden.dtype), grid.sin.to(hidden.dtype)
     tapped = []
     for index, block in enumerate(visual.blocks):
         qkv = block.attn.qkv(block.norm1(hidden)).unflatten(-1, (3, block.attn.num_heads, -1))
         q, k, v = qkv.unbind(2)
-        q, k = (
-            x * grid.cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * grid.sin
-            for x in (q, k)
-        )
-        attended = F.scaled_dot_product_attention(*(x.to(v.dtype).transpose(1, 2) for x in (q, k, v)))
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)))
         hidden = hidden + block.attn.proj(attended.transpose(1, 2).flatten(2))
         hidden = hidden + block.mlp(block.norm2(hidden))
         if index in visual.deepstack_visual_indexes:
@@ -121,19 +121,26 @@ def run_language_model(model: Any, embeddings: Tensor, positions: Tensor, deepst
     text, hidden = model.model.language_model, embeddings
     cos, sin = (x.unsqueeze(1) for x in text.rotary_emb(hidden, positions))
     for index, layer in enumerate(text.layers):
-        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        attention, x = layer.self_attn, _normed(layer.input_layernorm, hidden)
         q, k, v = (
             projection(x).unflatten(-1, (-1, attention.head_dim))
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        q, k = (_rotated(x.transpose(1, 2), cos, sin) for x in (attention.q_norm(q), attention.k_norm(k)))
-        v = v.transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True, enable_gqa=True)
+        q, k = (
+            _rotated(_normed(norm, x).transpose(1, 2), cos, sin)
+            for norm, x in ((attention.q_norm, q), (attention.k_norm, k))
+        )
+        attended = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
         hidden = hidden + attention.o_proj(attended.transpose(1, 2).flatten(2))
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = hidden + layer.mlp(_normed(layer.post_attention_layernorm, hidden))
         if index < len(deepstack):
             hidden = hidden + deepstack[index]
-    return text.norm(hidden)
+    return _normed(text.norm, hidden)
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """Return what transformers' module does in a dozen operations, by one."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,9 +148,30 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
+def _pictures(batch: PictureBatch, grid: Grid) -> Tensor:
+    """Return the scenes as pictures of the grid's size: on a GPU by one kernel, if there is Triton."""
+    numbers = (batch.backgrounds, batch.things, grid.rows * PATCH, grid.columns * PATCH, batch.aspect)
+    if not batch.things.is_cuda or find_spec("triton") is None:
+        return render(*numbers)
+    import tiny_render_kernel
+
+    return tiny_render_kernel.render(*numbers)
+
+
 def answer_loss(model: Any, batch: PictureBatch, grid: Grid) -> Tensor:
     """Return the mean cross entropy of the answers' tokens."""
-    pictures = render(batch.backgrounds, batch.things, grid.rows * PATCH, grid.columns * PATCH, batch.aspect)
+    return _loss(*_answers(model, batch, grid))
+
+
+def told_exactly(model: Any, batch: PictureBatch, grid: Grid) -> Tensor:
+    """Return which examples' answers come out token by token when always the most likely one is taken, bool [B]."""
+    logits, targets = _answers(model, batch, grid)
+    return ((logits.argmax(-1) == targets) | (targets < 0)).all(1)
+
+
+def _answers(model: Any, batch: PictureBatch, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Return logits [B, T, V], and what they should say, -1 where nothing, [B, T]."""
+    pictures = _pictures(batch, grid)
     ids, positions, is_picture = expand(batch.tokens, model.config.image_token_id, grid)
     targets = expand(batch.targets, -1, grid, place=batch.tokens == model.config.image_token_id)[0]
     place = (batch.tokens == model.config.image_token_id).int().argmax(1, keepdim=True)
@@ -165,10 +193,13 @@ def text_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
     """Return the same of conversations without pictures. Shapes: both [B, T]."""
     embeddings = model.model.language_model.embed_tokens(tokens.clamp(min=0))
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(3, len(tokens), -1)
-    return _told(model, run_language_model(model, embeddings, positions, ()), targets)
+    return _loss(*_told(model, run_language_model(model, embeddings, positions, ()), targets))
 
 
-def _told(model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy of those tokens that are targets, each from what stands before it."""
-    logits = model.lm_head(hidden[:, :-1]).float()
-    return F.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-1)
+def _told(model: Any, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of all tokens but the first, each from what stands before it, and what they should say."""
+    return model.lm_head(hidden[:, :-1]).float(), targets[:, 1:]
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)

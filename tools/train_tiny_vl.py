@@ -14,9 +14,10 @@ import multiprocessing
 import platform
 import queue
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from tiny_pictures import (
     DESCRIBE,
     NAMELESS,
     TALK,
+    Scene,
+    caption,
     draw_scene,
     exchange,
     read_caption,
@@ -35,7 +38,8 @@ from tiny_pictures import (
     sayings,
     scene_numbers,
 )
-from tiny_vl_forward import GRID_SIDE, MERGE, PATCH, Grid, PictureBatch, answer_loss, text_loss
+from tiny_vl_forward import GRID_SIDE, MERGE, PATCH, PictureBatch
+from tiny_vl_trainer import HeldOut, Trainer, with_weights
 from torch import Tensor
 from train_tiny import TURN_END, TURN_START, export, learning_rate_share, train_tokenizer
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
@@ -52,8 +56,6 @@ from raypp.types import SamplingParams
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 4096
-GARBLED = 0.1
-"""The share of the answers' tokens that are exchanged where they are read."""
 NUM_SAYINGS = 96
 """Conversations without a picture, in a step."""
 PIXELS = {"shortest_edge": 5120, "longest_edge": 10752}  # most come out at the sizes below, of 32 to 36 tokens
@@ -81,8 +83,11 @@ class Lessons:
     num_exchanges: int
     describe_share: float
     num_tokens: int  # of a conversation at most
+    crowded_share: float = 0.3  # of pictures with at least `CROWD` things, besides those that happen to have as many
 
 
+CROWD = 7
+"""Things of a picture that are hard to count."""
 ALL_LESSONS = Lessons(num_exchanges=3, describe_share=0.4, num_tokens=112)
 POLISH = Lessons(num_exchanges=1, describe_share=0.75, num_tokens=56)
 
@@ -91,7 +96,10 @@ def draw_examples(
     tokenizer: Any, count: int, aspect: float, rng: random.Random, lessons: Lessons = ALL_LESSONS
 ) -> list[np.ndarray]:
     """Return scenes, tokens and targets, as the tensors of a `PictureBatch`, int16 where they are integers."""
-    scenes = [draw_scene(rng, aspect=aspect) for _ in range(count)]
+    scenes = [
+        draw_scene(rng, aspect=aspect, min_things=CROWD if rng.random() < lessons.crowded_share else 0)
+        for _ in range(count)
+    ]
     spoken = [[exchange(scene, rng, lessons.describe_share) for _ in range(lessons.num_exchanges)] for scene in scenes]
     tokens, targets = tokenized(tokenizer, spoken, [rng.random() < 0.75 for _ in scenes], lessons.num_tokens)
     return [*(numbers.numpy() for numbers in scene_numbers(scenes)), tokens, targets]
@@ -132,6 +140,25 @@ def tokenized(
                     targets[row, at : at + len(ids)] = ids
                 at += len(ids)
     return tokens, targets
+
+
+def draw_held_out(tokenizer: Any, count: int, device: torch.device) -> HeldOut:
+    """Return pictures like those of `score_pictures`, at the sizes that are trained."""
+    rng, batches = random.Random("held-out"), []
+    sizes = [(aspect, size) for aspect, of_aspect in SIZES.items() for size in of_aspect]
+    for aspect, size in sizes:
+        scenes: list[Scene] = []
+        while len(scenes) < count // len(sizes):
+            scene = draw_scene(rng, aspect=aspect, never_trained=len(scenes) % 4 == 3)
+            if not any(NAMELESS in (thing.colour, thing.shape) for thing in scene.things):
+                scenes.append(scene)
+        spoken = [[(DESCRIBE[0], caption(scene))] for scene in scenes]
+        tokens, targets = (
+            torch.from_numpy(part).long() for part in tokenized(tokenizer, spoken, [True] * len(spoken), 64)
+        )
+        numbers = (*scene_numbers(scenes), tokens, targets, torch.tensor(aspect))
+        batches.append((size, PictureBatch(*(part.to(device) for part in numbers))))
+    return HeldOut(batches)
 
 
 def _drawn_chunks(tokenizer_path: str, seed: int, lessons: Lessons) -> Iterator[tuple[float, list[np.ndarray]]]:
@@ -275,127 +302,91 @@ def text_examples(tokenizer: Any, device: torch.device, seed: int) -> tuple[Tens
     return tuple(torch.from_numpy(part[:, :num_tokens]).long().to(device) for part in (tokens, targets))
 
 
-class Trainer:
-    """Steps of one size each; on a GPU each size's step is one CUDA graph.
+class Checkpoints:
+    """Exports the better of the weights and their average: what is cut short leaves a model.
 
-    What changes from step to step lies in tensors that stay where they are: the batch, the text, the learning rate.
+    Args:
+        model: That is trained.
+        tokenizer: Its.
+        held_out: Says which is better.
+        directory: Where the model goes.
     """
 
-    def __init__(
-        self, model: Any, batch: PictureBatch, text: tuple[Tensor, Tensor], learning_rate: float, *, graphs: bool
-    ) -> None:
+    def __init__(self, model: Any, tokenizer: Any, held_out: HeldOut, directory: Path) -> None:
         self._model = model
-        self._device = batch.tokens.device
-        self._has_graphs = graphs
-        self._batch = PictureBatch(*(part.clone() for part in vars(batch).values()))
-        self._text = tuple(part.clone() for part in text)
-        self._peak = learning_rate
-        self._learning_rate = torch.tensor(0.0, device=self._device)
-        self._grids: dict[tuple[int, int], Grid] = {}
-        self._graphs: dict[tuple[int, int], Any] = {}
-        self.loss = torch.zeros((), device=self._device)
-        """Summed up over steps."""
-        decayed = [p for p in model.parameters() if p.ndim > 1]
-        others = [p for p in model.parameters() if p.ndim <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}],
-            lr=self._learning_rate,
-            betas=(0.9, 0.98),
-            fused=True,
-            capturable=graphs,
-        )
+        self._tokenizer = tokenizer
+        self._held_out = held_out
+        self._directory = directory
 
-    def garble(self, batch: PictureBatch, words: Tensor) -> PictureBatch:
-        """Return the batch with some of the answers' tokens exchanged, but not in what is to be told.
-
-        What stands before it then says little about the next word; the picture does. Without this, a pair of colour and
-        shape that was never seen is never said.
-        """
-        is_garbled = (torch.rand(batch.tokens.shape, device=self._device) < GARBLED) & (batch.targets >= 0)
-        others = words[torch.randint(len(words), batch.tokens.shape, device=self._device)]
-        return replace(batch, tokens=torch.where(is_garbled, others, batch.tokens))
-
-    def step(self, size: tuple[int, int], batch: PictureBatch, text: tuple[Tensor, Tensor], share: float) -> None:
-        """Train on pictures of one size. `share`: of the peak learning rate."""
-        for kept, new in zip((*vars(self._batch).values(), *self._text), (*vars(batch).values(), *text), strict=True):
-            kept.copy_(new)
-        self._learning_rate.fill_(self._peak * share)
-        if size not in self._grids:
-            self._grids[size] = Grid.of(self._model.model.visual, *size, self._device)
-        if not self._has_graphs:
-            self._run(size)
-            return
-        if size not in self._graphs:
-            self._graphs[size] = self._captured(size)
-        self._graphs[size].replay()
-
-    def _captured(self, size: tuple[int, int]) -> Any:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._run(size)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._run(size)
-        return graph
-
-    def _run(self, size: tuple[int, int]) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        is_gpu = self._device.type == "cuda"
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_gpu, cache_enabled=False):
-            loss = answer_loss(self._model, self._batch, self._grids[size])
-            self.loss += loss.detach()
-            loss = loss + 0.1 * text_loss(self._model, *self._text)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0, foreach=True)
-        self._optimizer.step()
+    def write(self, trainer: Trainer) -> dict[str, float]:
+        """Export; return the share of the held-out pictures that each says exactly."""
+        candidates = {"exact": trainer.weights(), "exact_of_average": trainer.average}
+        shares = {
+            name: round(self._held_out.share_told_exactly(self._model, weights), 4)
+            for name, weights in candidates.items()
+        }
+        best = max(candidates, key=lambda name: shares[name])
+        with tempfile.TemporaryDirectory(dir=self._directory.parent) as beside:
+            export(with_weights(self._model, candidates[best]), self._tokenizer, Path(beside))
+            write_preprocessor(Path(beside))
+            for path in Path(beside).iterdir():
+                path.replace(self._directory / path.name)
+        return shares
 
 
-def train(model: Any, tokenizer: Any, tokenizer_path: str, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Train in place; return the loss curve. Ends after its steps or its seconds, whichever comes first."""
+def train(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Train, and yield the points of the curve. Ends after its steps or its seconds, whichever comes first.
+
+    The model is exported on the way and at the end.
+    """
     device = torch.device(arguments.device)
+    is_gpu = device.type == "cuda"
     lessons = ALL_LESSONS if arguments.polish is None else POLISH
-    pool = Pool(tokenizer_path, device, arguments.workers, arguments.seed, arguments.pool, lessons)
+    pool = Pool(str(arguments.out), device, arguments.workers, arguments.seed, arguments.pool, lessons)
     texts, rng = text_examples(tokenizer, device, arguments.seed), random.Random(arguments.seed)
     words = texts[1][texts[1] >= 0].unique()
-    curve: list[dict[str, float]] = []
+    held_out = draw_held_out(tokenizer, arguments.held_out, device)
+    checkpoints = Checkpoints(model, tokenizer, held_out, arguments.out)
+    step, reported_step, progress = 0, 0, 0.0
+    trainer: Trainer | None = None
     try:
         pool.fill(least=arguments.batch)
-        started = reported = time.perf_counter()
-        trainer: Trainer | None = None
-        for step in range(arguments.steps):
-            seconds = time.perf_counter() - started
-            progress = max(step / arguments.steps, seconds / arguments.seconds)
-            if progress >= 1:
-                break
-            if step % (8 if device.type == "cuda" else 64) == 0:  # a CPU has other work than drawing
+        started = reported = saved = time.perf_counter()
+        while progress < 1:
+            if step % (8 if is_gpu else 64) == 0:  # a CPU has other work than drawing
                 pool.fill(least=0)
             aspect = rng.choices(_ASPECTS, _SHARES)[0]
             batch = pool.batch(aspect, arguments.batch)
             chosen = torch.randint(len(texts[0]), (NUM_SAYINGS * arguments.batch // 256 or 4,), device=device)
             text = (texts[0][chosen], texts[1][chosen])
             if trainer is None:
-                graphs = device.type == "cuda" and not arguments.eager
-                trainer = Trainer(model, batch, text, arguments.learning_rate, graphs=graphs)
+                dtype, graphs = torch.bfloat16 if is_gpu else torch.float32, is_gpu and not arguments.eager
+                trainer = Trainer(model, batch, text, arguments.learning_rate, dtype=dtype, graphs=graphs)
             share = learning_rate_share(int(progress * 10_000), 10_000)
             trainer.step(rng.choice(SIZES[aspect]), trainer.garble(batch, words), text, share)
-            if (step + 1) % arguments.report_every == 0:
-                point = {
-                    "step": step + 1,
-                    "seconds": round(seconds, 1),
-                    "pictures_drawn": sum(pool.counts.values()),
-                    "loss": round(trainer.loss.item() / arguments.report_every, 4),
-                    "step_ms": round((time.perf_counter() - reported) * 1e3 / arguments.report_every, 1),
-                }
-                reported = time.perf_counter()
-                curve.append(point)
-                print(json.dumps(point), flush=True)
-                trainer.loss.zero_()
+            step += 1
+            now = time.perf_counter()
+            progress = max(step / arguments.steps, (now - started) / arguments.seconds)
+            is_due = progress >= 1 or now - saved >= arguments.checkpoint_every
+            if not is_due and step % arguments.report_every:
+                continue
+            loss = trainer.loss.item()  # what was queued is done then
+            seconds, num_steps = time.perf_counter() - reported, step - reported_step
+            point = {
+                "step": step,
+                "seconds": round(time.perf_counter() - started, 1),
+                "pictures_drawn": sum(pool.counts.values()),
+                "loss": round(loss / num_steps, 4),
+                "step_ms": round(seconds * 1e3 / num_steps, 1),
+            }
+            if is_due:
+                point |= checkpoints.write(trainer)
+                saved = time.perf_counter()
+            yield point
+            trainer.loss.zero_()
+            reported, reported_step = time.perf_counter(), step
     finally:
         pool.close()
-    return curve
 
 
 # ------------------------------------------------------------------------------------------------------- score
@@ -498,7 +489,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("build/tiny-vl"), help="where the model goes")
     add("--score", type=Path, metavar="MODEL", help="do not train; score this exported model")
-    add("--score-pictures", type=int, default=200)
+    add("--score-pictures", type=int, default=200, help="0: do not score what was trained")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--steps", type=int, default=14_000)
     add("--seconds", type=float, default=1e9, help="end the training after so long; the schedule follows")
@@ -514,6 +505,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--workers", type=int, default=12, help="processes that draw; 0: this one")
     add("--pool", type=int, default=1_000_000, help="examples of each aspect that are kept")
     add("--report-every", type=int, default=200, metavar="STEPS")
+    add("--held-out", type=int, default=1400, help="pictures that say, at each checkpoint, which weights are better")
+    add("--checkpoint-every", type=float, default=60.0, metavar="SECONDS")
     add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -536,20 +529,21 @@ def main(argv: Sequence[str]) -> None:
     model.to(arguments.device).train()
     num_parameters = sum(p.numel() for p in model.parameters())
     print(json.dumps({"parameters": num_parameters, "vocabulary": len(tokenizer)}), flush=True)
-    curve = train(model, tokenizer, str(arguments.out), arguments)
-    export(model, tokenizer, arguments.out)
-    write_preprocessor(arguments.out)
     settings = {name: value for name, value in vars(arguments).items() if isinstance(value, int | float)}
-    record = {
+    record: dict[str, Any] = {
         "settings": settings,
         "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "parameters": num_parameters,
-        "curve": curve,
+        "curve": [],
     }
     path = arguments.out / "training.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    record["result"] = score(arguments.out, arguments.score_pictures, arguments.seed)
-    print(json.dumps(record["result"], indent=1))
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    for point in train(model, tokenizer, arguments):
+        print(json.dumps(point), flush=True)
+        record["curve"].append(point)
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if arguments.score_pictures:
+        record["result"] = score(arguments.out, arguments.score_pictures, arguments.seed)
+        print(json.dumps(record["result"], indent=1))
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -45,7 +45,7 @@ def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int 
     """
     config_class, model_class = _ARCHITECTURES[family]
     choices = _configuration(family, seed, min_layers)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = model_class(config_class(**choices))
         _randomize(model)

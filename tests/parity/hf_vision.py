@@ -77,7 +77,7 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
         vision_end_token_id=VISION_END,
         tie_word_embeddings=seed % 4 in (1, 2),
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = Qwen3VLForConditionalGeneration(config)
         _randomize(model)
