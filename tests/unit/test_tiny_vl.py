@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ import torch.nn.functional as F  # noqa: N812
 
 pytest.importorskip("transformers.vision_utils")
 
-from tiny_pictures import NAMELESS, NEVER_TRAINED, caption, draw_scene, read_caption, render, scene_numbers
+from tiny_pictures import MAX_THINGS, NAMELESS, NEVER_TRAINED, caption, draw_scene, read_caption, render, scene_numbers
 from tiny_vl_forward import Grid, PictureBatch, answer_loss, text_loss
-from train_tiny_vl import ALL_LESSONS, build_model, draw_examples, make_tokenizer, tokenized
+from tiny_vl_trainer import Trainer, with_weights
+from train_tiny_vl import ALL_LESSONS, build_model, draw_examples, draw_held_out, make_tokenizer, tokenized
+from transformers import AutoTokenizer, Qwen3VLForConditionalGeneration
+
+from raypp.models.registry import resolve_model_path
 
 CPU = torch.device("cpu")
 
@@ -108,3 +113,44 @@ def test_things_are_drawn_in_their_colours_and_do_not_touch():
         assert covered.any() == bool(scene.things)
         for thing in scene.things:
             assert (picture.view(-1, 3) == torch.tensor(thing.rgb)).all(-1).any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU, and pictures are on the host")
+def test_the_kernel_draws_what_plain_torch_draws():
+    tiny_render_kernel = pytest.importorskip("tiny_render_kernel")
+    rng = random.Random(0)
+    backgrounds, things = scene_numbers([draw_scene(rng, aspect=1.3, min_things=7) for _ in range(6)])
+    things[..., 4] = (torch.arange(things[..., 4].numel()) % 11).view_as(things[..., 4])  # every outline
+    expected = render(backgrounds, things, 24, 32, 1.3).int()
+    drawn = tiny_render_kernel.render(backgrounds, things, 24, 32, torch.tensor(1.3)).int()
+    differing = (drawn - expected).abs()
+    assert differing.max() <= 1  # the last bit of a product
+    assert (differing > 0).float().mean() < 1e-3
+
+
+def test_steps_of_training(model, tokenizer):
+    held_out = draw_held_out(tokenizer, 14, CPU)
+    [(size, batch), *_] = held_out.batches
+    pupil = with_weights(model, dict(model.named_parameters()))
+    text = tuple(torch.from_numpy(part).long() for part in tokenized(tokenizer, [[("hi", "Hi!")]], [None], 24))
+    trainer = Trainer(pupil, batch, text, 3e-3, dtype=torch.float32, graphs=False)
+    losses = []
+    for _ in range(8):
+        trainer.loss.zero_()
+        trainer.step(size, batch, text, 1.0)
+        losses.append(trainer.loss.item())
+    assert losses[-1] < losses[0] - 1
+    assert all(not torch.equal(trainer.average[name], weights) for name, weights in trainer.weights().items())
+    assert replace(held_out, batches=[(size, batch)]).share_told_exactly(pupil, trainer.average) < 1
+
+
+def test_what_is_told_exactly_of_held_out_pictures():
+    path = resolve_model_path("tiny-vl")
+    trained = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+    held_out = draw_held_out(AutoTokenizer.from_pretrained(path), 42, CPU)
+    assert held_out.share_told_exactly(trained, dict(trained.named_parameters())) > 0.7
+
+
+def test_crowded_pictures():
+    rng = random.Random(0)
+    assert all(7 <= len(draw_scene(rng, min_things=7).things) <= MAX_THINGS for _ in range(50))
