@@ -15,11 +15,12 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 from typing import Any
 
 from decode_point import measure_point
-from report import print_report
+from report import GrowingReport, resolved_config
 from workload import model_settings
 
 from raypp import LLM
@@ -37,17 +38,18 @@ def engines(head: str, num_drafts: int, rate: float) -> dict[str, dict[str, Any]
     }
 
 
-def measure(settings: dict[str, Any], args: argparse.Namespace) -> dict[int, dict[str, float]]:
+def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport) -> dict[int, dict[str, float]]:
     """Return, per number of requests, time per output token, tokens per row and step, and so the time of a step."""
     figures = {}
+    begun = time.perf_counter()
     with LLM(**settings) as llm:
+        report.note_config(resolved_config(llm))
         stages = llm.plan()["stages"]
+        recordings = [stage["graphs"] for stage in llm.stats()["stages"]]
         print(
-            "   layers",
-            [stage["num_layers"] for stage in stages],
-            "head",
-            stages[-1]["draft_head_bytes"] / 2**20,
-            "MiB",
+            f"   ready in {time.perf_counter() - begun:.1f} s, layers {[stage['num_layers'] for stage in stages]}, "
+            f"head {stages[-1]['draft_head_bytes'] / 2**20:.0f} MiB, recordings {recordings}",
+            flush=True,
         )
         for count in args.requests:
             before = llm.stats()
@@ -74,8 +76,10 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--mode", default="full", help="graphs")
+    parser.add_argument("--out", type=Path, help="write the report there")
     args = parser.parse_args()
     figures: dict[str, dict[int, dict[str, float]]] = {}
+    report = GrowingReport("eagle", vars(args), args.out)
     for name, speculative in engines(args.head, args.num_drafts, args.rate).items():
         print(name, flush=True)
         settings = model_settings(args.model) | {
@@ -88,7 +92,8 @@ def main() -> None:
             "mode": args.mode,
             "speculative": speculative,
         }
-        figures[name] = measure({key: value for key, value in settings.items() if value is not None}, args)
+        figures[name] = measure({key: value for key, value in settings.items() if value is not None}, args, report)
+        report.put(name, figures[name])
     print("requests  step off  verify   eagle  drafting   share  speedup")
     verdicts = {}
     for count in args.requests:
@@ -100,7 +105,8 @@ def main() -> None:
             f"{count:8d}  {off['step_ms']:8.3f} {verify['step_ms']:7.3f} {eagle['step_ms']:7.3f} {drafting:9.3f} "
             f"{share:7.1%} {speedup:7.2f}x  (share at most {MAX_SHARE:.0%}, speedup at least {MIN_SPEEDUP:g}x)"
         )
-    print_report("eagle", vars(args), {"points": figures, "verdicts": verdicts})
+    report.put("verdicts", verdicts)
+    report.print()
 
 
 if __name__ == "__main__":

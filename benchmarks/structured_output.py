@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from report import print_report
+from report import GrowingReport
 
 from raypp import AsyncLLM, SamplingParams
 
@@ -85,11 +85,14 @@ async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str
     return statistics.mean(latencies[:num_streams]), statistics.mean(latencies[num_streams:])
 
 
-async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures."""
-    figures: dict[str, Any] = {}
+async def measure(args: argparse.Namespace, report: GrowingReport) -> None:
+    """Find all figures."""
     llm = await AsyncLLM.create(
-        "tiny", num_stages=args.num_stages, max_num_seqs=2 * args.num_streams, enable_prefix_caching=False
+        "tiny",
+        device=args.device,
+        num_stages=args.num_stages,
+        max_num_seqs=2 * args.num_streams,
+        enable_prefix_caching=False,
     )
     async with llm:
         for name, constraint in CONSTRAINTS.items():
@@ -110,7 +113,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                         others[side].append(of_others)
                         late += (await llm.stats())["num_late_masks"] - before
             ratios = [a / b for a, b in zip(watched["grammar"], watched["free"], strict=True)]
-            figures[name] = {
+            figures = {
                 "free_beside_free_ms": statistics.median(watched["free"]),
                 "free_beside_grammar_ms": statistics.median(watched["grammar"]),
                 "free_slowdown": statistics.median(ratios) - 1,
@@ -123,8 +126,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "cpu_ms_per_token_grammar": by_process(cpu["grammar"]),
                 "late_masks_per_token": late / (args.rounds * args.num_streams * args.num_tokens),
             }
-            print(name, figures[name], flush=True)
-    return figures
+            report.put(name, figures)
+            print(name, figures, flush=True)
 
 
 def by_process(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -137,14 +140,17 @@ def by_process(rounds: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="the embedded model is one for CPUs; cuda, auto")
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--num-streams", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="write the report there")
     args = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    figures = asyncio.run(measure(args))
-    print_report("structured_output", vars(args), figures)
+    report = GrowingReport("structured_output", vars(args), args.out)
+    asyncio.run(measure(args, report))
+    report.print()
 
 
 if __name__ == "__main__":

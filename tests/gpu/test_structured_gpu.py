@@ -28,12 +28,20 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 NAMES = list(SCHEMAS)[::3]
 
 
-@pytest.mark.parametrize("mode", ["none", "full", "full_and_piecewise"])
-@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "drafts"])
-@pytest.mark.parametrize("late", [False, True], ids=["in time", "late"])
+@pytest.mark.parametrize(
+    ("mode", "speculative", "late"),
+    [
+        ("none", NGRAM, False),
+        ("full", None, True),
+        ("full", NGRAM, False),
+        ("full_and_piecewise", NGRAM, True),
+        ("full_and_piecewise", None, False),
+    ],
+    ids=["none-drafts", "full-late", "full-drafts", "pieces-drafts-late", "pieces"],
+)
 def test_every_text_follows_its_schema(mode: str, speculative: dict[str, Any] | None, late: bool) -> None:
     settings = {"speculative": speculative} if speculative else {}
-    config = EngineConfig.from_flat("tiny", device="cuda", num_kv_blocks=600, mode=mode, max_num_seqs=64, **settings)
+    config = EngineConfig.from_flat("tiny", device="cuda", num_kv_blocks=600, mode=mode, max_num_seqs=32, **settings)
     plan = plan_engine(config, Hardware.of_this_machine())
     engine = LocalEngine(plan, mask_lateness=random.Random(0) if late else None)
     tokenizer, eos = Tokenizer(plan.model_path), frozenset(plan.model.eos_token_ids)
