@@ -15,9 +15,9 @@ demo: $(INSTALLED)
 	$(BIN)/raypp generate --model tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 
 # Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
-# others leave behind.
+# others leave behind. Files without Ray begin in their order, which has the long ones in front.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile; \
+	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
 lint: $(INSTALLED)
