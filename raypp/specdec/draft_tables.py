@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from raypp.messages import StepPlan
-from raypp.ops.host_to_device import to_device
+from raypp.ops.host_to_device import to_device_together
 from raypp.specdec.proposer import Drafts
 from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import Verification, verify_drafts
@@ -32,8 +32,8 @@ class DraftTables:
         """Take over rows that start: they have a limit, and no drafts yet."""
         if not len(plan.start_rows):
             return
-        rows = to_device(plan.start_rows.astype("int64"), self._device)
-        self._limits.index_copy_(0, rows, to_device(plan.start_limits, self._device))
+        rows, limits = to_device_together((plan.start_rows.astype("int64"), plan.start_limits), self._device)
+        self._limits.index_copy_(0, rows, limits)
         self._num_proposed.index_fill_(0, rows, 0)
 
     def draft_ids(self, rows: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from raypp.messages import NULL_BLOCK, StepPlan
 from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
-from raypp.ops.host_to_device import to_device
+from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 
@@ -74,12 +74,13 @@ class BlockTables:
         if not len(plan.start_rows) and not len(plan.block_rows):
             return
         self.forget_gathered()
+        indices = [each.astype(np.int64) for each in (plan.start_rows, plan.block_rows, plan.block_positions)]
+        starting, rows, positions, block_ids = to_device_together([*indices, plan.block_ids], self._device)
         if len(plan.start_rows):
             # Not by an assignment: on a GPU that copies its number from ordinary memory, and so waits for the device.
-            self._tables.index_fill_(0, _indices(plan.start_rows, self._device), NULL_BLOCK)
+            self._tables.index_fill_(0, starting, NULL_BLOCK)
         if len(plan.block_rows):
-            entries = (_indices(plan.block_rows, self._device), _indices(plan.block_positions, self._device))
-            self._tables[entries] = to_device(plan.block_ids, self._device)
+            self._tables.index_put_((rows, positions), block_ids)
 
     def gather(self, shape: StepShape, max_seq_len: int) -> StepBlocks:
         """Return the step's rows of the tables, wide enough for `max_seq_len` tokens."""
@@ -134,8 +135,8 @@ class NextInputs:
         starts = [0, *ends[:-1]]
         for row, start, end in zip(plan.start_rows.tolist(), starts, ends, strict=True):
             self._known_token_ids[row] = plan.start_token_ids[start:end]
-        rows = _indices(plan.start_rows, self._device)
-        self._lengths[rows] = to_device(plan.start_num_tokens, self._device)
+        rows, lengths = to_device_together((plan.start_rows.astype(np.int64), plan.start_num_tokens), self._device)
+        self._lengths.index_copy_(0, rows, lengths)
 
     def apply_feedback(self, shape: StepShape, feedback: dict[str, torch.Tensor]) -> None:
         """Take over what an earlier step of that shape yielded; see `transport.schema.feedback_schema`."""
@@ -190,7 +191,3 @@ class NextInputs:
         )
         chunks = [self._known_token_ids[row][start : start + count] for row, start, count in prefill_rows]
         return torch.cat((decode, to_device(np.concatenate(chunks), self._device)))
-
-
-def _indices(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return to_device(array.astype(np.int64), device)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
-from raypp.ops.host_to_device import to_device
+from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.ops.logits import ANY_TOKEN
 from raypp.stage.spec import StageSpec
 from raypp.stage.wide_table import WideTable
@@ -81,15 +81,11 @@ class SamplingRows:
 
     def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
         """Take over the parameters of the rows that start with a plan."""
-        rows = self._upload(plan.start_rows.astype(np.int64))
-        for table, values in (
-            (self.temperature, plan.start_temperature),
-            (self.top_p, plan.start_top_p),
-            (self.top_k, plan.start_top_k),
-            (self.min_p, plan.start_min_p),
-            (self.seeds, plan.start_seed),
-        ):
-            table.index_copy_(0, rows, self._upload(values))
+        tables = (self.temperature, self.top_p, self.top_k, self.min_p, self.seeds)
+        given = (plan.start_temperature, plan.start_top_p, plan.start_top_k, plan.start_min_p, plan.start_seed)
+        rows, *columns = to_device_together((plan.start_rows.astype(np.int64), *given), self._device)
+        for table, values in zip(tables, columns, strict=True):
+            table.index_copy_(0, rows, values)
         truncates = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
         draws = plan.start_temperature > 0
         self._needs_np[plan.start_rows] = draws * np.uint8(Needs.DRAW) | (draws & truncates) * np.uint8(Needs.TRUNCATE)
