@@ -84,7 +84,7 @@ class EncoderGroup:
         self._shares = EncoderShares(plan.num_encoders, plan.config.encoder.max_images_per_batch)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[ItemEvent] = []
-        self._lock = threading.Lock()  # of the events
+        self._lock = threading.Lock()  # of the events, and of what has been counted
         self._thread = threading.Thread(target=self._run, name="encoder-group", daemon=True)
         self._loads: list[Any] = []
         self._past: list[dict[str, Any]] = []  # what encoders counted in lives that are over
@@ -138,7 +138,8 @@ class EncoderGroup:
 
     def stats(self) -> dict[str, Any]:
         """Return figures, as far as they are known without asking the encoders: as of their last batches."""
-        counted = [encoder.counted for encoder in self._encoders]
+        with self._lock:
+            counted, past = [encoder.counted for encoder in self._encoders], list(self._past)
         whole = {
             "num_encoders": len(self._encoders),
             "num_up": len(self._shares.up),
@@ -149,7 +150,7 @@ class EncoderGroup:
             "num_deaths": sum(encoder.life for encoder in self._encoders),
             "actors": counted,
         }
-        return {"encoders": whole, **encoder_sums([*self._past, *(of for of in counted if of is not None)])}
+        return {"encoders": whole, **encoder_sums([*past, *(of for of in counted if of is not None)])}
 
     @property
     def actors(self) -> list[Any]:
@@ -231,9 +232,10 @@ class EncoderGroup:
         """Deal with an encoder that died, or whose device failed."""
         logger.warning("encoder %d failed, and is started again: %s", encoder.index, in_short_of(error))
         encoder.life += 1
-        if encoder.counted is not None:
-            self._past.append(encoder.counted)
-            encoder.counted = None
+        with self._lock:  # nothing is counted twice
+            if encoder.counted is not None:
+                self._past.append(encoder.counted)
+                encoder.counted = None
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
         self._fail(

@@ -10,7 +10,7 @@ import pytest
 import ray
 from leftovers import raypp_processes, wait_until_gone
 
-_LAST_ACTORS_S = 30.0
+_LAST_ACTORS_S = 120.0
 
 
 def _stop_ray() -> None:
