@@ -48,5 +48,5 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 150.0) -> float:
 
 def metric(url: str, name: str) -> float:
     """Return the sum of a metric's series over all labels."""
-    lines = httpx.get(f"{url}/metrics", timeout=30).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=150).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

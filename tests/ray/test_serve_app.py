@@ -41,7 +41,7 @@ def url(local_ray: None) -> Iterator[str]:
 
 @pytest.fixture
 def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
         yield client
 
 
@@ -77,7 +77,7 @@ def test_the_sync_client(client: openai.OpenAI) -> None:
 
 def test_the_async_client_with_many_streams(url: str) -> None:
     async def body() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
 
             async def one(index: int) -> tuple[str, str]:
                 messages: list[openai.types.chat.ChatCompletionMessageParam] = [
@@ -117,7 +117,10 @@ def test_the_clients_helpers_for_forms_and_tools(client: openai.OpenAI) -> None:
 def test_a_disconnect_through_the_proxy_frees_the_row(url: str) -> None:
     before = metric(url, "raypp_generated_tokens_total")
     body = {"prompt": "def main(", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=url, timeout=60) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+    with (
+        httpx.Client(base_url=url, timeout=WAIT_S) as http,
+        http.stream("POST", "/v1/completions", json=body) as answer,
+    ):
         lines = answer.iter_lines()
         next(lines)
     wait_for(lambda: metric(url, "raypp_requests_running") == 0)
@@ -145,16 +148,19 @@ def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:
     deploy({"num_stages": 1, "num_replicas": 2, "served_model_name": "pair"}, name="pair", route_prefix="/pair")
     try:
         pair = f"{url}/pair"
-        with openai.OpenAI(base_url=f"{pair}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=f"{pair}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
             for index in range(16):
                 client.completions.create(model="pair", prompt=f"import {index}", max_tokens=2)
-        wait_for(lambda: httpx.get(f"{pair}/metrics").text.count("raypp_engine_up{") == 2)
-        text = httpx.get(f"{pair}/metrics").text
-        served = [line for line in text.splitlines() if line.startswith("raypp_request_seconds_count{")]
-        assert sum(float(line.split()[-1]) for line in served) == 16
-        assert len(served) == 2
-        assert "raypp" in httpx.get(f"{pair}/").text
-        assert httpx.get(f"{pair}/page.js").status_code == 200
+
+        def both_tell_of_all() -> bool:  # one that is slow to answer the other is left out
+            lines = httpx.get(f"{pair}/metrics", timeout=WAIT_S).text.splitlines()
+            served = [float(line.split()[-1]) for line in lines if line.startswith("raypp_request_seconds_count{")]
+            num_up = sum(line.startswith("raypp_engine_up{") for line in lines)
+            return num_up == len(served) == 2 and sum(served) == 16
+
+        wait_for(both_tell_of_all)
+        assert "raypp" in httpx.get(f"{pair}/", timeout=WAIT_S).text
+        assert httpx.get(f"{pair}/page.js", timeout=WAIT_S).status_code == 200
     finally:
         serve.delete("pair")
 
@@ -238,7 +244,7 @@ def test_the_short_way(tmp_path) -> None:
                 line = process.stderr.readline()
                 assert line, "".join(said)
                 said.append(line)
-            models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=30).json()
+            models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_S).json()
             assert [model["id"] for model in models["data"]] == ["small"]
         finally:
             process.send_signal(signal.SIGTERM)
