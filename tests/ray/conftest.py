@@ -18,14 +18,15 @@ def _stop_ray() -> None:
         ray.shutdown()
 
 
-@pytest.fixture(scope="session")
-def _ray_of_the_run() -> Iterator[None]:
-    yield
-    _stop_ray()
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End Ray with the last test of this folder."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _stop_ray()
 
 
 @pytest.fixture(scope="module")
-def local_ray(_ray_of_the_run: None) -> Iterator[None]:
+def local_ray() -> Iterator[None]:
     """Have this process connected to a local Ray without engines; modules share it."""
     if not ray.is_initialized():
         ray.init(
