@@ -17,6 +17,7 @@ import asyncio
 import os
 import statistics
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ def cpu_ms(llm: AsyncLLM) -> dict[str, float]:
     spent = dict.fromkeys([*names.values(), "grammar"], 0.0)
     for process_id, name in names.items():
         for thread in Path(f"/proc/{process_id}/task").iterdir():
-            spent[name] += int((thread / "schedstat").read_text().split()[0]) / 1e6
+            with suppress(FileNotFoundError):  # it has just ended
+                spent[name] += int((thread / "schedstat").read_text().split()[0]) / 1e6
     return spent
 
 

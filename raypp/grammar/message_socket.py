@@ -71,19 +71,20 @@ class MessageSocket:
         self._socket.close()
 
     def _await_room(self, timeout_s: float | None) -> None:
-        """Wait until something can be sent. Another thread may be at it, then this one takes nothing in."""
+        """Wait until something can be sent; see `send`. Without a timeout another thread may be receiving."""
+        takes_in = timeout_s is not None
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT | (select.POLLIN if takes_in else 0))
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_ms = None if ends_s is None else max(ends_s - time.monotonic(), 0.0) * 1e3
-            poller = select.poll()
-            poller.register(self._socket, select.POLLOUT | (0 if timeout_s is None else select.POLLIN))
-            events = dict(poller.poll(left_ms)).get(self._socket.fileno(), 0)
-            if events & ~select.POLLIN:
-                return
-            if not events:
+            left_s = None if ends_s is None else ends_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
                 raise DeadlineError("the other end takes no messages", got=f"none within {timeout_s:g} s")
-            if not self._take_in():
-                raise BrokenPipeError("the other end is gone")
+            for _, events in poller.poll(None if left_s is None else left_s * 1e3):
+                if events & ~select.POLLIN:
+                    return  # there is room, or an error for `send` to find
+                if not self._take_in():
+                    raise BrokenPipeError("the other end is gone")
 
     def _take_in(self) -> bool:
         """Receive what is there; return whether the other end is."""

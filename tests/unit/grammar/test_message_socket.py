@@ -64,7 +64,9 @@ def test_who_is_gone_is_noticed_once_all_was_read() -> None:
         other.send(b"too late", 1.0)
 
 
-def test_who_takes_nothing_is_given_up() -> None:
-    one, _other = pair()
+def test_who_takes_nothing_is_given_up_though_it_talks() -> None:
+    one, other = pair()
+    other.send(b"hello")
     with pytest.raises(DeadlineError, match="takes no messages"):
         one.send(b"x" * 50_000_000, 0.05)
+    assert one.receive() == [b"hello"]
