@@ -25,7 +25,10 @@ class PendingResult:
         self._copied = copied
 
     def wait(self) -> StepResult:
-        """Return the result; blocks until it is there, without the GIL. From any thread."""
+        """Return the result; blocks until it is there, without the GIL. From any thread.
+
+        Its arrays may lie in the ring's memory: to be sent or copied before the entry is used again.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         return self._make()

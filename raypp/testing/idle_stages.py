@@ -27,7 +27,7 @@ from raypp.tracing import Tracer
 from raypp.transport.edges import NUM_FORWARD_SLOTS, num_feedback_slots
 from raypp.transport.flag_forcer import FlagForcer
 from raypp.transport.ipc import IpcEdgeMemory, IpcReceiver, IpcSender
-from raypp.transport.open import MessageSpec, StageLinks
+from raypp.transport.open import MessageSpec, StageLinks, links_of_stages
 from raypp.transport.stream_device import StreamDevice
 
 
@@ -145,18 +145,8 @@ def build_idle_stages(
 
 
 def _idle_links(calls: Counter[str], forward: list[MessageSpec], feedback: MessageSpec) -> list[StageLinks]:
-    num_stages = len(forward) + 1
     forwards = [_idle_edge(calls, NUM_FORWARD_SLOTS, spec.slot_bytes) for spec in forward]
-    feedback_out, feedback_in = _idle_edge(calls, num_feedback_slots(num_stages), feedback.slot_bytes)
-    return [
-        StageLinks(
-            previous=forwards[index - 1][1] if index > 0 else None,
-            next=forwards[index][0] if index < num_stages - 1 else None,
-            feedback_in=feedback_in if index == 0 else None,
-            feedback_out=feedback_out if index == num_stages - 1 else None,
-        )
-        for index in range(num_stages)
-    ]
+    return links_of_stages(forwards, _idle_edge(calls, num_feedback_slots(len(forward) + 1), feedback.slot_bytes))
 
 
 def _idle_edge(calls: Counter[str], num_slots: int, slot_bytes: int) -> tuple[IpcSender, IpcReceiver]:

@@ -179,15 +179,22 @@ def open_local_links(
         return open_local_edge(num_slots, slot_bytes, deadline_s, device=device)
 
     forwards = [edge(NUM_FORWARD_SLOTS, spec.slot_bytes) for spec in forward]
-    feedback_out, feedback_in = edge(num_feedback_slots(num_stages), feedback.slot_bytes)
+    return links_of_stages(forwards, edge(num_feedback_slots(num_stages), feedback.slot_bytes))
+
+
+def links_of_stages(
+    forward: Sequence[tuple[LinkSender, LinkReceiver]], feedback: tuple[LinkSender, LinkReceiver]
+) -> list[StageLinks]:
+    """Return what each stage holds of the ends of all edges of a pipeline; the forward edges in their order."""
+    last, (feedback_out, feedback_in) = len(forward), feedback
     return [
         StageLinks(
-            previous=forwards[index - 1][1] if index > 0 else None,
-            next=forwards[index][0] if index < num_stages - 1 else None,
+            previous=forward[index - 1][1] if index > 0 else None,
+            next=forward[index][0] if index < last else None,
             feedback_in=feedback_in if index == 0 else None,
-            feedback_out=feedback_out if index == num_stages - 1 else None,
+            feedback_out=feedback_out if index == last else None,
         )
-        for index in range(num_stages)
+        for index in range(last + 1)
     ]
 
 
