@@ -18,8 +18,8 @@ GARBLED = 0.1
 """The share of the answers' tokens that are exchanged where they are read."""
 AVERAGE_EVERY = 4
 """Steps between two additions to the average."""
-AVERAGE_DECAY = 0.99
-"""What the average keeps of itself: it reaches back over a few hundred steps."""
+AVERAGE_DECAY = 0.997
+"""What the average keeps of itself: it reaches back over some thousand steps."""
 
 
 class _Losses(torch.nn.Module):

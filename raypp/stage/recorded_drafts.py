@@ -97,7 +97,7 @@ class RecordedDrafts:
         self._num_rows = bucket
         watched = Watched(
             reads=self._reads,
-            changes=self._speculation.tensors,
+            changes=lambda: self._speculation.tensors() | self._followed_by_name(),  # a layer may overwrite its input
             yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
         for name, program in (("propose", self._propose), ("miss", self._miss)):
@@ -140,7 +140,10 @@ class RecordedDrafts:
 
     def _reads(self) -> dict[str, torch.Tensor]:
         kept = {"rows": self._rows, "token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}
-        return kept | {f"followed {index}": tensor for index, tensor in enumerate(self._followed or ())}
+        return kept | self._followed_by_name()
+
+    def _followed_by_name(self) -> dict[str, torch.Tensor]:
+        return {f"followed {index}": tensor for index, tensor in enumerate(self._followed or ())}
 
     def _yields_followed(self, result: None) -> dict[str, torch.Tensor]:
         counts, followed = self._have_room(), self._followed or ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,9 +23,9 @@ CPU = torch.device("cpu")
 PROMPTS = [[7, 80, 99, 3, 12], [5] * 11, [9, 8, 7]]
 
 
-def _engine(mode: str, debug_every: int) -> LocalEngine:
+def _engine(mode: str, debug_every: int, **more: Any) -> LocalEngine:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4, "max_model_len": 64}
-    config = EngineConfig.from_flat("tiny", mode=mode, debug_every=debug_every, **settings)
+    config = EngineConfig.from_flat("tiny", mode=mode, debug_every=debug_every, **settings, **more)
     plan = plan_engine(config, Hardware(1))
     return LocalEngine(plan, pipeline=build_local_pipeline(plan, make_graphs=tape_graphs))
 
@@ -41,6 +43,15 @@ def test_attention_that_is_no_break_point(monkeypatch, mode):
     with pytest.raises(GraphMismatchError, match="does not do what its program does") as caught:
         _generate(_engine(mode, debug_every=1))
     assert "break_point" in str(caught.value.hint)
+
+
+def test_products_that_are_added_in_place(monkeypatch):
+    """As a GPU's library adds them: a head's layer then overwrites what it is told of a step."""
+    monkeypatch.setattr(torch_kernels.AddLinear, "__call__", lambda self, x, residual: residual.add_(self._linear(x)))
+    speculative = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 2}
+    engine = _engine("full", debug_every=1, speculative=speculative)
+    assert _generate(engine)
+    assert engine.stats().num_draft_tokens > 0
 
 
 class Doubler:
