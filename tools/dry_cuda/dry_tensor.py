@@ -142,7 +142,9 @@ class _Call:
             if known is None:
                 return DryTensor(value, device)
             if known.shape != value.shape:
-                raise NotImplementedError(f"an operation made {tuple(value.shape)} of {tuple(known.shape)}: tell dry_torch")
+                raise NotImplementedError(
+                    f"an operation made {tuple(value.shape)} of {tuple(known.shape)}: tell dry_torch"
+                )
             return known
         if isinstance(value, (list, tuple)):
             return type(value)(self.wrap(item, device) for item in value)
