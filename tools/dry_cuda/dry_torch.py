@@ -332,5 +332,6 @@ def install() -> None:
         "_sleep": lambda cycles: None,
         "set_sync_debug_mode": set_sync_debug_mode,
     }
+    changed["default_generators"] = tuple(_Generator() for _ in range(num_devices))
     for name, value in changed.items():
         setattr(cuda, name, value)
