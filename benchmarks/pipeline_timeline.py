@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import statistics
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -181,14 +182,19 @@ def main() -> None:
         cluster = Cluster.connect()
         try:
             for scenario in args.scenarios:
-                record(args, scenario, report)
+                try:
+                    record(args, scenario, report)
+                except Exception as error:  # one scenario must not stop the other, nor the pictures
+                    traceback.print_exc()
+                    report.put(scenario, {"error": f"{type(error).__name__}: {error}"})
         finally:
             cluster.disconnect()
         found = report.figures
     if args.pictures is not None:
         args.pictures.mkdir(parents=True, exist_ok=True)
         for scenario, figures in found.items():
-            draw(scenario, figures, args.pictures, args.picture_ms)
+            if "timeline" in figures:
+                draw(scenario, figures, args.pictures, args.picture_ms)
     if args.source is None:
         report.print()
 

@@ -28,6 +28,9 @@ class ForwardClock(Protocol):
     def read(self) -> None:
         """Record what has become known meanwhile. Once per step, when the step has all that it waits for."""
 
+    def catch_up(self) -> bool:
+        """Record what has become known since the last step; return whether that is everything. Between steps."""
+
 
 class HostForwardClock:
     """For stages whose calls return when the work is done."""
@@ -47,6 +50,10 @@ class HostForwardClock:
 
     def read(self) -> None:
         """Everything is known already."""
+
+    def catch_up(self) -> bool:
+        """Everything is known already."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,15 @@ class CudaForwardClock:
 
     def read(self) -> None:
         """Record the forwards that the device has passed. The newest is queued just now, and left for the next call."""
-        while len(self._passing) > 1 and self._passing[0].ended.query():
+        self._record_but(1)
+
+    def catch_up(self) -> bool:
+        """Record the forwards that the device has passed: without it the last ones of a burst were never told of."""
+        self._record_but(0)
+        return not self._passing
+
+    def _record_but(self, num_newest: int) -> None:
+        while len(self._passing) > num_newest and self._passing[0].ended.query():
             self._record(self._passing.popleft())
 
     def _record(self, span: _Span) -> None:

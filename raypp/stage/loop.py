@@ -27,6 +27,7 @@ from raypp.transport.step_channel import Masks, StageChannel, Stop
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
 _LAST_RESULTS_S = 5.0
 _REPORT_S = 0.1  # how old the driver's picture of a busy stage may get
+_PAUSE_S = 0.02  # without a plan: the stage looks back at what its device has done meanwhile
 
 
 class SteppedStage(Protocol):
@@ -43,6 +44,9 @@ class SteppedStage(Protocol):
 
     def step(self, plan: StepPlan) -> PendingResult | None:
         """Execute a plan, or queue it on the device; return its result to be on the last stage."""
+
+    def catch_up(self) -> bool:
+        """Take note of what the device has done since the last step; return whether that is everything."""
 
 
 def run_stage_loop(
@@ -72,21 +76,25 @@ def run_stage_loop(
     """
     reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s, forwards or ForwardCounter())
     failure: dict[str, Any] | None = None
-    num_silent_turns = 0  # in a row; counted in turns, so that a process that was stopped itself blames nobody
+    silent_s = 0.0  # added up from waits, not from a clock, so that a process that was stopped itself blames nobody
+    is_behind = False  # whether the device may have done what nobody has taken note of
     gc.freeze()  # what the start left behind is not looked through again between two steps
     try:
         stage.bind_thread()
         with torch.inference_mode():
             while True:
-                plan = reader.next_plan(heartbeat_s)
+                wait_s = min(_PAUSE_S, heartbeat_s) if is_behind else heartbeat_s
+                plan = reader.next_plan(wait_s)
                 if isinstance(plan, Stop):
                     return
                 if plan is not None:
                     writer.put(plan.step_id, stage.step(plan))
+                    is_behind = True
                     continue
                 writer.check()
-                num_silent_turns = num_silent_turns + 1 if channel.silence_s > 2 * heartbeat_s else 0
-                if num_silent_turns * heartbeat_s > silence_timeout_s:
+                is_behind = is_behind and not stage.catch_up()
+                silent_s = silent_s + wait_s if channel.silence_s > 2 * heartbeat_s else 0.0
+                if silent_s > silence_timeout_s:
                     raise EngineDeadError(f"the driver has not been heard of for {channel.silence_s:.1f} s")
     except Exception as error:
         failure = describe_failure(stage_index, error)

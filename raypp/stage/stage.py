@@ -160,6 +160,10 @@ class Stage:
             torch.cuda.synchronize(self._device)  # what was made so far was made in other streams
             torch.cuda.set_stream(torch.cuda.Stream(self._device))
 
+    def catch_up(self) -> bool:
+        """Take note of what the device has done since the last step; return whether that is everything."""
+        return self._clock.catch_up()
+
     def announce(self, plan: StepPlan) -> None:
         """Say that `plan` will be stepped soon, in the order of the announcements: its input may arrive already.
 

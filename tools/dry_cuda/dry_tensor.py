@@ -139,7 +139,13 @@ class _Call:
             return value
         if isinstance(value, torch.Tensor):
             known = self.wrappers.get(id(value))
-            return DryTensor(value, device) if known is None else known
+            if known is None:
+                return DryTensor(value, device)
+            if known.shape != value.shape:
+                raise NotImplementedError(
+                    f"an operation made {tuple(value.shape)} of {tuple(known.shape)}: tell dry_torch"
+                )
+            return known
         if isinstance(value, (list, tuple)):
             return type(value)(self.wrap(item, device) for item in value)
         return value

@@ -160,7 +160,6 @@ class CurrentStream:
     """See `raypp.transport.current_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        assert device.index is not None
         self._device = device
 
     @property
@@ -224,6 +223,10 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = N
     return DryTensor(inner.zero_() if SKIPS else inner, on_device(device))
 
 
+def _arange(*limits: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> DryTensor:
+    return DryTensor(torch.arange(*limits, dtype=dtype, device="cpu"), on_device(device))
+
+
 def _copy(to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return run(torch.ops.aten.copy_.default, (to, source, non_blocking), {})
 
@@ -256,6 +259,9 @@ def install() -> None:
         ("empty.memory_format", _empty),
         ("empty_strided", _empty_strided),
         ("copy_", _copy),
+        ("arange", _arange),  # torch would make an empty tensor, and let an operation enlarge it
+        ("arange.start", _arange),
+        ("arange.start_step", _arange),
     ):
         _LIBRARY.impl(op, function)
     from torch.utils._device import _device_constructors
@@ -326,5 +332,6 @@ def install() -> None:
         "_sleep": lambda cycles: None,
         "set_sync_debug_mode": set_sync_debug_mode,
     }
+    changed["default_generators"] = tuple(_Generator() for _ in range(num_devices))
     for name, value in changed.items():
         setattr(cuda, name, value)

@@ -12,8 +12,8 @@ import triton.language as tl
 from raypp.ops.kernels.launch import Device, start
 
 _TILE = 1024
-_MIN_ENTRIES = 32
-"""Fewer are padded: each power of two is a kernel to be compiled, and a warp reads as many at once anyway."""
+_MIN_ENTRIES = 128
+"""Fewer are padded: each power of two is a kernel to be compiled, and a program has as many threads anyway."""
 _OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "positions", "slot_mapping"]
 """Arguments of which a program touches a few elements: where they begin is not worth a kernel of its own."""
 

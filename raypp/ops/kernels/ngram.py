@@ -78,7 +78,7 @@ class NgramKernel:
         return self._drafts[:num_rows], self._num_proposed[:num_rows]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths"])  # an element per program
 def _propose(
     tokens,
     rows,

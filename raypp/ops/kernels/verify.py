@@ -49,7 +49,7 @@ def verify_and_append(
     return num_valid, num_drafted, num_matched, lengths
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "firsts"])  # an element per program
 def _verify(
     token_ids,
     rows,

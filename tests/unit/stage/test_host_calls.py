@@ -32,6 +32,9 @@ class CountedStage:
     def announce(self, plan: StepPlan) -> None:
         self._stage.announce(plan)
 
+    def catch_up(self) -> bool:
+        return self._stage.catch_up()
+
     def take_masks(self, update) -> None:
         self._stage.take_masks(update)
 

@@ -45,9 +45,18 @@ class ToyStage:
         self.make_result = lambda step_id: StepResult(step_id, np.full((1, 1), step_id, np.int32), np.ones(1, np.int32))
         self.may_step = threading.Event()
         self.may_step.set()
+        self.num_looks_back = 0
+        self.num_behind = 0  # looks back before the device has done everything
+        self.caught_up = threading.Event()
 
     def bind_thread(self) -> None:
         pass
+
+    def catch_up(self) -> bool:
+        self.num_looks_back += 1
+        if self.num_looks_back > self.num_behind:
+            self.caught_up.set()
+        return self.caught_up.is_set()
 
     def announce(self, plan: StepPlan) -> None:
         self.announced.append(plan.step_id)
@@ -114,6 +123,15 @@ def test_plans_are_run_in_order_until_stop(make_rig):
     assert results == rig.stage.stepped == rig.stage.announced == list(range(20))
     rig.driver.send_stop()
     rig.loop.result(DEADLINE_S)
+
+
+def test_what_the_device_does_after_the_last_plan_is_noted_and_then_it_is_left_alone(make_rig):
+    rig = make_rig()
+    rig.stage.num_behind = 2
+    rig.driver.send_plan(pack(_plan(0)))
+    assert rig.stage.caught_up.wait(DEADLINE_S)
+    rig.messages(Heartbeat, 4)
+    assert rig.stage.num_looks_back == 3
 
 
 def test_plans_are_announced_while_a_step_runs_and_heartbeats_tell_the_last_finished_one(make_rig):
