@@ -23,6 +23,7 @@ class LastHidden:
     logits: torch.Tensor  # [N, V]
     positions: torch.Tensor  # [N] int64, of the tokens that are chosen
     hidden: SteppedHidden  # of all tokens of the step
+    is_changed: bool = False  # whether the logits are a copy to which everything was done that the rows need
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,11 +81,13 @@ def verify_tokens(
     masks: StepMasks | None = None,
 ) -> Choice:
     """Sample every position and verify drafts; propose nothing. For the arguments see `choose_tokens`."""
-    width, rows = shape.decode_query_len, shape.rows_of_logits()
-    if speculation is not None and needs.history and width > 1:
-        decode = slice(0, shape.num_decode_rows * width, width)
-        sampler.history.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape))
-    chosen = sampler.choose(last.logits, rows, last.positions, needs, masks)
+    if last.is_changed:
+        left, left_masks = needs & ~Needs.CHANGES, None
+    else:
+        left, left_masks = needs, masks
+        if needs.history:
+            place_drafts(shape, last, sampler, speculation)
+    chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, left, left_masks)
     token_ids = chosen.to(torch.int32)
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
@@ -94,3 +97,12 @@ def verify_tokens(
         tokens = speculation.verify(shape, token_ids, last.positions, search, masks)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
     return Choice(chosen, tokens)
+
+
+def place_drafts(shape: StepShape, last: LastHidden, sampler: Sampler, speculation: Speculation | None) -> None:
+    """Let every position see the drafts in front of it, for needs that depend on what was generated before."""
+    width = shape.decode_query_len
+    if speculation is not None and width > 1:
+        decode = slice(0, shape.num_decode_rows * width, width)
+        rows = shape.rows_of_logits()
+        sampler.history.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape))

@@ -63,7 +63,8 @@ class GrammarMasks:
         self._bitmasks: Int32s | None = None  # [rows, 1 + K_max, W]
         self._layouts: dict[StepShape, _Layout | None] = {}
         # The first stage is told the last token of a row, also of one that yields nothing.
-        self._last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        """By row; see `StepMasks`."""
 
     def put(self, update: MaskUpdate) -> None:
         """Take masks in; each row at most once. From any thread."""
@@ -110,7 +111,7 @@ class GrammarMasks:
         ends = np.cumsum(plan.start_num_tokens)[np.isin(plan.start_rows, rows)]
         starting_np = plan.start_rows[np.isin(plan.start_rows, rows)].astype(np.int64)
         starting, last = to_device_together((starting_np, plan.start_token_ids[ends - 1]), self._device)
-        self._last_token_ids.index_copy_(0, starting, last)
+        self.last_token_ids.index_copy_(0, starting, last)
 
     def of_step(
         self, plan: StepPlan, shape: StepShape, num_yielding: int, mark_body: Callable[[], Callable[[], bool]]
@@ -146,7 +147,7 @@ class GrammarMasks:
             draft_ids=drafts,
             logit_indices=indices,
             bitmasks=masks,
-            last_token_ids=self._last_token_ids,
+            last_token_ids=self.last_token_ids,
         )
 
     def _masks_of(self, layout: _Layout, num_masks: Int64s) -> tuple[Int32s, Int64s]:

@@ -29,9 +29,11 @@ from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.choose import Choice, LastHidden, choose_tokens, verify_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.item_rows import ItemRows
+from raypp.stage.recorded_changes import RecordedChanges
 from raypp.stage.recorded_drafts import RecordedDrafts
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
+from raypp.stage.sampler_sizes import may_copy
 from raypp.stage.sampling_rows import Needs
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.slot_copy import SlotReader, SlotWriter
@@ -47,13 +49,17 @@ from raypp.transport.link import LinkReceiver, LinkSender
 
 FULL = "full"
 
-_TAILS = (Needs.GREEDY, Needs.DRAW, Needs.DRAW | Needs.TRUNCATE)
-_MAX_SORTED_LOGITS = 1 << 23
-"""Truncation sorts logits, in about 40 bytes for each. A recording keeps them for ever; and what sorts more than this
-takes longer than its launches do."""
-_NUM_SLOTS = (
-    3  # values in front of all else: the slot of the step's input, whether there is any, the slot of its output
+_TAILS = (
+    Needs.GREEDY,
+    Needs.DRAW,
+    Needs.DRAW | Needs.TRUNCATE,
+    # Of logits that were changed before.
+    Needs.DRAW | Needs.CHANGES,
+    Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES,
+    Needs.DRAW | Needs.CHANGES | Needs.GRAMMAR,
+    Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES | Needs.GRAMMAR,
 )
+_NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
 
@@ -90,6 +96,7 @@ class RecordedDecode:
         aux_states: AuxStates,
         entering: LinkReceiver,
         leaving: LinkSender,
+        last_token_ids: torch.Tensor | None,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -125,6 +132,11 @@ class RecordedDecode:
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
+        self._changes: RecordedChanges | None = None
+        changed = [size for size in sizes if may_copy(size.num_tokens, spec.vocab_size)]
+        if sampler is not None and changed:
+            assert last_token_ids is not None
+            self._changes = RecordedChanges(spec, sampler, speculation, graphs, FULL, changed, last_token_ids)
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
@@ -142,13 +154,20 @@ class RecordedDecode:
         body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
+        if self._changes is not None and size in self._changes:
+            self._changes.record(size, self._shapes[size], lambda: self._last)
         for needs in _TAILS if self._spec.is_last else ():
-            if Needs.TRUNCATE in needs and size.num_tokens * self._spec.vocab_size > _MAX_SORTED_LOGITS:
-                continue
-            tail, watched = partial(self._tail, bucket, num_drafts, needs), self._watched_tail(bucket, num_drafts)
-            self._graphs.record(FULL, ("tail", bucket, num_drafts, needs), tail, watched=watched)
+            if needs <= Needs.DRAW or may_copy(size.num_tokens, self._spec.vocab_size):
+                self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)
+
+    def _record_tail(self, size: FullSize, needs: Needs) -> None:
+        masks = None
+        if Needs.GRAMMAR in needs and self._changes is not None:
+            masks = self._changes.masks.of(self._shapes[size].rows, size.num_drafts)
+        tail = partial(self._tail, *size, needs, masks, is_changed=bool(needs.changes))
+        self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(*size, needs))
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
         """Queue what the host knows of the step.
@@ -199,7 +218,7 @@ class RecordedDecode:
             num_drafts: K.
             needs: What the rows need.
             search: What the step does for later ones.
-            masks: Of rows under a grammar; then GRAMMAR is among the needs, which no recorded tail serves.
+            masks: Of rows under a grammar; then GRAMMAR is among the needs.
         """
         ran = self._choose(bucket, num_drafts, needs, masks)
         if self.drafts is None:
@@ -213,12 +232,19 @@ class RecordedDecode:
         return RanTail(choice, told if search.compares else told.without_comparison())
 
     def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
+        size, changes = FullSize(bucket, num_drafts), self._changes
         for recorded in _TAILS:
-            key = ("tail", bucket, num_drafts, recorded)
-            if needs | recorded == recorded and key in self._graphs:
-                ran: RanTail = self._graphs.run(key)
-                return ran
-        # Its tables appear when they are first needed, so nobody could record it; or it sorts too much.
+            serves = needs | recorded == recorded and (Needs.GRAMMAR in recorded) == (masks is not None)
+            if not serves or ("tail", *size, recorded) not in self._graphs:
+                continue
+            if recorded.changes:
+                assert changes is not None
+                if not changes.are_steady:
+                    break
+                changes.run(size, self._num_rows, needs, masks)
+            ran: RanTail = self._graphs.run(("tail", *size, recorded))
+            return ran
+        # It has too many logits, or had a request with so many entries that its table has moved.
         return self._tail(bucket, num_drafts, needs, masks)
 
     @property
@@ -317,7 +343,7 @@ class RecordedDecode:
 
         return Watched(reads=reads, changes=changes, yields=yields)
 
-    def _watched_tail(self, bucket: int, num_drafts: int) -> Watched:
+    def _watched_tail(self, bucket: int, num_drafts: int, needs: Needs) -> Watched:
         sampler, speculation = self._sampler, self._speculation
         assert sampler is not None
 
@@ -328,11 +354,15 @@ class RecordedDecode:
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.choice.chosen[:num_tokens])}
 
-        return Watched(
-            reads=lambda: {"output": self._output, **sampler.rows.tensors()},
-            changes=lambda: {} if speculation is None else speculation.tensors(),
-            yields=yields,
-        )
+        def reads() -> dict[str, torch.Tensor]:
+            behind = self._changes.read_by_tails() if needs.changes and self._changes is not None else {}
+            return {"output": self._output, **sampler.rows.tensors(), **behind}
+
+        def changes() -> dict[str, torch.Tensor]:
+            behind = self._changes.changed_by_tails() if needs.changes and self._changes is not None else {}
+            return behind if speculation is None else {**speculation.tensors(), **behind}
+
+        return Watched(reads=reads, changes=changes, yields=yields)
 
     def _keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a copy in memory that all recordings share: kept by each, logits would take gigabytes."""
@@ -340,9 +370,14 @@ class RecordedDecode:
             self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
         return self._kept_logits[: len(logits)].copy_(logits)
 
-    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> RanTail:
+    def _tail(
+        self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None, *, is_changed: bool = False
+    ) -> RanTail:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
+        if is_changed:
+            assert self._changes is not None
+            last = self._changes.changed(last)
         if self.drafts is not None:
             assert self._speculation is not None
             choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search(), masks)
@@ -353,7 +388,7 @@ class RecordedDecode:
         write_feedback(self._feedback_views(bucket), shape, choice.tokens)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
-        return RanTail(choice, ToldTokens.of(choice.tokens))
+        return RanTail(choice, ToldTokens.of(choice.tokens, tells_drafts=masks is not None and self.drafts is None))
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:
         """Return the message to the first stage. Last stage only."""

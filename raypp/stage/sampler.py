@@ -46,6 +46,16 @@ class Sampler:
                 prompt_len = int(plan.start_prompt_lens[index])
                 self.history.start(row, token_ids, prompt_len, counts=Needs.PENALTIES in needs)
 
+    def reserve(self) -> None:
+        """Have all tables from now on, at addresses that recordings may read while `is_steady`."""
+        self.rows.reserve()
+        self.history.reserve()
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether all tables are where they were reserved."""
+        return not self.rows.have_moved
+
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what a step with these rows needs."""
         return self.rows.needs(rows_np)
@@ -69,8 +79,10 @@ class Sampler:
             needs: At least what the rows need.
             masks: Of the rows under a grammar.
         """
-        if needs.logits_change:
-            logits = self._changed(logits, rows, positions, needs)
+        if needs.changes:
+            logits = logits.to(torch.float32, copy=True)
+            for need in needs.changes:
+                self.change(need, logits, rows, positions)
         if masks is not None:
             logits = masks.apply(logits)
         if Needs.DRAW not in needs:
@@ -99,23 +111,30 @@ class Sampler:
         if needs.history:
             self.history.commit(rows, positions, token_ids, num_valid)
 
-    def _changed(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
-        """Return a changed copy of the logits, float32 [N, V]. Tables that are not there nobody needs."""
+    def change(
+        self,
+        need: Needs,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Do what one need asks, in place. Tables that are not there nobody needs.
+
+        Shapes: logits [N, V] float32; rows, positions [N] int64.
+        """
         params, history = self.rows, self.history
-        logits = logits.to(torch.float32, copy=True)
-        if Needs.BIAS in needs and params.bias.is_there:
+        if need == Needs.BIAS and params.bias.is_there:
             add_bias(logits, params.bias_token_ids.gather(rows), params.bias.gather(rows))
-        if Needs.PENALTIES in needs and history.has_counts:
+        elif need == Needs.PENALTIES and history.has_counts:
             weights = (t.index_select(0, rows) for t in (params.repetition, params.frequency, params.presence))
             penalize(logits, *history.counts(rows, positions), *weights)
-        if Needs.MIN_TOKENS in needs and params.end_token_ids.is_there:
+        elif need == Needs.MIN_TOKENS and params.end_token_ids.is_there:
             end_token_ids = params.end_token_ids.gather(rows)
             is_early = positions < params.min_lengths.index_select(0, rows)
             ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
-        if Needs.BAD_WORDS in needs and params.bad_words.is_there:
+        elif need == Needs.BAD_WORDS and params.bad_words.is_there:
             words = params.bad_words.gather(rows)
             is_banned = completes_bad_word(words, history.before(rows, positions, MAX_BAD_WORD_TOKENS - 1))
             ban(logits, words[:, :, -1].clamp(min=0).to(torch.int64), is_banned)
-        if Needs.ALLOWED in needs and params.allowed.is_there:
+        elif need == Needs.ALLOWED and params.allowed.is_there:
             allow_only(logits, params.allowed.gather(rows))
-        return logits

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.ops.logits import ANY_TOKEN
+from raypp.stage.sampler_sizes import BAD_WORDS, BIASED_TOKENS, END_TOKENS
 from raypp.stage.spec import StageSpec
 from raypp.stage.wide_table import WideTable
 
@@ -29,6 +30,7 @@ class Needs(IntFlag):
     BAD_WORDS = 32
     ALLOWED = 64
     GRAMMAR = 128
+    CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
 
     @property
     def history(self) -> bool:
@@ -36,9 +38,9 @@ class Needs(IntFlag):
         return bool(self & (Needs.PENALTIES | Needs.BAD_WORDS))
 
     @property
-    def logits_change(self) -> bool:
-        """Whether the logits themselves are changed, before the grammar and the temperature."""
-        return self & ~Needs.GRAMMAR > Needs.DRAW | Needs.TRUNCATE
+    def changes(self) -> Needs:
+        """Those that change the logits themselves, before the grammar and the temperature; in their order."""
+        return self & Needs.CHANGES
 
 
 class SamplingRows:
@@ -62,8 +64,16 @@ class SamplingRows:
         self.bias = WideTable(rows, 0.0, torch.float32, device)
         self.bad_words = WideTable(rows, ANY_TOKEN, torch.int32, device, entry_len=MAX_BAD_WORD_TOKENS)
         self.allowed = WideTable(rows, -1, torch.int32, device)  # a bit per token of the vocabulary
+        self._wide = {
+            "end tokens": self.end_token_ids,
+            "biased tokens": self.bias_token_ids,
+            "bias": self.bias,
+            "bad words": self.bad_words,
+            "allowed tokens": self.allowed,
+        }
         # The host's own copy of what decides what a step does, so that no step asks the device.
         self._needs_np = np.zeros(rows, np.uint8)
+        self._had_extras_np = np.zeros(rows, np.bool_)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tables that every request has parameters in; they keep their addresses."""
@@ -74,6 +84,27 @@ class SamplingRows:
             "min_p": self.min_p,
             "seeds": self.seeds,
         }
+
+    def reserve(self) -> None:
+        """Have all tables from now on; they keep their addresses unless a request has more entries than reserved."""
+        widths = (END_TOKENS, BIASED_TOKENS, BIASED_TOKENS, BAD_WORDS, -(-self._vocab_size // 32))
+        for table, width in zip(self._wide.values(), widths, strict=True):
+            table.reserve(width)
+
+    @property
+    def have_moved(self) -> bool:
+        """Whether any table is no longer where it was reserved."""
+        return any(table.has_moved for table in self._wide.values())
+
+    def reserved_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tables that few requests have parameters in."""
+        few = {
+            "repetition": self.repetition,
+            "frequency": self.frequency,
+            "presence": self.presence,
+            "min lengths": self.min_lengths,
+        }
+        return few | {name: table.tensor() for name, table in self._wide.items()}
 
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what any of these rows needs."""
@@ -89,15 +120,18 @@ class SamplingRows:
         truncates = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
         draws = plan.start_temperature > 0
         self._needs_np[plan.start_rows] = draws * np.uint8(Needs.DRAW) | (draws & truncates) * np.uint8(Needs.TRUNCATE)
-        self._clear(rows)
+        if self._had_extras_np[plan.start_rows].any():
+            self._clear(rows)
+            self._had_extras_np[plan.start_rows] = False
         if extras is not None:
             self._apply_extras(extras)
+            self._had_extras_np[extras.rows] = True
 
     def _clear(self, rows: torch.Tensor) -> None:
         self.repetition.index_fill_(0, rows, 1.0)
         for table in (self.frequency, self.presence, self.min_lengths):
             table.index_fill_(0, rows, 0)
-        for wide in (self.end_token_ids, self.bias_token_ids, self.bias, self.bad_words, self.allowed):
+        for wide in self._wide.values():
             wide.clear(rows)
 
     def _apply_extras(self, extras: StartExtras) -> None:

@@ -135,6 +135,7 @@ class Stage:
                 self._aux_states,
                 links.entering,
                 links.leaving,
+                self._grammars.last_token_ids if spec.is_last else None,
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()

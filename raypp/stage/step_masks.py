@@ -23,12 +23,14 @@ class StepMasks:
     positions: torch.Tensor  # [G] int64, that the rows' first masks are for
     num_masks: torch.Tensor  # [G] int32, at most 1 + K; 0 where there are none
     draft_ids: torch.Tensor  # [G, K] int32, that the later masks are for
-    logit_indices: torch.Tensor  # [M] int64, the position among the step's logits that each mask is for
+    logit_indices: torch.Tensor | None  # [M] int64, the position among the step's logits of each mask; None: of all
     bitmasks: torch.Tensor  # [M, W] int32
     last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; kept up to date by `close`
+    is_free: torch.Tensor | None = None  # [G] bool, rows that have no grammar after all; None: all have one
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits without what the grammars do not allow. Shapes: logits [N, V], which stay as they are."""
+        assert self.logit_indices is not None, "masks of all logits are applied in place"
         masked = logits.index_select(0, self.logit_indices)
         allow_only(masked, self.bitmasks)
         return logits.index_copy(0, self.logit_indices, masked)
@@ -75,4 +77,5 @@ class StepMasks:
         if draft_ids is not None and num_drafts:
             is_same = draft_ids.index_select(0, self.yielding)[:, :num_drafts] == self.draft_ids
             allowed = torch.minimum(allowed, 1 + is_same.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32))
-        return allowed * (positions == self.positions)
+        allowed = allowed * (positions == self.positions)
+        return allowed if self.is_free is None else allowed.masked_fill(self.is_free, 1 + num_drafts)

@@ -13,7 +13,7 @@ from raypp.ops.host_to_device import to_device
 class WideTable:
     """Entries by row: [max_num_seqs, width, ...]. Unused entries repeat the row's last one, or are neutral.
 
-    It appears late, and moves when it grows: no CUDA graph may read it.
+    It appears late, and moves when it grows: a CUDA graph may read it only if it was reserved, and has not moved since.
     """
 
     def __init__(
@@ -40,6 +40,21 @@ class WideTable:
         self._device = device
         self._trailing = () if entry_len is None else (entry_len,)
         self._table: torch.Tensor | None = None
+        self._reserved: torch.Tensor | None = None
+
+    def reserve(self, width: int) -> None:
+        """Be there from now on, for at least `width` entries per row."""
+        self._reserved = self._at_least(width)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it is elsewhere than it was reserved."""
+        return self._table is not self._reserved
+
+    def tensor(self) -> torch.Tensor:
+        """Return the table."""
+        assert self._table is not None, "no row needs this table"
+        return self._table
 
     @property
     def is_there(self) -> bool:
@@ -48,8 +63,7 @@ class WideTable:
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the entries of rows, [N, width, ...]. Shapes: rows [N] int64."""
-        assert self._table is not None, "no row needs this table"
-        return self._table.index_select(0, rows)
+        return self.tensor().index_select(0, rows)
 
     def clear(self, rows: torch.Tensor) -> None:
         """Make rows neutral. Shapes: rows [S] int64."""
@@ -58,7 +72,9 @@ class WideTable:
 
     def set(self, row: int, entries: NDArray[Any]) -> None:
         """Write a row's entries. Shapes: entries [n, ...], n >= 1."""
-        table = self._at_least(len(entries))
+        table = self._table
+        if table is None or table.shape[1] < len(entries):
+            table = self._at_least(1 << (len(entries) - 1).bit_length())
         values = to_device(entries, self._device).to(self._dtype)
         table[row, : len(entries)] = values
         table[row, len(entries) :] = values[-1]
@@ -67,7 +83,6 @@ class WideTable:
         old = self._table
         if old is not None and old.shape[1] >= width:
             return old
-        width = 1 << (width - 1).bit_length()
         shape = (self._num_rows, width, *self._trailing)
         table = torch.full(shape, self._neutral, dtype=self._dtype, device=self._device)
         if old is not None:

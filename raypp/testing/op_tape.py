@@ -39,6 +39,7 @@ class _Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._taped: list[_Taped] = []
+        self._is_spoiled = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,7 +56,10 @@ class _Tape(TorchDispatchMode):
         return result
 
     def spoil(self) -> None:
-        """Overwrite all that it made."""
+        """Overwrite all that it made, if it was replayed since the last time."""
+        if self._is_spoiled:
+            return
+        self._is_spoiled = True
         for taped in self._taped:
             for tensor in taped.made:
                 if tensor is not None:
@@ -63,6 +67,7 @@ class _Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         """Do it again, with results where they were."""
+        self._is_spoiled = False
         for taped in self._taped:
             results = pytree.tree_leaves(taped.op(*taped.args, **taped.kwargs))
             for kept, new in zip(taped.made, results, strict=True):

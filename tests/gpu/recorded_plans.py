@@ -68,7 +68,7 @@ class _Noting:
 
 
 def mixed_requests(num_requests: int, vocab_size: int, max_prompt: int, seed: int = 0) -> tuple[list, list]:
-    """Return prompts of mixed lengths and parameters of all kinds: greedy, drawn, truncated, penalized, logprobs."""
+    """Return prompts of mixed lengths and parameters of all kinds: greedy, drawn, truncated, penalized, biased."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(2, vocab_size) for _ in range(rng.randint(1, max_prompt))] for _ in range(num_requests)]
     kinds = (
@@ -76,6 +76,7 @@ def mixed_requests(num_requests: int, vocab_size: int, max_prompt: int, seed: in
         {"temperature": 0.8},
         {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "logprobs": 2},
         {"temperature": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0.7, "presence_penalty": 0.5, "logit_bias": {9: 2.0}, "min_tokens": 3, "stop_token_ids": [2]},
         {"temperature": 0.0},
     )
     params = [

@@ -1,0 +1,31 @@
+"""How large the sampler's recordings may be, and the tables for rare parameters that they read: known to the plan.
+
+A request with more entries than these makes its table wider, and so moves it; see `raypp.stage.wide_table`.
+"""
+
+from __future__ import annotations
+
+from raypp.messages import MAX_BAD_WORD_TOKENS
+
+END_TOKENS = 16
+BIASED_TOKENS = 512
+BAD_WORDS = 32
+
+_BYTES_PER_ROW = 8 * END_TOKENS + (8 + 4) * BIASED_TOKENS + 4 * BAD_WORDS * MAX_BAD_WORD_TOKENS
+_BITS_PER_TOKEN = 32 + 8 + 1  # how often it was generated; whether it is in the prompt; whether it is allowed
+
+_MAX_COPIED_LOGITS = 1 << 23
+
+
+def may_copy(num_positions: int, vocab_size: int) -> bool:
+    """Return whether recordings for so many positions may make copies of their logits.
+
+    Truncation sorts logits, and changes are made to a copy, in 20 to 40 bytes for each. A recording keeps them for
+    ever; and what sorts more than this takes longer than its launches do.
+    """
+    return num_positions * vocab_size <= _MAX_COPIED_LOGITS
+
+
+def sampler_table_bytes(num_rows: int, vocab_size: int) -> int:
+    """Return the bytes of all of them."""
+    return num_rows * (_BYTES_PER_ROW + vocab_size * _BITS_PER_TOKEN // 8)

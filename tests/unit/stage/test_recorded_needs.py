@@ -1,0 +1,147 @@
+"""Decode steps with any parameters are recordings; a request too large for the reserved tables runs all the same."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import EnginePlan, plan_engine
+from raypp.driver.hardware import Hardware
+from raypp.stage import sampler_sizes
+from raypp.stage.recorded_decode import RecordedDecode
+from raypp.stage.sampler_sizes import BIASED_TOKENS
+from raypp.testing import LocalEngine, build_local_pipeline
+from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
+from raypp.types import SamplingParams
+
+KINDS = (
+    {"temperature": 0.0, "presence_penalty": 0.6, "frequency_penalty": 0.3},
+    {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+    {"temperature": 0.7, "logit_bias": {40: 3.0, 41: -2.0}, "min_tokens": 4},
+    {"temperature": 0.0},
+    {"temperature": 0.8, "allowed_token_ids": list(range(30, 200)), "top_k": 12},
+    {"temperature": 0.0, "min_tokens": 6, "stop_token_ids": [9, 10]},
+)
+BAD_WORDS = ((45,), (60, 61), (99, 45, 80))
+SPECULATION = {"speculative": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
+def _requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    return [
+        (
+            [5 + i, 80 + i, 99, 120 + 3 * i] * (2 + i % 4),
+            SamplingParams(max_tokens=8 + i % 5, seed=i, ignore_eos=i % 2 == 0, **KINDS[i % len(KINDS)]),
+        )
+        for i in range(count)
+    ]
+
+
+def _generate(engine: LocalEngine, requests, eos_token_ids=frozenset()) -> list[list[int]]:
+    """Run them, more than there are rows; every third has bad words."""
+    running = [
+        engine.submit(
+            prompt,
+            params,
+            eos_token_ids=eos_token_ids if params.structured_outputs else frozenset(),
+            bad_word_token_ids=BAD_WORDS if index % 3 == 0 and not params.structured_outputs else (),
+        )
+        for index, (prompt, params) in enumerate(requests)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    return [request.output_token_ids for request in running]
+
+
+def engine_plan(**settings: object) -> EnginePlan:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4, "max_model_len": 96}
+    return plan_engine(EngineConfig.from_flat("tiny", **(sizes | settings)), Hardware(1))
+
+
+def _engine(make_graphs=None, mask_lateness: random.Random | None = None, **settings: object) -> LocalEngine:
+    plan = engine_plan(**settings)
+    pipeline = build_local_pipeline(plan, make_graphs=make_graphs)
+    return LocalEngine(plan, pipeline=pipeline, mask_lateness=mask_lateness)
+
+
+@pytest.fixture
+def tails(monkeypatch):
+    """The tails that ran operation by operation, by their needs; recording runs them, too."""
+    ran, tail = [], RecordedDecode._tail
+
+    def noted(self, bucket, num_drafts, needs, *args, **options):
+        ran.append(needs)
+        return tail(self, bucket, num_drafts, needs, *args, **options)
+
+    monkeypatch.setattr(RecordedDecode, "_tail", noted)
+    return ran
+
+
+@pytest.mark.parametrize("settings", [{}, SPECULATION], ids=["plain", "drafts"])
+def test_replays_choose_the_same(tails, settings):
+    """On tapes that spoil each other's memory."""
+    requests = _requests(9)
+    expected = _generate(_engine(mode="none", **settings), requests)
+    engine = _engine(spoiling_tape_graphs, mode="full", **settings)
+    tails.clear()
+    assert _generate(engine, requests) == expected
+    assert not tails
+
+
+def test_debug_mode_agrees():
+    engine = _engine(tape_graphs, mode="full", debug_every=2, **SPECULATION)
+    requests = _requests(6)
+    assert _generate(engine, requests) == _generate(_engine(mode="none", **SPECULATION), requests)
+
+
+def test_too_many_logits_are_not_recorded(monkeypatch, tails):
+    monkeypatch.setattr(sampler_sizes, "_MAX_COPIED_LOGITS", 0)
+    engine = _engine(tape_graphs, mode="full")
+    assert tails
+    assert not any(needs.changes for needs in tails)
+    tails.clear()
+    requests = _requests(6)
+    assert _generate(engine, requests) == _generate(_engine(mode="none"), requests)
+    assert tails
+
+
+def test_a_request_with_more_entries_than_reserved(tails):
+    engine, plain = _engine(tape_graphs, mode="full"), _engine(mode="none")
+    tails.clear()
+    requests = _requests(4)
+    assert _generate(engine, requests) == _generate(plain, requests)
+    assert not tails
+    vocab_size = engine_plan().model.vocab_size
+    bias = {token_id: token_id % 7 - 3.0 for token_id in range(BIASED_TOKENS + 1)}
+    assert vocab_size > len(bias)
+    large = [([7, 8, 9], SamplingParams(max_tokens=9, temperature=0.7, seed=3, logit_bias=bias, ignore_eos=True))]
+    assert _generate(engine, large) == _generate(plain, large)
+    assert tails  # its table has moved
+    assert _generate(engine, requests) == _generate(plain, requests)
+
+
+@pytest.mark.parametrize("settings", [{}, SPECULATION], ids=["plain", "drafts"])
+def test_rows_under_a_grammar(tails, settings):
+    """Beside free rows, with masks that come late; the texts are those of the plain engine."""
+    patterns = ("[a-z]{3,12}", "(yes|no|maybe so)( and (yes|no)){0,4}", '\\{"a": [0-9]{1,6}\\}')
+    requests = []
+    for index, (prompt, params) in enumerate(_requests(6)):
+        if index % 5 < 3:
+            values = ({}, {"presence_penalty": 0.5}, {"top_p": 0.9})[index % 3]
+            params = SamplingParams(
+                max_tokens=10,
+                temperature=0.5 * (index % 3),
+                seed=index,
+                structured_outputs={"regex": patterns[index % 5]},
+                **values,
+            )
+        requests.append((prompt, params))
+    eos_token_ids = frozenset(engine_plan().model.eos_token_ids)
+    expected = _generate(_engine(mode="none", **settings), requests, eos_token_ids)
+    engine = _engine(spoiling_tape_graphs, mode="full", **settings)
+    tails.clear()
+    assert _generate(engine, requests, eos_token_ids) == expected
+    assert not tails
+    late = _engine(tape_graphs, mask_lateness=random.Random(5), mode="full", debug_every=3, **settings)
+    assert _generate(late, requests, eos_token_ids) == expected
