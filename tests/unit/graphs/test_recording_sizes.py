@@ -180,14 +180,20 @@ def test_stages_use_the_sizes_that_all_have():
     """The second stage has memory for fewer recordings: both pad to what it has, and yield the same."""
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 32, "num_stages": 2}
     plan = plan_engine(EngineConfig.from_flat("tiny", mode="full_and_piecewise", **settings), Hardware(1))
-    managers = []
 
-    def make_graphs(spec: StageSpec) -> CudaGraphManager:
-        managers.append(_FewCalls(None))
-        managers[-1].max_calls = 2 + 2 * 4 + 1 if spec.stage_index else 1000
-        return managers[-1]
+    def build(most_of_second: int) -> tuple[LocalEngine, list[CudaGraphManager]]:
+        managers = []
 
-    engine = LocalEngine(plan, pipeline=build_local_pipeline(plan, make_graphs=make_graphs))
+        def make_graphs(spec: StageSpec) -> CudaGraphManager:
+            managers.append(_FewCalls(None))
+            managers[-1].max_calls = most_of_second if spec.stage_index else 1000
+            return managers[-1]
+
+        return LocalEngine(plan, pipeline=build_local_pipeline(plan, make_graphs=make_graphs)), managers
+
+    _, (_, second) = build(1000)
+    pieces, full = second.costs["piecewise"].num_graphs, second.costs["full"].num_graphs
+    engine, managers = build(pieces + full // 2 + 1)  # of four sizes two, and a part of the third
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     prompts = [[5, 6, 7], [9] * 20, [3] * 9]
     assert engine.generate(prompts, params) == _engine("none", None).generate(prompts, params)
