@@ -84,7 +84,6 @@ def test_stages_as_actors(tmp_path, place, family):
 
         comparison.compare(path, _prompts(seed), NUM_NEW_TOKENS, generate)
         print(f"\n{place}, {family}: {[stage['graphs'] for stage in llm.stats()['stages']]}")
-        told = llm.timeline()  # the last steps too, though no step came after them
-        assert {forward.step_id for forward in told.forwards} >= {llm.stats()["num_steps"] - 1}
-        assert all(stage["num_steps"] == llm.stats()["num_steps"] for stage in llm.stats()["stages"])
+        last_step_id = llm.stats()["num_steps"] - 1  # it is told of, too, though no step came after it
+        assert max(forward.step_id for forward in llm.timeline().forwards) >= last_step_id
     comparison.assert_rare()
