@@ -124,13 +124,13 @@ def test_a_request_with_more_entries_than_reserved(tails):
 @pytest.mark.parametrize("settings", [{}, SPECULATION], ids=["plain", "drafts"])
 def test_rows_under_a_grammar(tails, settings):
     """Beside free rows, with masks that come late; the texts are those of the plain engine."""
-    patterns = ("[a-z]{3,12}", "(yes|no|maybe so)( and (yes|no)){0,4}", '\\{"a": [0-9]{1,6}\\}')
+    patterns = ("(ab){9,12}", "(yes|no|maybe so)( and (yes|no)){0,4}", '\\{"a": [0-9]{1,6}\\}')
     requests = []
     for index, (prompt, params) in enumerate(_requests(6)):
         if index % 5 < 3:
             values = ({}, {"presence_penalty": 0.5}, {"top_p": 0.9})[index % 3]
             params = SamplingParams(
-                max_tokens=10,
+                max_tokens=20,
                 temperature=0.5 * (index % 3),
                 seed=index,
                 structured_outputs={"regex": patterns[index % 5]},
@@ -138,10 +138,14 @@ def test_rows_under_a_grammar(tails, settings):
             )
         requests.append((prompt, params))
     eos_token_ids = frozenset(engine_plan().model.eos_token_ids)
-    expected = _generate(_engine(mode="none", **settings), requests, eos_token_ids)
+    plain = _engine(mode="none", **settings)
+    expected = _generate(plain, requests, eos_token_ids)
     engine = _engine(spoiling_tape_graphs, mode="full", **settings)
     tails.clear()
     assert _generate(engine, requests, eos_token_ids) == expected
     assert not tails
+    assert engine.stats().num_accepted_tokens == plain.stats().num_accepted_tokens
+    if settings:
+        assert engine.stats().num_accepted_tokens > 5  # the driver was told the drafts, so there were masks behind them
     late = _engine(tape_graphs, mask_lateness=random.Random(5), mode="full", debug_every=3, **settings)
     assert _generate(late, requests, eos_token_ids) == expected
