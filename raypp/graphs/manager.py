@@ -158,6 +158,11 @@ class CudaGraphManager:
         return key in self._recordings or key in self._programs
 
     @property
+    def makes_graphs(self) -> bool:
+        """Whether recordings save launches: calls of programs save nothing, however these are cut."""
+        return self._maker is not None
+
+    @property
     def num_compared(self) -> int:
         """Replays that debug mode has compared."""
         return 0 if self._check is None else self._check.num_compared

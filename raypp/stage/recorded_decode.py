@@ -134,7 +134,7 @@ class RecordedDecode:
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
         self._changes: RecordedChanges | None = None
         changed = [size for size in sizes if may_copy(size.num_tokens, spec.vocab_size)]
-        if sampler is not None and changed:
+        if sampler is not None and changed and graphs.makes_graphs:
             assert last_token_ids is not None
             self._changes = RecordedChanges(spec, sampler, speculation, graphs, FULL, changed, last_token_ids)
 
@@ -154,10 +154,12 @@ class RecordedDecode:
         body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
-        if self._changes is not None and size in self._changes:
-            self._changes.record(size, self._shapes[size], lambda: self._last)
+        changes = self._changes if self._changes is not None and size in self._changes else None
+        if changes is not None:
+            changes.record(size, self._shapes[size], lambda: self._last)
         for needs in _TAILS if self._spec.is_last else ():
-            if needs <= Needs.DRAW or may_copy(size.num_tokens, self._spec.vocab_size):
+            sorts_too_much = Needs.TRUNCATE in needs and not may_copy(size.num_tokens, self._spec.vocab_size)
+            if not sorts_too_much and not (needs.changes and changes is None):
                 self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)
@@ -244,7 +246,8 @@ class RecordedDecode:
                 changes.run(size, self._num_rows, needs, masks)
             ran: RanTail = self._graphs.run(("tail", *size, recorded))
             return ran
-        # It has too many logits, or had a request with so many entries that its table has moved.
+        # It has too many logits, or a request had so many entries that its table has moved; or nobody makes graphs,
+        # and recordings of changes would only be more calls.
         return self._tail(bucket, num_drafts, needs, masks)
 
     @property
