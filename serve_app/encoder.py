@@ -42,20 +42,24 @@ class EncoderProxy:
     """Passes pictures to encoder actors, shared out by cost. Serve bounds how many calls run, and how many wait."""
 
     def __init__(self) -> None:
-        self._engines: dict[str, list[Any]] = {}
+        self._engines: dict[str, list[Any]] = {}  # those that joined last at the end
 
     async def join(self, engine: str, actors: list[Any]) -> None:
-        """Take note of an engine's encoder actors, in place of those that it had.
+        """Take note of an engine's encoder actors, in place of those that it had; forget engines that have died.
+
+        One whose encoders were only being started again joins anew with its next pictures.
 
         Args:
             engine: Any name of its own.
             actors: Handles.
         """
-        self._engines[engine] = actors
-
-    async def leave(self, engine: str) -> None:
-        """Forget an engine."""
         self._engines.pop(engine, None)
+        others = dict(self._engines)
+        self._engines[engine] = actors
+        answers = await asyncio.gather(*map(_which_answer, others.values()))
+        for (name, old), answering in zip(others.items(), answers, strict=True):
+            if not any(answering) and self._engines.get(name) is old:
+                del self._engines[name]
 
     async def prepare(self, engine: str, items: Sequence[EncoderItem]) -> bool:
         """Have an engine's encoders encode items, and keep what comes of them.
@@ -75,22 +79,28 @@ class EncoderProxy:
 
         Args:
             items: Pictures, see `raypp.pictures`.
-            engine: Whose encoders; None: any.
+            engine: Whose encoders; None: any, the one that joined last before others.
 
         Raises:
-            EncoderDiedError: there is no engine with encoders.
+            EncoderDiedError: there is no engine with encoders, or they have died.
             RequestError: an item cannot be encoded.
         """
-        actors = self._engines.get(engine) if engine is not None else next(iter(self._engines.values()), None)
-        if not actors:
+        candidates = [actors for name, actors in reversed(self._engines.items()) if engine in (None, name)]
+        if not candidates:
             raise EncoderDiedError(
                 "no engine with encoders is known here", got=f"engine {engine!r}", expected=sorted(self._engines)
             )
+        failure: ray.exceptions.RayActorError | None = None
+        for actors in candidates:
+            try:
+                return await self._encoded_by(actors, items)
+            except ray.exceptions.RayActorError as error:
+                failure = error
+        raise EncoderDiedError("an encoder died", got=str(failure).splitlines()[0], hint="try again") from failure
+
+    async def _encoded_by(self, actors: list[Any], items: Sequence[EncoderItem]) -> list[NDArray[np.float32]]:
         calls = self._shared_out(items, len(actors))
-        try:
-            answers = await asyncio.gather(*(actors[call.encoder_index].encode.remote(call.items) for call in calls))
-        except ray.exceptions.RayActorError as error:
-            raise EncoderDiedError("an encoder died", got=str(error).splitlines()[0], hint="try again") from error
+        answers = await asyncio.gather(*(actors[call.encoder_index].encode.remote(call.items) for call in calls))
         found: dict[bytes, Any] = {key: result for answer in answers for key, result in answer.items()}
         for result in found.values():
             if isinstance(result, RayppError):
