@@ -124,7 +124,7 @@ def test_a_disconnect_through_the_proxy_frees_the_row(url: str) -> None:
         lines = answer.iter_lines()
         next(lines)
     wait_for(lambda: metric(url, "raypp_requests_running") == 0)
-    assert metric(url, "raypp_generated_tokens_total") - before < 2900, "3000 were ordered"
+    assert metric(url, "raypp_generated_tokens_total") - before < 1500, "3000 were ordered"
     assert metric(url, "raypp_kv_usage_ratio") == 0
 
 

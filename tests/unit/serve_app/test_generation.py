@@ -218,7 +218,7 @@ def test_unknown_paths_and_methods_have_openais_error_shape(http: httpx.Client) 
 
 
 SLOW = {"stage_factory": FakeStage(step_ms=50), "num_stages": 1}
-LONG = {"prompt": [1], "max_tokens": 200, "ignore_eos": True}
+LONG = {"prompt": [1], "max_tokens": 2000, "ignore_eos": True}  # 100 s
 
 
 @pytest.fixture(scope="module")
@@ -246,8 +246,8 @@ def test_a_client_that_disconnects_frees_its_row(slow_app: RunningApp, stream: b
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/completions", json=LONG, timeout=0.3)
     after = wait_until_idle(slow_app)
-    # 200 tokens take 10 s. A loaded machine may be late to tell the server, but not by all of them.
-    assert after["num_generated_tokens"] - before < 150
+    # A loaded machine may be some seconds late to tell the server.
+    assert after["num_generated_tokens"] - before < 150, "2000 were ordered"
     assert after["num_free_blocks"] == after["num_blocks"] - 1
     assert slow_app.context.admission.num_unfinished == 0
 
