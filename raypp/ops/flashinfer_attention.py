@@ -106,6 +106,9 @@ def causal_mask(query_len: int, num_rows: int, device: torch.device) -> torch.Te
 class FlashInferPrefill:
     """Attention of prefill rows, planned on the host: a break point of graphs.
 
+    A plan is written to pinned memory and copied from there by the device. Whoever plans anew in the same entry waits
+    for that copy; steps that take entries in turn find it done.
+
     Args:
         heads: Of all layers.
         block_size: Of the KV cache.
@@ -127,13 +130,15 @@ class FlashInferPrefill:
         self._wrappers = [
             BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT, backend="auto") for _ in range(num_ring_entries)
         ]
+        self._copied = [torch.cuda.Event() for _ in range(num_ring_entries)]
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
-        """Return the plan of the batch's prefill rows, for `run`. Waits for nothing."""
+        """Return the plan of the batch's prefill rows, for `run`. Waits only for the copy of the entry's last plan."""
         heads, block_size = self._heads, self._block_size
         num_blocks = [math.ceil(seq_len / block_size) for seq_len in batch.prefill_seq_lens]
         tables = batch.block_tables[batch.num_decode_rows :]
-        wrapper = self._wrappers[ring_entry]
+        wrapper, copied = self._wrappers[ring_entry], self._copied[ring_entry]
+        copied.synchronize()
         wrapper.plan(
             _prefix_sums(batch.prefill_query_lens),
             _prefix_sums(num_blocks),
@@ -150,6 +155,7 @@ class FlashInferPrefill:
             seq_lens=_on_host(batch.prefill_seq_lens),
             max_token_per_sequence=max(batch.prefill_query_lens),
         )
+        copied.record()
         return wrapper
 
     def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
