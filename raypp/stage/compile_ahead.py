@@ -35,6 +35,8 @@ def compile_ahead(
     if num_threads <= 1:
         return
     device = torch.device(spec.device)
+    if device.type == "cuda" and device.index is None:  # threads begin with the first one as theirs
+        device = torch.device("cuda", torch.cuda.current_device())
 
     def run(size: FullSize) -> None:
         if device.type == "cuda":
