@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import add_rms_norm, rms_norm
-from raypp.ops.kernels.projection import Tuning, Weights, partial_floats, project
+from raypp.ops.kernels.projection import Weights
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.sampling import sample
@@ -121,68 +120,6 @@ def measure_products(shape: Shape) -> Figures:
 def _row(name: str, rows: int, own: float | str, library: float | str, floor: float) -> Figures:
     print(f"{name:<22}{rows:>5} rows   own {own!s:>8}   library {library!s:>8}   floor {floor:8.2f}", flush=True)
     return {"own_us": own, "library_us": library, "floor_us": round(floor, 2)}
-
-
-def _candidates(weights: Weights, num_rows: int) -> list[Tuning]:
-    if num_rows == 1:
-        cuts = [(1, 4096), (2, 4096), (2, 2048), (4, 2048), (8, 1024), (4, 1024), (16, 512), (8, 512)]
-        widest = 2 ** math.ceil(math.log2(weights.num_inputs))
-        cuts = [(outputs, inputs) for outputs, inputs in cuts if inputs <= widest]
-        found = [Tuning(outputs, inputs, 1, 4, stages) for outputs, inputs in cuts for stages in (1, 3)]
-        found += [Tuning(4, 4096, 1, 8, 1), Tuning(2, 4096, 1, 8, 1), Tuning(8, 2048, 1, 8, 1)]
-        found = [t for t in found if t.inputs <= widest and not (t.num_stages > 1 and t.inputs >= weights.num_inputs)]
-        return list(dict.fromkeys(found))
-    splits = (1,) if weights.is_gated or weights.norm_eps is not None else (1, 2, 4, 8)
-    if num_rows <= 16:
-        cuts = [(16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
-    elif num_rows <= 32:
-        cuts = [(16, 256, 4, 3), (32, 128, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
-    else:
-        cuts = [(32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (64, 128, 8, 3)]
-    return [
-        Tuning(outputs, inputs, count, warps, stages)
-        for (outputs, inputs, warps, stages), count in itertools.product(cuts, splits)
-        if not (weights.is_gated and outputs > 64)
-    ]
-
-
-def tune_products(shape: Shape) -> Figures:
-    """Return for each product and number of rows the best cuts, with and without the norm fused."""
-    device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
-    workspace.reserve(64 << 20)
-    started = time.monotonic()
-    products = shape.products | {"lm_head": (shape.vocab, shape.hidden, True, False)}
-    for name, (outputs, inputs, has_norm, has_gate) in products.items():
-        weights = _product_weights(outputs, inputs, has_norm, has_gate)
-        bare = [replace(each, norm_eps=None) for each in weights]
-        jobs: list[tuple[str, int, Tuning, list[Callable[[], object]]]] = []
-        for rows in (1, 16, 32, 64, 128) if name != "lm_head" else (1, 16, 32, 64):
-            x = _random(rows, inputs)
-            residual = None if has_norm else _random(rows, outputs)
-            for kind, group in (("norm", weights), ("bare", bare)) if has_norm else (("bare", bare),):
-                if (kind == "norm" and rows > 32) or (kind == "bare" and rows == 1 and has_norm):
-                    continue
-                for tuning in _candidates(group[0], rows):
-                    if partial_floats(rows, group[0], tuning) <= 64 << 20:
-                        calls = [partial(project, x, w, residual, tuning, device, workspace) for w in group]
-                        jobs.append((kind, rows, tuning, calls))
-        compile_ahead([calls[0] for *_, calls in jobs])
-        found: dict[tuple[int, str], list[tuple[float, str]]] = {}
-        for kind, rows, tuning, calls in jobs:
-            us = try_us(calls)
-            if isinstance(us, float):
-                cut = (tuning.outputs, tuning.inputs, tuning.num_splits, tuning.num_warps, tuning.num_stages)
-                found.setdefault((rows, kind), []).append((us, str(cut)))
-        floor = weights[0].weight.nbytes / BYTES_PER_US
-        for (rows, kind), results in found.items():
-            x = _random(rows, inputs)
-            residual = None if has_norm else _random(rows, outputs)
-            library = try_us([partial(_library, w, device, x, residual) for w in weights])
-            best = sorted(results)[:4]
-            print(f"{name:<8}{rows:>4} {kind}: library {library} floor {floor:.2f} best {best}", flush=True)
-            figures[f"{name} {rows} {kind}"] = {"library_us": library, "floor_us": round(floor, 2), "best": best}
-        print(f"   {time.monotonic() - started:.0f} s", flush=True)
-    return figures
 
 
 class Cache:
@@ -455,7 +392,4 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
     "attention_drafts_qwen3_8b": partial(measure_attention, SHAPES["qwen3_8b"], 5),
     "small_qwen3_8b": partial(measure_small, SHAPES["qwen3_8b"]),
     "sampling": measure_sampling,
-}
-TUNINGS: dict[str, Callable[[], Figures]] = {
-    f"tune_{name}": partial(tune_products, shape) for name, shape in SHAPES.items()
 }

@@ -2,11 +2,10 @@
 
     python benchmarks/micro/kernels.py                        all sections, about three minutes
     python benchmarks/micro/kernels.py --sections attention   some of them
-    python benchmarks/micro/kernels.py --tune tune_qwen3_8b   which cut is best for each product (minutes)
 
 Every section runs in a process of its own: one that fails says why and does not stop the others. Figures are medians in
 microseconds per call. Weights and caches go round through more bytes than the second-level cache holds. The last line
-is JSON.
+is JSON. Which cut is best for each product: `tune_layer.py`.
 """
 
 from __future__ import annotations
@@ -75,16 +74,15 @@ def main() -> None:
     """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", nargs="+", choices=list(kernel_sections.SECTIONS), help="default: all")
-    parser.add_argument("--tune", nargs="+", choices=list(kernel_sections.TUNINGS), help="instead of sections")
     parser.add_argument("--in-process", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernels.py needs a CUDA device")
     if arguments.in_process:
         name = arguments.in_process
-        print(json.dumps((kernel_sections.SECTIONS | kernel_sections.TUNINGS)[name]()))
+        print(json.dumps(kernel_sections.SECTIONS[name]()))
         return
-    names = arguments.tune or arguments.sections or list(kernel_sections.SECTIONS)
+    names = arguments.sections or list(kernel_sections.SECTIONS)
     figures = {name: run_section(name) for name in names}
     report = {
         "benchmark": "kernels",

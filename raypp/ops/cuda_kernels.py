@@ -16,7 +16,7 @@ from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import Tuning, Weights, fold_norm, partial_floats, project
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, partial_floats, project
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -210,12 +210,10 @@ class CudaProjection:
         if torch.compiler.is_compiling():
             return self._plain(x)
         weights, tuning = self._weights, self._tunings.get(len(x))
-        if weights.norm_eps is not None and len(x) > 1:
+        if weights.norm_eps is not None and (tuning is None or len(x) > FEW_ROWS):
             x, weights = rms_norm(x, None, weights.norm_eps, self._device), self._bare_weights
         if tuning is not None:
             return project(x, weights, None, tuning, self._device, self._workspace)
-        if weights.norm_eps is not None:
-            x = rms_norm(x, None, weights.norm_eps, self._device)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 

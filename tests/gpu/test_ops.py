@@ -23,7 +23,7 @@ from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
 from raypp.ops.kernels.choose import MAX_ROWS
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import Tuning, Weights, fold_norm
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.sdpa_prefill import SdpaPrefill
 from raypp.ops.torch_kernels import TorchKernels
@@ -86,12 +86,12 @@ def test_decode_inputs(num_rows, query_len):
     checks.check_decode_inputs(num_rows, query_len, num_rows, 2049)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 32, 60])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 16, 32, 60])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1024, 3072), (6144, 4096), (896, 896), (4864, 896)])
 def test_projections(num_rows, num_outputs, num_inputs):
-    tuning = Tuning(4, 1024) if num_rows == 1 else Tuning(32, 128)
+    tuning = Tuning(4, 1024 if num_rows < 3 else 512) if num_rows <= FEW_ROWS else Tuning(32, 128)
     for has_norm, is_gated, has_bias in itertools.product((False, True), repeat=3):
-        if has_norm and num_rows > 1:
+        if has_norm and num_rows > FEW_ROWS:
             continue  # it is a launch of its own
         checks.check_projection(
             BF16,
@@ -106,8 +106,8 @@ def test_projections(num_rows, num_outputs, num_inputs):
         )
 
 
-@pytest.mark.parametrize("num_rows", [2, 16, 33, 128])
-@pytest.mark.parametrize("num_splits", [1, 2, 8])
+@pytest.mark.parametrize("num_rows", [5, 16, 33, 128])
+@pytest.mark.parametrize("num_splits", [1, 2, 3])
 def test_split_projections(num_rows, num_splits):
     checks.check_projection(BF16, num_rows, 4096, 4096, Tuning(32, 128, num_splits), has_bias=True, has_residual=True)
 
@@ -123,7 +123,7 @@ def test_all_ways_of_a_product_agree(shape):
     fold_norm(folded, norm_weight)
     bare = CudaProjection(Weights(weight), kernels.device, kernels.workspace)
     normed = CudaProjection(Weights(folded, None, 1e-6, is_gated), kernels.device, kernels.workspace)
-    for num_rows in (1, 2, 15, 16, 17, MAX_ROWS, MAX_ROWS + 1, 300):
+    for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300):
         x = kernels.normal(num_rows, num_inputs)
         expected = reference.linear(x, weight, norm_weight=norm_weight, eps=1e-6, is_gated=is_gated)
         kernels.assert_close(normed(x), expected, 4)

@@ -148,7 +148,8 @@ def _propose(a: SimpleNamespace) -> None:
     a.num_proposed[:num_rows] = torch.where(a.lengths > 0, proposed, 0)
 
 
-def _project_row(a: SimpleNamespace) -> None:
+def _project_few(a: SimpleNamespace) -> None:
+    assert len(a.x) == a.ROWS
     _project(a, a.HAS_NORM)
 
 
@@ -202,7 +203,7 @@ TWINS: dict[str, Callable[[Any], None]] = {
         _decode_inputs,
         _verify,
         _propose,
-        _project_row,
+        _project_few,
         _project_rows,
         _best,
         _draw,

@@ -1,4 +1,4 @@
-"""Which way a product takes, by its rows and shape. Figures: docs/design/0045-gpu-kernels.md.
+"""Which way a product takes, by its rows and shape. Figures: docs/design/0130-products-of-few-rows.md.
 
 The library (cuBLAS) reads weights at about 80 % of the memory's rate when rows are few, and takes 5 us however small
 the weight; from some number of rows on it is compute that counts, and cuBLAS is better at that.
@@ -9,24 +9,32 @@ from __future__ import annotations
 import triton
 
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import Tuning, Weights
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights
 
 MAX_ROWS = 64
 """Beyond, the library computes."""
 
 _SMALL_WEIGHT_BYTES = 16 << 20
-"""With several rows the library is as good from here on; below, its fixed time per product counts."""
+"""With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
+
+_LARGE_WEIGHT_BYTES = 256 << 20
+"""An LM head: with more than few rows it is the library's."""
 
 _PIECE = 8192  # elements of the weight that one row's program asks for at once: 16 KiB
-_STRIP = 32  # outputs of a program with several rows
-_MAX_SPLITS = 8
+_MAX_SPLITS = 4
 
 
 def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     if num_rows == 1:
         return _tune_row(weights)
-    if num_rows <= MAX_ROWS and weights.weight.nbytes <= _SMALL_WEIGHT_BYTES:
+    if num_rows <= FEW_ROWS:
+        return _tune_few(weights)
+    if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
+        return None
+    if weights.is_gated:
+        return Tuning(outputs=32, inputs=256, num_stages=2) if num_rows <= 16 else None
+    if num_rows <= 32 or (num_rows <= MAX_ROWS and weights.weight.nbytes <= _SMALL_WEIGHT_BYTES):
         return _tune_rows(num_rows, weights, device)
     return None
 
@@ -35,17 +43,29 @@ def _tune_row(weights: Weights) -> Tuning:
     """Whole rows of the weight at once where they are short enough: all is asked for before the input is there."""
     inputs = min(4096, triton.next_power_of_2(weights.num_inputs))
     outputs = max(1, _PIECE // inputs // (2 if weights.is_gated else 1))
-    return Tuning(outputs=min(outputs, 16), inputs=inputs, num_stages=3)
+    return Tuning(outputs=min(outputs, 16), inputs=inputs)
+
+
+def _tune_few(weights: Weights) -> Tuning:
+    """Smaller pieces than of one row: every row has sums of its own."""
+    if weights.is_gated:
+        return Tuning(outputs=8, inputs=256)
+    return Tuning(outputs=4, inputs=512 if weights.num_inputs >= 4096 else 1024)
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 32 outputs, split along K where they are far fewer than processors.
+    """Strips of 64 outputs, split along K until every processor has a program, or two where rows leave room for them.
 
-    The parts of a split go through memory, and one program waits for all of them. More rows leave room for fewer pieces
-    of the weight under way.
+    The parts of a split go through memory, and one program waits for all of them.
     """
-    num_strips, num_splits = triton.cdiv(weights.num_outputs, _STRIP), 1
-    while not weights.is_gated and num_splits < _MAX_SPLITS and num_strips * num_splits < 0.75 * device.num_processors:
-        num_splits *= 2
-    num_stages = 5 if num_rows <= 16 else 4 if num_rows <= 32 else 3
-    return Tuning(outputs=_STRIP, inputs=128, num_splits=num_splits, num_stages=num_stages)
+    num_programs = device.num_processors
+    if num_rows <= 8:
+        if weights.num_outputs > weights.num_inputs:
+            return Tuning(outputs=32, inputs=128, num_stages=5)
+        num_programs *= 2
+    inputs, num_stages = (256, 3) if num_rows <= 16 else (128, 4) if num_rows <= 32 else (128, 3)
+    num_pieces = triton.cdiv(weights.num_inputs, inputs)
+    num_splits = min(_MAX_SPLITS, num_programs // triton.cdiv(weights.num_outputs, 64), num_pieces // 2)
+    if num_rows <= 16 and weights.num_outputs > weights.num_inputs:
+        num_splits = 1
+    return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)

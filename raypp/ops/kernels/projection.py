@@ -1,13 +1,13 @@
 """Products with few rows, as fast as their weights can be read: norm before, gate or sum after, all in one launch.
 
-    one row       each program multiplies some rows of the weight with x element by element, and sums at the end
-    a few rows    each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
+    1 to 4 rows   each program multiplies some rows of the weight with x element by element, and sums at the end
+    more          each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
                   along K, then the last part to finish adds the parts, in their order: the same bits every time
 
-With a norm, which one row alone may have, the norm's weight g is part of the product's weight already (`fold_norm`),
-the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) / rms(x). With a
-gate, a program computes an output's gate and up together. The first piece of the weight is asked for before the
-previous kernel has finished (see `raypp.ops.kernels.launch`).
+With a norm, which up to four rows alone may have, the norm's weight g is part of the product's weight already
+(`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
+rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
+before the previous kernel has finished (see `raypp.ops.kernels.launch`).
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -24,6 +24,9 @@ from raypp.ops.kernels.gate import silu
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
 
+FEW_ROWS = 4
+"""Up to so many are multiplied element by element, and may be normalized on the way."""
+
 
 @dataclass(frozen=True, eq=False)
 class Weights:
@@ -31,7 +34,7 @@ class Weights:
 
     weight: torch.Tensor  # [N, K] contiguous
     bias: torch.Tensor | None = None  # [N]
-    norm_eps: float | None = None  # x, one row, is normalized first, by a norm whose weight is folded into this one
+    norm_eps: float | None = None  # x, few rows, is normalized first, by a norm whose weight is folded into this one
     is_gated: bool = False
 
     @property
@@ -62,9 +65,9 @@ class Tuning:
     Args:
         outputs: Of a program.
         inputs: Of a piece of the weight that is asked for at once.
-        num_splits: Parts of K; only with several rows and no gate.
+        num_splits: Parts of K; only with more than few rows and no gate.
         num_warps: Of a program.
-        num_stages: Pieces under way from memory; only with several rows.
+        num_stages: Pieces under way from memory.
     """
 
     outputs: int
@@ -92,7 +95,7 @@ def project(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
 
-    Shapes: x [T, K] contiguous, T from 1 to 128, 1 with a norm; residual [T, N], left as it is.
+    Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -114,15 +117,17 @@ def project(
         **device.launch_options,
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
-    if num_rows == 1:
-        _project_row[(num_programs,)](
+    if num_rows <= FEW_ROWS:
+        _project_few[(num_programs,)](
             x,
             weights.norm_eps or 0.0,
             *arguments,
             HAS_NORM=weights.norm_eps is not None,
             IS_WHOLE=num_inputs <= tuning.inputs,
+            ROWS=num_rows,
             OUTPUTS=tuning.outputs,
             INPUTS=tuning.inputs,
+            TOGETHER=1 if num_rows == 1 else 8,
             STAGES=tuning.num_stages,
             **flags,
         )
@@ -146,8 +151,8 @@ def project(
 
 
 def _padded(num_rows: int) -> int:
-    """Return the rows of a tile: 16 is the least that tensor cores take."""
-    return max(16, int(triton.next_power_of_2(num_rows)))
+    """Return the rows of a tile: 8 is the least that tensor cores take on that side of a product."""
+    return max(8, int(triton.next_power_of_2(num_rows)))
 
 
 @triton.jit
@@ -167,7 +172,39 @@ def _load_vector(vector, index, size, IS_THERE: tl.constexpr):
 
 
 @triton.jit
-def _project_row(
+def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.constexpr):
+    """Return a piece of each row of x, float32."""
+    values = ()
+    for row in tl.static_range(ROWS):
+        values += (_load(x + row * num_inputs + column, inside, IS_EVEN).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def _squared(squares, values, ROWS: tl.constexpr):
+    """Return sums of squares with those of one more piece."""
+    sums = ()
+    for row in tl.static_range(ROWS):
+        sums += (squares[row] + values[row] * values[row],)
+    return sums
+
+
+@triton.jit
+def _multiplied(totals, piece, values, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return each row's products with those of one more piece of the weight.
+
+    TOGETHER inputs, which lie side by side and so with one thread, have one sum: with several rows there are no
+    registers for more.
+    """
+    sums, weight = (), piece.to(tl.float32)
+    shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
+    for row in tl.static_range(ROWS):
+        sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
+    return sums
+
+
+@triton.jit
+def _project_few(
     x,
     eps,
     weight,
@@ -183,8 +220,10 @@ def _project_row(
     IS_EVEN: tl.constexpr,
     OVERLAPS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -192,9 +231,11 @@ def _project_row(
     # Past the end, the last output is computed again, and not stored.
     cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
-    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    up_total = total
-    squares = tl.zeros((INPUTS,), tl.float32)
+    totals, squares, before = (), (), ()
+    for _ in tl.static_range(ROWS):
+        totals += (tl.zeros((OUTPUTS, INPUTS // TOGETHER), tl.float32),)
+        squares += (tl.zeros((INPUTS,), tl.float32),)
+    up_totals = totals
     inside = column < num_inputs
     first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
     first_up_piece = first_piece
@@ -204,31 +245,34 @@ def _project_row(
         first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
         up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
     start(OVERLAPS)
-    first_value = tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
-    # Now, not at the end: nobody waits for it there.
-    before = _load_vector(residual, output, num_outputs, HAS_RESIDUAL)
+    first_values = _values(x, column, inside, num_inputs, False, ROWS)
+    for row in tl.static_range(ROWS):  # now, not at the end: nobody waits for it there
+        before += (_load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
     if not IS_WHOLE:
         for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
             inside = begin + column < num_inputs
-            value = _load(x + begin + column, inside, IS_EVEN).to(tl.float32)
+            values = _values(x + begin, column, inside, num_inputs, IS_EVEN, ROWS)
             piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
             if HAS_NORM:
-                squares += value * value
-            total += piece.to(tl.float32) * value[None, :]
+                squares = _squared(squares, values, ROWS)
+            totals = _multiplied(totals, piece, values, ROWS, TOGETHER)
             if HAS_GATE:
                 up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
-                up_total += up_piece.to(tl.float32) * value[None, :]
-    scale = 1.0
+                up_totals = _multiplied(up_totals, up_piece, values, ROWS, TOGETHER)
     if HAS_NORM:
-        squares += first_value * first_value
-        scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
-    total += first_piece.to(tl.float32) * first_value[None, :]
+        squares = _squared(squares, first_values, ROWS)
+    totals = _multiplied(totals, first_piece, first_values, ROWS, TOGETHER)
     if HAS_GATE:
-        up_total += first_up_piece.to(tl.float32) * first_value[None, :]
-    result = tl.sum(total, 1) * scale + addend
-    if HAS_GATE:
-        result = silu(result) * (tl.sum(up_total, 1) * scale + up_addend)
-    tl.store(y + output, (result + before).to(y.dtype.element_ty), mask=output < num_outputs)
+        up_totals = _multiplied(up_totals, first_up_piece, first_values, ROWS, TOGETHER)
+    for row in tl.static_range(ROWS):
+        scale = 1.0
+        if HAS_NORM:
+            scale = tl.rsqrt(tl.sum(squares[row], 0) / num_inputs + eps)
+        result = tl.sum(totals[row], 1) * scale + addend
+        if HAS_GATE:
+            result = silu(result) * (tl.sum(up_totals[row], 1) * scale + up_addend)
+        result = (result + before[row]).to(y.dtype.element_ty)
+        tl.store(y + row * num_outputs + output, result, mask=output < num_outputs)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -264,7 +308,7 @@ def _project_rows(
     split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
     first = split * split_inputs
     last = tl.minimum(first + split_inputs, num_inputs)
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_total = total
     inside = (first + column < last)[None, :]
     first_piece = _load(weight + cell + first, inside, IS_EVEN)
@@ -285,13 +329,14 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = tl.dot(value, tl.trans(piece), total)
+        total = tl.dot(piece, tl.trans(value), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = tl.dot(value, tl.trans(up_piece), up_total)
-    total = tl.dot(first_value, tl.trans(first_piece), total)
+            up_total = tl.dot(up_piece, tl.trans(value), up_total)
+    total = tl.dot(first_piece, tl.trans(first_value), total)
     if HAS_GATE:
-        up_total = tl.dot(first_value, tl.trans(first_up_piece), up_total)
+        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+    total, up_total = tl.trans(total), tl.trans(up_total)
 
     is_last = True
     if SPLITS > 1:

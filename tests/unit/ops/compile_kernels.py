@@ -75,7 +75,7 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 def call_all(workspace: Workspace) -> None:
-    """Call each kernel as Qwen3 does, in a step of 1, of 16 and of 32 rows."""
+    """Call each kernel as Qwen3 does, in steps of 1 to 32 rows."""
     layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
     decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
     chooser = sampling.TokenChooser(32, DEVICE, workspace)
@@ -104,12 +104,12 @@ def call_all(workspace: Workspace) -> None:
         projection.Weights(large, None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
     ):
-        for rows in (1, 16, 32):
+        for rows in (1, 2, 4, 8, 16, 32):
             tuning = choose_projection(rows, weights, DEVICE)
             if tuning is not None:
                 x = torch.empty(rows, weights.num_inputs, dtype=BF16)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
-                if rows > 1:
+                if rows > projection.FEW_ROWS:
                     weights = replace(weights, norm_eps=None)
                 projection.project(x, weights, residual, tuning, DEVICE, workspace)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)

@@ -33,7 +33,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_append_heads",
         "_decode_attention",
         "_decode_inputs",
-        "_project_row",
+        "_project_few",
         "_project_rows",
         "_best",
         "_draw",
