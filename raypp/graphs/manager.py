@@ -8,6 +8,7 @@ one replay to the next must be in those tensors, or be an argument of a break po
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from raypp.graphs.cuda_graphs import CudaGraphs
 from raypp.graphs.debug import NOTHING_WATCHED, Recording, ReplayCheck, Watched
 from raypp.graphs.memory_meter import MemoryMeter
 from raypp.graphs.pieces import GraphMaker, PieceRecorder, Program
-from raypp.graphs.thinning import thinned
+from raypp.graphs.thinning import bytes_each, index_at, next_position
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,7 +67,8 @@ class CudaGraphManager:
         """Record as many sizes as memory allows; return them.
 
         A size that there is no memory for is left out. When the graphs that are still to come would exceed `max_bytes`,
-        evenly fewer are recorded: a step is then padded to the next larger one. What programs need for themselves is
+        evenly fewer are recorded, the smallest among them: a step is then padded to the next larger one. That is judged
+        anew after each size, so a wrong guess leaves out only a few. What programs need for themselves is
         not counted ahead: it grows when a program needs more than all before it, and the others use it again.
 
         Args:
@@ -78,23 +80,22 @@ class CudaGraphManager:
             return []
         cost, meter = self._account(mode)
         recorded: list[T] = []
-        remaining, first_bytes = list(sizes), 0
-        while remaining:
-            size = remaining.pop(0)
-            num_known = len(self._recordings)
+        taken: list[int] = []
+        position = 1.0
+        while index_at(position) < len(sizes):
+            size = sizes[index_at(position)]
+            num_known, before = len(self._recordings), meter.graph_bytes
             try:
                 record(size)
             except torch.OutOfMemoryError as error:
                 for key in list(self._recordings)[num_known:]:
                     del self._recordings[key]
                 _LOG.warning("no memory to record %s of %s: %s", size, mode, str(error).split("\n", 1)[0])
-                continue
-            recorded.append(size)
-            if len(recorded) == 1:
-                first_bytes = meter.graph_bytes  # kernels are loaded, too
-            elif self._max_bytes is not None:
-                bytes_each = (meter.graph_bytes - first_bytes) / (len(recorded) - 1)
-                remaining = thinned(remaining, self._max_bytes - self.memory_bytes, bytes_each)
+            else:
+                recorded.append(size)
+                taken.append(meter.graph_bytes - before)
+            room_bytes = sys.maxsize if self._max_bytes is None else self._max_bytes - self.memory_bytes
+            position = next_position(position, len(sizes), room_bytes, bytes_each(taken))
         cost.num_left_out += len(sizes) - len(recorded)
         cost.memory_bytes = meter.trim()
         return recorded

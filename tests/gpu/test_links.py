@@ -118,6 +118,7 @@ def test_host_links_under_gpu_tensors(processes: StageProcesses) -> None:
 
 
 def test_opening_again_and_again_keeps_no_memory(processes: StageProcesses, setup: Setup) -> None:
+    """Needs the GPU for itself: memory that a neighbour still has mapped is seen only in the device's total."""
     used = []
     for _ in range(4):
         with opened(processes, setup, forward_bytes=1 << 24) as pipeline:

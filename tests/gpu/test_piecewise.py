@@ -139,7 +139,10 @@ def test_an_error_while_recording_leaves_the_device_usable():
 
 
 def test_recordings_keep_to_their_share():
-    """Half of what all sizes would take is planned: evenly fewer are recorded."""
+    """Half of what all sizes would take is planned: evenly fewer are recorded.
+
+    Needs the GPU for itself: only the device's total tells what graphs take.
+    """
     device = torch.device("cuda")
     x = torch.ones(1 << 16, device=device)
 

@@ -148,7 +148,7 @@ def test_what_is_told_exactly_of_held_out_pictures():
     path = resolve_model_path("tiny-vl")
     trained = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
     held_out = draw_held_out(AutoTokenizer.from_pretrained(path), 42, CPU)
-    assert held_out.share_told_exactly(trained, dict(trained.named_parameters())) > 0.7
+    assert held_out.share_told_exactly(trained, dict(trained.named_parameters())) > 0.9
 
 
 def test_crowded_pictures():

@@ -17,7 +17,7 @@ from raypp.errors import ResourceError
 from raypp.graphs.buckets import few_row_buckets, row_buckets, token_buckets
 from raypp.graphs.manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
-from raypp.graphs.thinning import thinned
+from raypp.graphs.thinning import bytes_each, index_at, next_position
 from raypp.stage.spec import StageSpec
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams
@@ -27,15 +27,16 @@ SIZES = [64, 48, 32, 24, 16, 8, 4, 2, 1]
 
 
 class CountedMaker:
-    """Memory as a number: every graph takes some, the first one the pool besides; and there is an end."""
+    """Memory as a number: every graph takes some, in chunks, the first one the pool besides; and there is an end."""
 
     can_hold_break_points = True
 
-    def __init__(self, *, pool_bytes: int, graph_bytes: int, total_bytes: int = 1 << 40) -> None:
+    def __init__(self, *, pool_bytes: int, graph_bytes: int, chunk_bytes: int = 1, total_bytes: int = 1 << 40) -> None:
         self._num_graphs = 0
         self.others_bytes = 0
         self._pool_bytes = pool_bytes
         self._graph_bytes = graph_bytes
+        self._chunk_bytes = chunk_bytes
         self._total_bytes = total_bytes
 
     def grow_pool(self, pool_bytes: int) -> None:
@@ -58,7 +59,8 @@ class CountedMaker:
 
     def memory(self) -> MemoryUse:
         own_bytes = self._pool_bytes if self._num_graphs else 0
-        return MemoryUse(own_bytes, self._num_graphs * self._graph_bytes + self.others_bytes)
+        num_chunks = -(-self._num_graphs * self._graph_bytes // self._chunk_bytes)
+        return MemoryUse(own_bytes, num_chunks * self._chunk_bytes + self.others_bytes)
 
     def trim(self) -> None:
         pass
@@ -137,16 +139,63 @@ def test_a_size_is_recorded_as_a_whole_or_not_at_all():
 
 @pytest.mark.parametrize("count", range(10))
 def test_thinned_evenly(count):
-    kept = thinned(SIZES, count * 10 + 3, 10.0)
-    assert len(kept) == min(count, len(SIZES))
-    assert kept == sorted(kept, reverse=True)
-    assert not kept or kept[-1] == 1
-    assert set(kept) <= set(SIZES)
+    """What is known at once is spread evenly; the smallest is recorded whatever there is."""
+    position, kept = next_position(0.0, len(SIZES), 10 * count + 3, 10.0), []
+    while index_at(position) < len(SIZES):
+        kept.append(index_at(position))
+        position = next_position(position, len(SIZES), 10 * (count - len(kept)) + 3, 10.0)
+    assert len(kept) == min(max(count, 1), len(SIZES))
+    assert kept[-1] == len(SIZES) - 1
+    gaps = [later - earlier for earlier, later in itertools.pairwise([-1, *kept])]
+    assert max(gaps) - min(gaps) <= 1
 
 
-def test_nothing_known_nothing_thinned():
-    assert thinned(SIZES, 0, 0.0) == SIZES
-    assert thinned([], 100, 1.0) == []
+def test_what_one_more_takes():
+    assert bytes_each([500]) == bytes_each([500, 10]) == 0.0
+    assert bytes_each([500, 10, 10, 10]) == 10.0
+    assert bytes_each([500, 10, 300, 20]) == pytest.approx(50 / 3)
+    assert bytes_each([500, 300, 0, 0]) == 0.0
+
+
+def _evenness(recorded: list[int], sizes: list[int]) -> int:
+    """Return the most sizes in a row that were left out."""
+    places = [-1, *map(sizes.index, recorded), len(sizes)]
+    return max(later - earlier - 1 for earlier, later in itertools.pairwise(places))
+
+
+@pytest.mark.parametrize("chunk_bytes", [10, 20, 32])
+def test_memory_that_grows_in_chunks(chunk_bytes):
+    """The second size opens a chunk: that is not what each of the others will take."""
+    maker = CountedMaker(pool_bytes=0, graph_bytes=10, chunk_bytes=chunk_bytes)
+    manager, sizes = CudaGraphManager(maker, max_bytes=320), list(range(64, 0, -1))
+    recorded = _record(manager, sizes)
+    assert 28 <= len(recorded) <= 32
+    assert recorded[-1] == 1
+    assert _evenness(recorded, sizes) <= 4
+    assert manager.memory_bytes <= 320 + chunk_bytes
+
+
+@pytest.mark.parametrize("chunk_bytes", [80, 160, 320])
+def test_chunks_that_are_a_large_part_of_the_room(chunk_bytes):
+    maker = CountedMaker(pool_bytes=0, graph_bytes=10, chunk_bytes=chunk_bytes)
+    manager = CudaGraphManager(maker, max_bytes=320)
+    recorded = _record(manager, list(range(64, 0, -1)))
+    assert 17 <= len(recorded) <= 34
+    assert recorded[-1] == 1
+    assert manager.memory_bytes <= 320 + chunk_bytes
+
+
+@pytest.mark.parametrize("disturbed", [2, 3, 10])
+def test_others_memory_at_one_size_costs_no_other_its_place(disturbed):
+    maker = CountedMaker(pool_bytes=0, graph_bytes=10)
+    manager, sizes = CudaGraphManager(maker, max_bytes=320 + 1000), list(range(64, 0, -1))
+
+    def record(size: int) -> None:
+        manager.record("full", size, lambda: setattr(maker, "others_bytes", 1000 * (size <= 65 - disturbed)))
+
+    recorded = manager.record_sizes("full", sizes, record)
+    assert 30 <= len(recorded) <= 33
+    assert _evenness(recorded, sizes) <= 4
 
 
 @pytest.mark.parametrize("make", [row_buckets, few_row_buckets, token_buckets])
