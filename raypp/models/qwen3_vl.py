@@ -23,6 +23,7 @@ from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, 
 from raypp.models.vision_config import VisionConfig
 from raypp.models.vision_positions import grid_positions
 from raypp.models.weights import WeightReader, WeightSource
+from raypp.ops.activation import linear_gelu_tanh
 from raypp.ops.segment_attention import segment_attention
 from raypp.ops.vision_rotary import RotateQk, choose_rotate_qk
 from raypp.prompt_items import EncoderItem
@@ -224,7 +225,7 @@ class _Block:
         q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
         attended = segment_attention(q, k, v, segment_starts, max_segment_len)
         hidden = hidden + self._output(attended.reshape(len(hidden), -1))
-        return hidden + self._down(F.gelu(self._up(self._norm2(hidden)), approximate="tanh"))
+        return hidden + self._down(self._up.then_gelu_tanh(self._norm2(hidden)))
 
 
 class _Merger:
@@ -253,6 +254,9 @@ class _Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
+
+    def then_gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_gelu_tanh(x, self._weight, self._bias)
 
 
 class _LayerNorm:

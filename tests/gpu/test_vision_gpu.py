@@ -16,6 +16,7 @@ from raypp.models.qwen3_vl import Qwen3VLVisionTower
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights
+from raypp.ops.activation import linear_gelu_tanh
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.segment_attention import segment_attention
@@ -67,6 +68,23 @@ def test_the_tower_computes_in_bf16_what_it_does_in_float32():
         error = ((found - exact).norm() / exact.norm()).item()
         print(f"\n{device} {dtype}: relative error {error:.2e}")
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(2048, 288, 1120), (1, 288, 560), (33, 72, 8)])
+def test_gelu_is_the_tanh_approximation(dtype, num_rows, num_inputs, num_outputs):
+    generator = torch.Generator(device=CUDA).manual_seed(num_rows)
+    x = torch.randn(num_rows, num_inputs, generator=generator, device=CUDA, dtype=dtype)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator, device=CUDA, dtype=dtype) * num_inputs**-0.5
+    bias = torch.randn(num_outputs, generator=generator, device=CUDA, dtype=dtype)
+    product = F.linear(x.double(), weight.double(), bias.double())
+    expected, exact = F.gelu(product, approximate="tanh"), F.gelu(product)
+    found = linear_gelu_tanh(x, weight, bias).double()
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    if found.numel() > 1_000_000:  # enough for rounding to average out of the difference between the two
+        apart = exact - expected
+        towards_exact = ((found - expected) * apart).mean() / apart.square().mean()
+        assert abs(towards_exact.item()) < 0.5
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
