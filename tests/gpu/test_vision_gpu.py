@@ -17,6 +17,7 @@ from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights
 from raypp.ops.activation import linear_gelu_tanh
+from raypp.ops.host_to_device import concatenated
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.segment_attention import segment_attention
@@ -68,6 +69,26 @@ def test_the_tower_computes_in_bf16_what_it_does_in_float32():
         error = ((found - exact).norm() / exact.norm()).item()
         print(f"\n{device} {dtype}: relative error {error:.2e}")
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_pictures_go_to_the_device_without_a_wait():
+    tower = Qwen3VLVisionTower(CONFIG, torch.bfloat16, CUDA, DummyWeights(0, CUDA))
+    items = [_item(0, 14, 14), _item(1, 28, 20)]
+    with torch.inference_mode():
+        for mode in ("default", "error"):  # first without: kernels are compiled
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                batch = tower.select_items(items, [1, 0])
+                tower.split_output(tower.eager_forward(batch), batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_queued_may_be_dropped_at_once():
+    rows = [np.full((50_000, 16), value, np.uint8) for value in range(8)]
+    torch.cuda._sleep(200_000_000)  # all copies below wait behind it
+    copies = [concatenated([row], CUDA).to(CUDA, non_blocking=True) for row in rows]
+    assert [copy.unique().tolist() for copy in copies] == [[value] for value in range(8)]
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
