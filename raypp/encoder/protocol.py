@@ -101,8 +101,8 @@ class SupportsEncoderCudaGraph(Protocol[BatchT]):
         What goes to a GPU should lie in page-locked memory, see `raypp.ops.host_to_device`.
         """
 
-    def capture_batch(self, shape: BatchShape) -> BatchT:
-        """Return a batch that fills the shape: what the graph is warmed up and captured with."""
+    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> BatchT:
+        """Return a batch of equal items that fills the shape: what graphs are captured with, and measured."""
 
     def replay_values(self, batch: BatchT, shape: BatchShape) -> Mapping[str, torch.Tensor]:
         """Return what each buffer must hold for the batch padded to `shape`, by name, on the host, never to change.

@@ -133,12 +133,13 @@ class Qwen3VLVisionTower:
             [item.patches for item in chosen],
         )
 
-    def capture_batch(self, shape: BatchShape) -> PatchBatch:
-        """Return one grey picture that fills the shape."""
+    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
+        """Return grey pictures that fill the shape, as many as asked for."""
         merge = self._config.spatial_merge_size
-        grid = (1, merge, merge * shape.num_tokens)
+        each, left = divmod(shape.num_tokens, num_items)
+        grids = [(1, merge, merge * (each + (index < left))) for index in range(num_items)]
         num_patches = shape.num_tokens * self._config.patches_per_token
-        return self._batch([b""], [grid], [np.full((num_patches, self._config.patch_dim), 127, np.uint8)])
+        return self._batch([b""] * num_items, grids, [np.full((num_patches, self._config.patch_dim), 127, np.uint8)])
 
     def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
         """Return what the buffers must hold: padding is one more segment, behind the pictures."""
