@@ -32,6 +32,7 @@ from raypp.prompt_items import EncoderItem
 
 _MODE = "encoder"
 _NUM_MEASURED = 3
+_NUM_MEASURED_LAUNCHES = 15  # one figure, which all budgets are compared with
 
 
 class EncoderCudaGraphManager(Generic[BatchT]):
@@ -159,12 +160,12 @@ class EncoderCudaGraphManager(Generic[BatchT]):
                 split_squares=(num_items - left) * each**2 + left * (each + 1) ** 2,
             )
         launches = partial(self._model.eager_forward, self._model.capture_batch(self._shape(smallest)))
-        return GraphChoice(self._budgets, times, self._seconds_of(launches))
+        return GraphChoice(self._budgets, times, self._seconds_of(launches, _NUM_MEASURED_LAUNCHES))
 
-    def _seconds_of(self, function: Callable[[], object]) -> float:
+    def _seconds_of(self, function: Callable[[], object], num_runs: int = _NUM_MEASURED) -> float:
         """Return the median time of a call and what it put on the device."""
         seconds = []
-        for _ in range(1 + _NUM_MEASURED):
+        for _ in range(1 + num_runs):
             self._settle()
             started = time.perf_counter()
             function()

@@ -97,7 +97,8 @@ def test_captured_batches_equal_calls_on_the_same_padding():
     budgets, tower = Buckets({3, 5, 8, 12}), ToyTower()
     captured = EncoderCudaGraphManager(tower, budgets, 3, CPU, OpTapes())
     captured.capture()
-    assert captured.choice.times.keys() == {3, 5, 8, 12}
+    assert {budget: of.split_squares for budget, of in captured.choice.times.items()} == {3: 9, 5: 13, 8: 22, 12: 48}
+    assert captured.choice.launch_s > 0
     captured.choice = GraphChoice(budgets, {})  # whatever was faster
     called = EncoderCudaGraphManager(tower, budgets, 3, CPU, None)
     for seed in range(12):
