@@ -18,9 +18,8 @@ _GRAIN = 32
 def token_ladder(budgets: BudgetRange, max_padding_share: float = MAX_PADDING_SHARE) -> Buckets:
     """Return budgets from the smallest item up, such that no batch has more padding than that share.
 
-    Those far enough apart are multiples of 32.
-
-    An exception is a batch of less than `budgets.min_tokens`, which no item makes.
+    An exception is a batch of less than `budgets.min_tokens`, which no item makes. Budgets that are far enough apart
+    are multiples of 32.
     """
     sizes = [min(budgets.min_tokens, budgets.max_tokens)]
     while sizes[-1] < budgets.max_tokens:
