@@ -227,7 +227,7 @@ class EncoderSection(Section):
     """Compute threads of an encoder on a CPU. None: as many as a stage."""
     token_budgets: list[int] | None = None
     """The sizes, in tokens, that batches of pictures are padded to; each is a CUDA graph. A larger picture is encoded
-    without one. None: what the model needs and the memory allows, close enough together that no batch is more than 15 %
+    without one. None: what the model needs and the memory allows, close enough together that no batch is more than 10 %
     padding."""
     max_images_per_batch: int = Field(default=16, ge=1, le=1024)
     """The most pictures that are encoded together."""

@@ -20,15 +20,10 @@ class BatchBuffers:
 
     def __init__(self, config: EncoderGraphConfig, largest: BatchShape, device: torch.device) -> None:
         self._config = config
-        self._device = device
         self._inputs = {
             spec.name: torch.zeros(self._extent(spec, largest), dtype=spec.dtype, device=device)
             for spec in config.inputs
         }
-        self._staged: dict[str, torch.Tensor] = {}
-        if device.type == "cuda":
-            self._staged = {name: torch.empty_like(t, device="cpu").pin_memory() for name, t in self._inputs.items()}
-            self._is_uploaded = torch.cuda.Event()
 
     @property
     def num_bytes(self) -> int:
@@ -40,25 +35,20 @@ class BatchBuffers:
         return {spec.name: self._inputs[spec.name][: self._extent(spec, shape)[0]] for spec in self._config.inputs}
 
     def upload(self, values: Mapping[str, torch.Tensor], shape: BatchShape) -> None:
-        """Queue what the inputs are to hold; the values may be changed or freed at once.
+        """Put into the inputs what they are to hold: queued from page-locked memory, at once from any other.
 
         Args:
-            values: By name, on the host; one that has fewer rows than its input leaves the rest as it is.
+            values: By name, on the host, never to change; they may be dropped. One that has fewer rows than its input
+                leaves the rest as it is.
             shape: Of the batch.
         """
         inputs = self.inputs(shape)
         assert values.keys() == inputs.keys(), f"values {sorted(values)} for inputs {sorted(inputs)}"
-        if self._staged:
-            self._is_uploaded.synchronize()  # the batch before has left the staging memory
         for name, value in values.items():
             target, rows = inputs[name], len(value)
             assert value.dtype == target.dtype, f"{name} is {value.dtype}, not {target.dtype}"
             assert rows <= len(target), f"{name} has {rows} rows for {len(target)}"
-            if self._staged:
-                value = self._staged[name][:rows].copy_(value)
             target[:rows].copy_(value, non_blocking=True)
-        if self._staged:
-            self._is_uploaded.record()
 
     def _extent(self, spec: TensorSpec, shape: BatchShape) -> Sequence[int]:
         num_rows = {

@@ -8,19 +8,26 @@ from raypp.encoder.protocol import BudgetRange
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
 
-MAX_PADDING_SHARE = 0.15
-"""Of a batch; powers of two, which waste up to half of it, would need only a third of the graphs."""
+MAX_PADDING_SHARE = 0.1
+"""Of a batch; powers of two, which waste up to half of it, would need a sixth of the graphs."""
+
+_GRAIN = 32
+"""Tokens. Products are computed in tiles of a hundred rows and more: a budget in between would pay for whole tiles."""
 
 
 def token_ladder(budgets: BudgetRange, max_padding_share: float = MAX_PADDING_SHARE) -> Buckets:
     """Return budgets from the smallest item up, such that no batch has more padding than that share.
 
-    An exception is a batch of less than `budgets.min_tokens`, which no item makes.
+    An exception is a batch of less than `budgets.min_tokens`, which no item makes. Budgets that are far enough apart
+    are multiples of 32.
     """
     sizes = [min(budgets.min_tokens, budgets.max_tokens)]
     while sizes[-1] < budgets.max_tokens:
         smallest_too_large = sizes[-1] + 1
-        sizes.append(min(int(smallest_too_large / (1 - max_padding_share)), budgets.max_tokens))
+        size = int(smallest_too_large / (1 - max_padding_share))
+        if size - size % _GRAIN > sizes[-1] + _GRAIN // 2:
+            size -= size % _GRAIN
+        sizes.append(min(size, budgets.max_tokens))
     return Buckets(set(sizes))
 
 

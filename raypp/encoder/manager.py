@@ -31,7 +31,8 @@ from raypp.graphs.pieces import GraphMaker
 from raypp.prompt_items import EncoderItem
 
 _MODE = "encoder"
-_NUM_MEASURED = 5
+_NUM_MEASURED = 3
+_NUM_MEASURED_LAUNCHES = 15  # one figure, which all budgets are compared with
 
 
 class EncoderCudaGraphManager(Generic[BatchT]):
@@ -93,7 +94,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
                 hint="smaller token_budgets, or a larger encoder_num_gpus",
             )
         self._budgets = Buckets(set(recorded))
-        self.choice = GraphChoice(self._budgets, {budget: self._measured(budget) for budget in recorded})
+        self.choice = self._measured(recorded)
         graphs.log_costs()
         cost = graphs.costs[_MODE]
         self.stats.num_graphs, self.stats.capture_s = cost.num_graphs, cost.seconds
@@ -142,18 +143,29 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         output: torch.Tensor = self._forward(shape) if self._graphs is None else self._graphs.run(budget)
         return output
 
-    def _measured(self, budget: int) -> BudgetTimes:
-        """Return what a full batch takes with and without its graph."""
-        batch = self._model.capture_batch(self._shape(budget))
-        return BudgetTimes(
-            captured_s=self._seconds_of(lambda: self._encode_captured(batch, budget)),
-            eager_s=self._seconds_of(lambda: self._model.eager_forward(batch)),
-        )
+    def _measured(self, budgets: Sequence[int]) -> GraphChoice:
+        """Return the choice by what batches take with and without their graphs."""
+        smallest = self._model.budget_range().min_tokens
+        times = {}
+        for budget in budgets:
+            num_items = max(min(self._max_items, budget // smallest), 1)
+            each, left = divmod(budget, num_items)
+            whole = self._model.capture_batch(self._shape(budget))
+            split = self._model.capture_batch(self._shape(budget), num_items)
+            times[budget] = BudgetTimes(
+                budget=budget,
+                captured_s=self._seconds_of(partial(self._encode_captured, whole, budget)),
+                eager_s=self._seconds_of(partial(self._model.eager_forward, whole)),
+                split_captured_s=self._seconds_of(partial(self._encode_captured, split, budget)),
+                split_squares=(num_items - left) * each**2 + left * (each + 1) ** 2,
+            )
+        launches = partial(self._model.eager_forward, self._model.capture_batch(self._shape(smallest)))
+        return GraphChoice(self._budgets, times, self._seconds_of(launches, _NUM_MEASURED_LAUNCHES))
 
-    def _seconds_of(self, function: Callable[[], object]) -> float:
+    def _seconds_of(self, function: Callable[[], object], num_runs: int = _NUM_MEASURED) -> float:
         """Return the median time of a call and what it put on the device."""
         seconds = []
-        for _ in range(1 + _NUM_MEASURED):
+        for _ in range(1 + num_runs):
             self._settle()
             started = time.perf_counter()
             function()

@@ -16,7 +16,7 @@ class PackedBatch:
 
 
 def pack_items(
-    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[int], int | None]
+    num_tokens: Sequence[int], largest: int, max_items: int, budget_of: Callable[[Sequence[int]], int | None]
 ) -> list[PackedBatch]:
     """Fill batches one after the other, each with as many items as go into the largest budget.
 
@@ -26,8 +26,8 @@ def pack_items(
         num_tokens: Of each item.
         largest: The largest budget.
         max_items: The most items of a batch.
-        budget_of: Returns what a batch of so many tokens is padded to: the smallest budget that holds it; None when
-            it had better be encoded eagerly.
+        budget_of: Returns what a batch of items of so many tokens each is padded to: the smallest budget that holds
+            them; None when they had better be encoded eagerly.
     """
     batches: list[PackedBatch] = []
     indices: list[int] = []
@@ -36,7 +36,7 @@ def pack_items(
     def close() -> None:
         nonlocal filled
         if indices:
-            batches.append(PackedBatch(tuple(indices), filled, budget_of(filled)))
+            batches.append(PackedBatch(tuple(indices), filled, budget_of([num_tokens[index] for index in indices])))
             indices.clear()
             filled = 0
 

@@ -96,13 +96,16 @@ class SupportsEncoderCudaGraph(Protocol[BatchT]):
         """Return the items' sizes."""
 
     def select_items(self, items: Sequence[EncoderItem], indices: Sequence[int]) -> BatchT:
-        """Return a batch of some of the items, in the order of `indices`. All on the host, not padded."""
+        """Return a batch of some of the items, in the order of `indices`. All on the host, not padded.
 
-    def capture_batch(self, shape: BatchShape) -> BatchT:
-        """Return a batch that fills the shape: what the graph is warmed up and captured with."""
+        What goes to a GPU should lie in page-locked memory, see `raypp.ops.host_to_device`.
+        """
+
+    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> BatchT:
+        """Return a batch of equal items that fills the shape: what graphs are captured with, and measured."""
 
     def replay_values(self, batch: BatchT, shape: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Return what each buffer must hold for the batch padded to `shape`, by name, on the host.
+        """Return what each buffer must hold for the batch padded to `shape`, by name, on the host, never to change.
 
         Shorter than its buffer is a tensor whose other rows may hold anything finite: what an earlier batch left. The
         padding belongs to a dummy sequence, so that no item sees it.

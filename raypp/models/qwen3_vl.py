@@ -15,14 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
 
 from raypp.encoder.items import EncodedItem
 from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
 from raypp.models.vision_config import VisionConfig
 from raypp.models.vision_positions import grid_positions
 from raypp.models.weights import WeightReader, WeightSource
+from raypp.ops.activation import linear_gelu_tanh
+from raypp.ops.host_to_device import concatenated
 from raypp.ops.segment_attention import segment_attention
 from raypp.ops.vision_rotary import RotateQk, choose_rotate_qk
 from raypp.prompt_items import EncoderItem
@@ -126,21 +130,23 @@ class Qwen3VLVisionTower:
         return self._batch(
             [item.key for item in chosen],
             [item.grid_thw for item in chosen],
-            torch.cat([_host_tensor(item) for item in chosen]),
+            [item.patches for item in chosen],
         )
 
-    def capture_batch(self, shape: BatchShape) -> PatchBatch:
-        """Return one grey picture that fills the shape."""
+    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
+        """Return grey pictures that fill the shape, as many as asked for."""
         merge = self._config.spatial_merge_size
-        grid = (1, merge, merge * shape.num_tokens)
+        each, left = divmod(shape.num_tokens, num_items)
+        grids = [(1, merge, merge * (each + (index < left))) for index in range(num_items)]
         num_patches = shape.num_tokens * self._config.patches_per_token
-        return self._batch([b""], [grid], torch.full((num_patches, self._config.patch_dim), 127, dtype=torch.uint8))
+        return self._batch([b""] * num_items, grids, [np.full((num_patches, self._config.patch_dim), 127, np.uint8)])
 
     def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
         """Return what the buffers must hold: padding is one more segment, behind the pictures."""
-        starts = batch.values["segment_starts"]
-        end = torch.tensor(shape.num_tokens * self._config.patches_per_token, dtype=torch.int32)
-        return {**batch.values, "segment_starts": torch.cat((starts, end.expand(shape.max_items + 2 - len(starts))))}
+        starts = batch.values["segment_starts"].numpy()
+        end = shape.num_tokens * self._config.patches_per_token
+        ends = np.full(shape.max_items + 2 - len(starts), end, np.int32)
+        return {**batch.values, "segment_starts": concatenated([starts, ends], self._device)}
 
     def captured_forward(self, inputs: Mapping[str, torch.Tensor], shape: BatchShape) -> torch.Tensor:
         """Encode what the buffers hold; return [1 + L, T, out_hidden_size]."""
@@ -159,22 +165,24 @@ class Qwen3VLVisionTower:
             for key, part in zip(batch.keys, rows, strict=True)
         ]
 
-    def _batch(self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: torch.Tensor) -> PatchBatch:
+    def _batch(
+        self, keys: Sequence[bytes], grids: Sequence[tuple[int, int, int]], patches: Sequence[NDArray[np.uint8]]
+    ) -> PatchBatch:
         config = self._config
         assert all(time == 1 for time, _, _ in grids), "frames that are apart in time are items of their own"
         positions = [grid_positions(h, w, config.spatial_merge_size, config.grid_side) for _, h, w in grids]
         lens = [h * w for _, h, w in grids]
-        starts = torch.tensor([0, *lens]).cumsum(0, dtype=torch.int32)
+        parts = {
+            "patches": patches,
+            "coordinates": [of_grid.coordinates.numpy() for of_grid in positions],
+            "corner_indices": [of_grid.corner_indices.numpy() for of_grid in positions],
+            "corner_weights": [of_grid.corner_weights.numpy() for of_grid in positions],
+            "segment_starts": [np.cumsum([0, *lens], dtype=np.int32)],
+        }
         return PatchBatch(
             keys=tuple(keys),
             num_tokens=tuple(length // config.patches_per_token for length in lens),
-            values={
-                "patches": patches,
-                "coordinates": torch.cat([of_grid.coordinates for of_grid in positions]),
-                "corner_indices": torch.cat([of_grid.corner_indices for of_grid in positions]),
-                "corner_weights": torch.cat([of_grid.corner_weights for of_grid in positions]),
-                "segment_starts": starts,
-            },
+            values={name: concatenated(arrays, self._device) for name, arrays in parts.items()},
             max_segment_len=max(lens),
         )
 
@@ -224,7 +232,7 @@ class _Block:
         q, k, v = self._rotate_qk(qkv, cos, sin).unbind(1)
         attended = segment_attention(q, k, v, segment_starts, max_segment_len)
         hidden = hidden + self._output(attended.reshape(len(hidden), -1))
-        return hidden + self._down(F.gelu(self._up(self._norm2(hidden)), approximate="tanh"))
+        return hidden + self._down(self._up.then_gelu_tanh(self._norm2(hidden)))
 
 
 class _Merger:
@@ -254,6 +262,9 @@ class _Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
 
+    def then_gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
+        return linear_gelu_tanh(x, self._weight, self._bias)
+
 
 class _LayerNorm:
     def __init__(self, weights: WeightReader, size: int) -> None:
@@ -262,8 +273,3 @@ class _LayerNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.shape[-1],), self._weight, self._bias, _NORM_EPS)
-
-
-def _host_tensor(item: EncoderItem) -> torch.Tensor:
-    patches = item.patches if item.patches.flags.writeable else item.patches.copy()  # torch shares writable memory only
-    return torch.from_numpy(patches)

@@ -24,6 +24,17 @@ _TORCH_TYPES = {
 }
 
 
+def concatenated(arrays: Sequence[NDArray[Any]], device: torch.device) -> torch.Tensor:
+    """Return arrays joined along their first dimension, on the host; for a GPU in page-locked memory.
+
+    A copy of it to the device, `non_blocking`, is queued. It may be dropped at once, and must not change before then.
+    """
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    joined = torch.empty(shape, dtype=_TORCH_TYPES[arrays[0].dtype], pin_memory=device.type == "cuda")
+    np.concatenate(arrays, out=joined.numpy())
+    return joined
+
+
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """Return a copy of a host array on a device, of its type and shape; on a GPU the copy is queued.
 

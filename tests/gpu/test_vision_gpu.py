@@ -16,6 +16,8 @@ from raypp.models.qwen3_vl import Qwen3VLVisionTower
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights
+from raypp.ops.activation import linear_gelu_tanh
+from raypp.ops.host_to_device import concatenated
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.segment_attention import segment_attention
@@ -67,6 +69,43 @@ def test_the_tower_computes_in_bf16_what_it_does_in_float32():
         error = ((found - exact).norm() / exact.norm()).item()
         print(f"\n{device} {dtype}: relative error {error:.2e}")
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def test_pictures_go_to_the_device_without_a_wait():
+    tower = Qwen3VLVisionTower(CONFIG, torch.bfloat16, CUDA, DummyWeights(0, CUDA))
+    items = [_item(0, 14, 14), _item(1, 28, 20)]
+    with torch.inference_mode():
+        for mode in ("default", "error"):  # first without: kernels are compiled
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                batch = tower.select_items(items, [1, 0])
+                tower.split_output(tower.eager_forward(batch), batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_is_queued_may_be_dropped_at_once():
+    rows = [np.full((50_000, 16), value, np.uint8) for value in range(8)]
+    torch.cuda._sleep(200_000_000)  # all copies below wait behind it
+    copies = [concatenated([row], CUDA).to(CUDA, non_blocking=True) for row in rows]
+    assert [copy.unique().tolist() for copy in copies] == [[value] for value in range(8)]
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_rows", "num_inputs", "num_outputs"), [(2048, 288, 1120), (1, 288, 560), (33, 72, 8)])
+def test_gelu_is_the_tanh_approximation(dtype, num_rows, num_inputs, num_outputs):
+    generator = torch.Generator(device=CUDA).manual_seed(num_rows)
+    x = torch.randn(num_rows, num_inputs, generator=generator, device=CUDA, dtype=dtype)
+    weight = torch.randn(num_outputs, num_inputs, generator=generator, device=CUDA, dtype=dtype) * num_inputs**-0.5
+    bias = torch.randn(num_outputs, generator=generator, device=CUDA, dtype=dtype)
+    product = F.linear(x.double(), weight.double(), bias.double())
+    expected, exact = F.gelu(product, approximate="tanh"), F.gelu(product)
+    found = linear_gelu_tanh(x, weight, bias).double()
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    if found.numel() > 1_000_000:  # enough for rounding to average out of the difference between the two
+        apart = exact - expected
+        towards_exact = ((found - expected) * apart).mean() / apart.square().mean()
+        assert abs(towards_exact.item()) < 0.5
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)

@@ -236,7 +236,7 @@ def _check(
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "_fused_sdp_choice":
         return 0  # by products: the others are other operations on other devices
-    function = _varlen_attention if name.startswith("_varlen_attn") else func
+    function = _varlen_attention if name.startswith("_varlen_attn") else _TWINS.get(name, func)
     if SKIPS and name in _SKIPPED:
         function = _SKIPPED[name]
     result = function(*args, **kwargs)
@@ -256,6 +256,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {
     "bmm": lambda a, b: a.new_zeros(a.shape[0], a.shape[1], b.shape[2]),
     "addmm": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),
     "addmm_": lambda c, a, b, **kwargs: c,
+    "_addmm_activation": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),
     "sort": lambda x, *args, **kwargs: (torch.zeros_like(x), torch.zeros_like(x, dtype=torch.int64)),
     "softmax": lambda x, *args, **kwargs: torch.zeros_like(x),
     "_softmax": lambda x, *args, **kwargs: torch.zeros_like(x),
@@ -263,6 +264,13 @@ _SKIPPED: dict[str, Callable[..., Any]] = {
     "uniform_": lambda x, *args, **kwargs: x,
 }
 """What takes long, where nothing is computed: zeros of its shape."""
+
+
+_TWINS: dict[str, Callable[..., Any]] = {
+    # Of GELU: the tanh approximation, which on a CPU is the exact one.
+    "_addmm_activation": lambda c, a, b, **kwargs: torch.nn.functional.gelu(torch.addmm(c, a, b), approximate="tanh"),
+}
+"""What is another function on a GPU."""
 
 
 def _again(function: Any, args: tuple, kwargs: dict[str, Any], made: list[torch.Tensor | None]) -> None:

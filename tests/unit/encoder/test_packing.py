@@ -27,7 +27,7 @@ budget_sets = st.sets(st.integers(1, 32), min_size=1, max_size=8).map(Buckets)
 
 @given(sizes, budget_sets, st.integers(1, 6))
 def test_every_item_is_in_one_batch_that_holds_it(num_tokens, budgets, max_items):
-    batches = pack_items(num_tokens, budgets.sizes[-1], max_items, budgets.fit)
+    batches = pack_items(num_tokens, budgets.sizes[-1], max_items, lambda sizes: budgets.fit(sum(sizes)))
     assert sorted(index for batch in batches for index in batch.indices) == list(range(len(num_tokens)))
     packed = [batch.indices for batch in batches if batch.budget is not None]
     assert [index for indices in packed for index in indices] == sorted(index for i in packed for index in i)
@@ -43,9 +43,8 @@ def test_every_item_is_in_one_batch_that_holds_it(num_tokens, budgets, max_items
 
 @given(sizes, budget_sets, st.integers(1, 6))
 def test_no_two_batches_in_a_row_would_have_been_one(num_tokens, budgets, max_items):
-    packed = [
-        batch for batch in pack_items(num_tokens, budgets.sizes[-1], max_items, budgets.fit) if batch.budget is not None
-    ]
+    batches = pack_items(num_tokens, budgets.sizes[-1], max_items, lambda sizes: budgets.fit(sum(sizes)))
+    packed = [batch for batch in batches if batch.budget is not None]
     for batch, following in pairwise(packed):
         next_size = num_tokens[following.indices[0]]
         assert len(batch.indices) == max_items or batch.num_tokens + next_size > budgets.sizes[-1]
@@ -98,7 +97,8 @@ def test_captured_batches_equal_calls_on_the_same_padding():
     budgets, tower = Buckets({3, 5, 8, 12}), ToyTower()
     captured = EncoderCudaGraphManager(tower, budgets, 3, CPU, OpTapes())
     captured.capture()
-    assert captured.choice.times.keys() == {3, 5, 8, 12}
+    assert {budget: of.split_squares for budget, of in captured.choice.times.items()} == {3: 9, 5: 13, 8: 22, 12: 48}
+    assert captured.choice.launch_s > 0
     captured.choice = GraphChoice(budgets, {})  # whatever was faster
     called = EncoderCudaGraphManager(tower, budgets, 3, CPU, None)
     for seed in range(12):
@@ -116,7 +116,7 @@ def test_the_ladder_keeps_padding_small(min_tokens, max_tokens):
     for count in range(min(min_tokens, max_tokens), max_tokens + 1, 1 + max_tokens // 200):
         budget = ladder.fit(count)
         assert (budget - count) / budget <= MAX_PADDING_SHARE
-    assert len(ladder.sizes) < 64
+    assert len(ladder.sizes) < 80
 
 
 @given(st.integers(1, 100), st.integers(0, 5000), st.integers(0, 4000), st.integers(1, 50))

@@ -72,8 +72,10 @@ class ToyTower:
             items=chosen,
         )
 
-    def capture_batch(self, shape: BatchShape) -> ToyBatch:
-        return self.select_items([toy_item(shape.num_tokens * POOL)], [0])
+    def capture_batch(self, shape: BatchShape, num_items: int = 1) -> ToyBatch:
+        each, left = divmod(shape.num_tokens, num_items)
+        items = [toy_item((each + (index < left)) * POOL) for index in range(num_items)]
+        return self.select_items(items, range(num_items))
 
     def replay_values(self, batch: ToyBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
         num_patches, num_tokens = len(batch.sound), len(batch.item_of_token)

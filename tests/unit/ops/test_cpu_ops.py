@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops import reference
-from raypp.ops.activation import silu_and_mul
+from raypp.ops.activation import linear_gelu_tanh, silu_and_mul
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import apply_rotary, rotation
@@ -49,6 +49,15 @@ def test_silu_and_mul(generator, dtype):
     before = gate_up.clone()
     _assert_close(silu_and_mul(gate_up), reference.silu_and_mul(gate_up), dtype)
     assert torch.equal(gate_up, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_is_the_tanh_approximation(generator, dtype):
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((64, 24), (40, 24), (40,)))
+    product = F.linear(x, weight, bias)
+    _assert_close(linear_gelu_tanh(x, weight, bias), F.gelu(product, approximate="tanh"), dtype)
+    if dtype == torch.float32:
+        assert not torch.allclose(linear_gelu_tanh(x, weight, bias), F.gelu(product), atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
