@@ -28,13 +28,13 @@ from raypp import LLM
 MAX_SHARE, MIN_SPEEDUP = 0.12, 2.0
 
 
-def engines(head: str, num_drafts: int, rate: float) -> dict[str, dict[str, Any] | None]:
+def engines(head: str, weights: str, num_drafts: int, rate: float) -> dict[str, dict[str, Any] | None]:
     """Return the settings of speculation by the engine's name."""
     common = {"num_speculative_tokens": num_drafts, "forced_acceptance_rate": rate}
     return {
         "off": None,
         "verify": {"method": "ngram", "ngram_window": 4096, **common},
-        "eagle": {"method": "eagle3", "model": head, "ngram_window": 4096, **common},
+        "eagle": {"method": "eagle3", "model": head, "head_weights": weights, "ngram_window": 4096, **common},
     }
 
 
@@ -48,7 +48,8 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
         recordings = [stage["graphs"] for stage in llm.stats()["stages"]]
         print(
             f"   ready in {time.perf_counter() - begun:.1f} s, layers {[stage['num_layers'] for stage in stages]}, "
-            f"head {stages[-1]['draft_head_bytes'] / 2**20:.0f} MiB, recordings {recordings}",
+            f"head {stages[-1]['draft_head_bytes'] / 2**20:.0f} MiB of type {llm.plan()['draft_head_weights']}, "
+            f"recordings {recordings}",
             flush=True,
         )
         for count in args.requests:
@@ -68,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", help="a folder of benchmarks/models, or what LLM takes")
     parser.add_argument("--head", default=str(Path(__file__).parent / "models" / "qwen3-8b-eagle3"))
+    parser.add_argument("--head-weights", default="auto", choices=("auto", "model", "fp8"))
     parser.add_argument("--num-stages", type=int, default=2)
     parser.add_argument("--num-drafts", type=int, default=4)
     parser.add_argument("--rate", type=float, default=0.7, help="acceptance of a draft, given those before it")
@@ -80,7 +82,7 @@ def main() -> None:
     args = parser.parse_args()
     figures: dict[str, dict[int, dict[str, float]]] = {}
     report = GrowingReport("eagle", vars(args), args.out)
-    for name, speculative in engines(args.head, args.num_drafts, args.rate).items():
+    for name, speculative in engines(args.head, args.head_weights, args.num_drafts, args.rate).items():
         print(name, flush=True)
         settings = model_settings(args.model) | {
             "num_stages": args.num_stages,

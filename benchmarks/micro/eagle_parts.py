@@ -5,7 +5,8 @@
     follow    a decode step's 1 + K tokens of every row enter the head
     propose   its layer runs K times; weights are read K times, the bound is what that takes at 4.3 TB/s
 
-Per number of rows: milliseconds of the device and of the host, for both ways. The last line is JSON.
+Per number of rows: milliseconds of the device and of the host, for both ways; with the head's weights in 8 bits, and as
+the model's. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,24 +56,18 @@ class _Target:
         raise AssertionError("a head of this kind has an LM head of its own")
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--num-drafts", type=int, default=4)
-    parser.add_argument("--context", type=int, default=640)
-    args = parser.parse_args()
+def measure(weights: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Return times in milliseconds with the head's weights in 8 bits ("fp8") or as the model's ("model")."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     target = load_model_config(_MODELS / "qwen3-8b")
     config = load_draft_head_config(_MODELS / "qwen3-8b-eagle3", target, is_dummy=True)
+    config = replace(config, has_8_bit_weights=weights == "fp8")
     most, width = max(args.rows), -(-args.context // _BLOCK_SIZE) + 2
-    kernels = choose_kernels(device, dtype, block_size=_BLOCK_SIZE, max_rows=most)
-    weights = WeightReader(DummyWeights(0, device), dtype, device)
     head = DraftHead(
         config,
         _Target(target.vocab_size, target.hidden_size, device),
-        weights,
-        kernels,
+        WeightReader(DummyWeights(0, device), dtype, device),
+        choose_kernels(device, dtype, block_size=_BLOCK_SIZE, max_rows=most),
         choose_token_choice(device, most),
     )
     layer = config.layer
@@ -81,9 +77,9 @@ def main() -> None:
         head, cache, tables, num_drafts=args.num_drafts, max_len=args.context + 2 * args.num_drafts
     )
     graphs = CudaGraphManager(graph_maker(device))
-    bound_ms = config.drafting_bytes(args.num_drafts, 2) / _BYTES_PER_MS
-    figures: dict[str, dict[str, float]] = {"bound": {"device_ms": bound_ms}}
-    print(f"bound {bound_ms:.3f} ms: {config.drafting_bytes(args.num_drafts, 2) / 2**20:.0f} MiB of weights")
+    num_bytes = config.drafting_bytes(args.num_drafts, 2)
+    figures: dict[str, dict[str, float]] = {f"{weights} bound": {"device_ms": num_bytes / _BYTES_PER_MS}}
+    print(f"{weights:5s} bound {num_bytes / _BYTES_PER_MS:.3f} ms: {num_bytes / 2**20:.0f} MiB of weights")
     with torch.inference_mode(), graphs.recording():
         for rows in sorted(args.rows, reverse=True):
             tokens = rows * (1 + args.num_drafts)
@@ -108,11 +104,24 @@ def main() -> None:
                 graphs.record(name, (name, rows), program)
                 for way, run in (("eager", program), ("graph", lambda key=(name, rows): graphs.run(key))):
                     device_ms, host_ms = step_ms(run)
-                    figures[f"{name} {rows} rows {way}"] = {"device_ms": device_ms, "host_ms": host_ms}
-                    print(
-                        f"{name:8s} {rows:3d} rows {way}: device {device_ms:.3f} ms, host {host_ms:.3f} ms", flush=True
-                    )
+                    point = f"{weights} {name} {rows} rows {way}"
+                    figures[point] = {"device_ms": device_ms, "host_ms": host_ms}
+                    print(f"{point:32s} device {device_ms:.3f} ms, host {host_ms:.3f} ms", flush=True)
     print(json.dumps({name: [cost.num_graphs, round(cost.seconds, 2)] for name, cost in graphs.costs.items()}))
+    return figures
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--num-drafts", type=int, default=4)
+    parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--head-weights", nargs="+", choices=("fp8", "model"), default=["fp8", "model"])
+    args = parser.parse_args()
+    figures: dict[str, dict[str, float]] = {}
+    for weights in args.head_weights:
+        figures |= measure(weights, args)
     print_report("eagle_parts", vars(args), figures)
 
 

@@ -40,7 +40,7 @@ def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
 
 
 def smallest_of(nodes: list[Hardware]) -> Hardware | None:
-    """Return what can be counted on wherever a stage comes to lie: all GPUs, but the smallest memory."""
+    """Return what can be counted on wherever a stage comes to lie: all GPUs, but the smallest memory and capability."""
     if not nodes:
         return None
     weakest = min(nodes, key=lambda node: node.gpu_memory_bytes)
@@ -50,4 +50,5 @@ def smallest_of(nodes: list[Hardware]) -> Hardware | None:
         num_gpus=sum(node.num_gpus for node in nodes),
         gpu_name=weakest.gpu_name,
         gpu_memory_bytes=weakest.gpu_memory_bytes,
+        gpu_capability=min(node.gpu_capability for node in nodes),
     )

@@ -160,6 +160,12 @@ def _check_speculative(given: SpeculativeSection) -> None:
             if given.uses_head
             else None,
         )
+    if given.head_weights != "auto" and not given.uses_head:
+        raise ConfigError(
+            "speculative.head_weights has nothing to do",
+            got=f"speculative.method {given.method}, speculative.head_weights {given.head_weights}",
+            expected="a method that drafts by a head: eagle, eagle3, auto",
+        )
     if given.min_n > given.max_n:
         raise ConfigError(
             "speculative.min_n is more than max_n", got=f"{given.min_n} and {given.max_n}", expected="min_n <= max_n"

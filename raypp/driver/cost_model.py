@@ -47,10 +47,11 @@ class StepCosts:
 _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
+_GPU_DRAFT_MS = 0.012  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
 
 
 def estimated_costs(
-    model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False, drafting_bytes: int = 0, num_drafts: int = 0
+    model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False, num_drafts: int = 0, drafting_bytes: int = 0
 ) -> StepCosts:
     """Return the costs of a decode step, which reads every weight once, and of the embedding only a few rows.
 
@@ -60,15 +61,18 @@ def estimated_costs(
         model: Its sizes.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
-        drafting_bytes: What a draft head on the last stage reads besides.
-        num_drafts: How often its layer runs for that.
+        num_drafts: Drafts that each row verifies.
+        drafting_bytes: What a draft head on the last stage reads besides, to make as many; 0 without one.
     """
     layer, head = float(layer_weight_bytes(model, dtype_bytes)), float(lm_head_bytes(model, dtype_bytes))
     head += drafting_bytes
     if not on_gpu:
         return StepCosts(layer=layer, last_stage=head)
-    fixed_ms = _GPU_HEAD_MS + num_drafts * (_GPU_LAYER_MS + _GPU_HEAD_MS)
-    return StepCosts(layer=layer / _GPU_BYTES_PER_MS + _GPU_LAYER_MS, last_stage=head / _GPU_BYTES_PER_MS + fixed_ms)
+    verify_ms = num_drafts * _GPU_DRAFT_MS
+    layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
+    if drafting_bytes:
+        head_ms += num_drafts * (_GPU_LAYER_MS + _GPU_HEAD_MS)
+    return StepCosts(layer=layer / _GPU_BYTES_PER_MS + layer_ms, last_stage=head / _GPU_BYTES_PER_MS + head_ms)
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:

@@ -24,6 +24,7 @@ from raypp.driver.speculation_plan import (
     draft_head_spec,
     draft_policy,
     ngram_window,
+    resolved_speculation,
     speculation_bytes,
     table_bytes,
 )
@@ -122,7 +123,7 @@ class EnginePlan:
     def draft_policy(self) -> DraftPolicy:
         """Return who chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
-        return draft_policy(self.config, self.device, self.model, head)
+        return draft_policy(self.config, self.device, self.model, head, self.dtype_bytes)
 
     def grammar_settings(self) -> GrammarSettings:
         """Return what the grammar process must be told."""
@@ -169,9 +170,8 @@ class EnginePlan:
 
     def resolved_config(self) -> EngineConfig:
         """Return the configuration with what was decided in place of what was left open."""
-        speculative = {"ngram_window": self.ngram_window} if self.config.speculative.method else {}
         return self.config.with_settings(
-            **speculative,
+            **resolved_speculation(self.config, self.ngram_window, self.draft_head),
             max_piecewise_tokens=self.graphs.max_piecewise_tokens or None,
             dtype=self.dtype,
             device=self.device,
@@ -196,6 +196,7 @@ class EnginePlan:
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
             "num_drafts": list(self.config.speculative.ladder),
+            "draft_head_weights": None if self.draft_head is None else self.draft_head.config.weights_name,
             "graphs": describe_graphs(self.config, self.graphs),
             "encoders": describe_encoders(self),
             "stages": [
@@ -247,7 +248,7 @@ def plan_engine(
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
-    head, head_path = draft_head(config, model)
+    head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
     layers = _layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
     weight_bytes = [
@@ -332,13 +333,10 @@ def _layers_per_stage(
 ) -> list[int]:
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
-        num_drafts = 0 if head is None else config.speculative.max_drafts
+        num_drafts = config.speculative.max_drafts
+        drafting_bytes = 0 if head is None else head.drafting_bytes(num_drafts, dtype_bytes)
         costs = estimated_costs(
-            model,
-            dtype_bytes,
-            on_gpu=device == "cuda",
-            drafting_bytes=0 if head is None else head.drafting_bytes(num_drafts, dtype_bytes),
-            num_drafts=num_drafts,
+            model, dtype_bytes, on_gpu=device == "cuda", num_drafts=num_drafts, drafting_bytes=drafting_bytes
         )
         return costs.partition(model.num_layers, num_stages)
     if sum(explicit) != model.num_layers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+_NO_GPUS = (0, "", 0, (0, 0))
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -15,6 +17,7 @@ class Hardware:
     num_gpus: int = 0
     gpu_name: str = ""
     gpu_memory_bytes: int = 0  # of the smallest GPU
+    gpu_capability: tuple[int, int] = (0, 0)  # the lowest compute capability; (0, 0): not known
 
     def threads_per_stage(self, num_stages: int) -> int:
         """Return the compute threads of each of `num_stages` stages on this machine; the driver needs a core, too."""
@@ -23,32 +26,34 @@ class Hardware:
     @classmethod
     def of_this_machine(cls) -> Hardware:
         """Return what this process may use. Asks the driver's library, so that no GPU is touched."""
-        num_gpus, gpu_name, gpu_memory_bytes = _gpus()
+        num_gpus, gpu_name, gpu_memory_bytes, gpu_capability = _gpus()
         return cls(
             num_cpu_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             num_gpus=num_gpus,
             gpu_name=gpu_name,
             gpu_memory_bytes=gpu_memory_bytes,
+            gpu_capability=gpu_capability,
         )
 
 
-def _gpus() -> tuple[int, str, int]:
-    """Return how many GPUs there are, the first one's name, and the bytes of the smallest."""
+def _gpus() -> tuple[int, str, int, tuple[int, int]]:
+    """Return how many GPUs there are, the first one's name, the bytes of the smallest, the lowest capability."""
     try:
         import pynvml
     except ImportError:  # the GPU extra is not installed: raypp could not compute on one
-        return 0, "", 0
+        return _NO_GPUS
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return 0, "", 0
+        return _NO_GPUS
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(pynvml.nvmlDeviceGetCount())]
         if not handles:
-            return 0, "", 0
+            return _NO_GPUS
         memory_bytes = min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
-        return len(handles), str(pynvml.nvmlDeviceGetName(handles[0])), memory_bytes
+        major, minor = min(pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles)
+        return len(handles), str(pynvml.nvmlDeviceGetName(handles[0])), memory_bytes, (major, minor)
     finally:
         pynvml.nvmlShutdown()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from raypp.config.engine import EngineConfig
@@ -20,6 +21,7 @@ from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
+_FP8_CAPABILITY = (8, 9)  # of GPUs that convert from float8_e4m3fn
 _LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
 _FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
@@ -63,12 +65,18 @@ def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, oth
 
 
 def draft_head(
-    config: EngineConfig, model: ModelConfig, *, find_head: Callable[[str], Path] = resolve_draft_head_path
+    config: EngineConfig,
+    model: ModelConfig,
+    hardware: Hardware,
+    *,
+    device: str,
+    dtype: str,
+    find_head: Callable[[str], Path] = resolve_draft_head_path,
 ) -> tuple[DraftHeadConfig | None, Path]:
     """Return the head that drafts, None when none does, and where it is.
 
     Raises:
-        ConfigError: the head is not of the kind that was asked for.
+        ConfigError: the head is not of the kind that was asked for, or its weights cannot be.
         ModelLoadError: no such head, or one of another model.
     """
     given = config.speculative
@@ -82,7 +90,26 @@ def draft_head(
             got=f"speculative.method {given.method}, and {given.model} of kind {head.kind}",
             hint=f'speculative.method = "{head.kind}"',
         )
-    return head, path
+    return replace(head, has_8_bit_weights=_has_8_bit_weights(config, hardware, device, dtype)), path
+
+
+def _has_8_bit_weights(config: EngineConfig, hardware: Hardware, device: str, dtype: str) -> bool:
+    asked, major_minor = config.speculative.head_weights, hardware.gpu_capability
+    is_possible = device == "cuda" and dtype in ("bfloat16", "float16") and major_minor >= _FP8_CAPABILITY
+    if asked == "fp8" and not is_possible:
+        raise ConfigError(
+            "the draft head's weights cannot be read in 8 bits here",
+            got=f"device {device}, dtype {dtype}, compute capability {'.'.join(map(str, major_minor))}",
+            expected="a GPU of compute capability 8.9 or more, and a model in bfloat16 or float16",
+            hint='speculative.head_weights = "auto"',
+        )
+    return is_possible and asked != "model"
+
+
+def resolved_speculation(config: EngineConfig, window: int, head: DraftHeadSpec | None) -> dict[str, object]:
+    """Return the settings of speculation that were left open, as they were decided."""
+    settings: dict[str, object] = {"ngram_window": window} if config.speculative.method else {}
+    return settings if head is None else settings | {"head_weights": head.config.weights_name}
 
 
 def draft_head_bytes(head: DraftHeadConfig, model: ModelConfig, num_stages: int, dtype_bytes: int) -> int:
@@ -128,7 +155,9 @@ def speculation_bytes(
     return kept
 
 
-def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None) -> DraftPolicy:
+def draft_policy(
+    config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int
+) -> DraftPolicy:
     """Return who chooses the number of drafts of each step."""
     given = config.speculative
     if given.method is None or given.num_speculative_tokens is not None:
@@ -136,8 +165,8 @@ def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: Dr
     free_tokens = given.free_step_tokens or _FREE_STEP_TOKENS[device]
     drafting_cost = 0.0
     if head is not None:  # in the time of a step, which is that of reading its weights, or of starting its operations
-        step_bytes = model.num_layers * layer_weight_bytes(model, 1) + lm_head_bytes(model, 1)
-        by_bytes = head.drafting_bytes(given.max_drafts, 1) / step_bytes
+        step_bytes = model.num_layers * layer_weight_bytes(model, dtype_bytes) + lm_head_bytes(model, dtype_bytes)
+        by_bytes = head.drafting_bytes(given.max_drafts, dtype_bytes) / step_bytes
         drafting_cost = max(by_bytes, given.max_drafts * _LAYERS_PER_DRAFT / (model.num_layers + 1))
     cost = RooflineCost(free_tokens)
     return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)

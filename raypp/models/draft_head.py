@@ -71,7 +71,7 @@ class DraftHead:
     ) -> None:
         self.config = config
         self._target = target
-        self._kernels = kernels
+        self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
         layer, hidden, eps = config.layer, config.layer.hidden_size, config.layer.rms_norm_eps
         self.qkv_size = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim

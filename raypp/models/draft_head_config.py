@@ -11,7 +11,7 @@ Published heads differ in what they bring, and their config.json says little of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +46,12 @@ class DraftHeadConfig:
     has_lm_head: bool  # else it uses the target's
     maps_vocabulary: bool  # whether its token ids must be mapped to the target's
     norm_before_residual: bool  # eagle3: whether the normalized state is what the layer adds to
+    has_8_bit_weights: bool = False  # whether products of few rows read weights of 8 bits, which are kept besides
+
+    @property
+    def weights_name(self) -> Literal["model", "fp8"]:
+        """What products of few rows read, as the configuration calls it."""
+        return "fp8" if self.has_8_bit_weights else "model"
 
     @property
     def fc_inputs(self) -> int:
@@ -61,28 +67,68 @@ class DraftHeadConfig:
 
     def weight_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of what the last stage loads for it, the target's embedding not counted."""
-        return (self._step_elements + self.layer.hidden_size * self.fc_inputs + self._embedding_elements) * dtype_bytes
+        products = (*self._step_products, self._fc)
+        elements = sum(product.elements for product in products) + self._vector_elements
+        elements += self.has_embedding * self.target_vocab_size * self.layer.hidden_size
+        rounded = sum(product.rounded_bytes for product in products) if self.has_8_bit_weights else 0
+        return elements * dtype_bytes + rounded
 
     def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
-        """Return the bytes of weights that are read to propose so many drafts."""
+        """Return the bytes of weights that are read to propose so many drafts, for few rows."""
+
+        def read(products: Sequence[_Product]) -> int:
+            if self.has_8_bit_weights:
+                return sum(product.rounded_bytes for product in products)
+            return sum(product.elements for product in products) * dtype_bytes
+
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        lm_head = 0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size
-        elements = num_drafts * (self._step_elements + lm_head) + num_fc * self.layer.hidden_size * self.fc_inputs
-        return elements * dtype_bytes
+        elements = self._vector_elements
+        elements += 0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size
+        return num_drafts * (read(self._step_products) + elements * dtype_bytes) + num_fc * read((self._fc,))
 
     @property
-    def _step_elements(self) -> int:
+    def _fc(self) -> _Product:
+        return _Product(self.layer.hidden_size, self.fc_inputs)
+
+    @property
+    def _step_products(self) -> tuple[_Product, ...]:
+        """The weights that every draft reads, if the head has them: of the layer, and the LM head."""
         layer = self.layer
-        elements = layer_weight_bytes(layer, 1)
-        wider = self.attention_inputs - layer.hidden_size
-        elements += wider * (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-        vectors = 2 if self.kind == "eagle3" else self.has_input_norm - 1  # norms beside the two of any layer
-        elements += (vectors + self.has_fc_bias) * layer.hidden_size
-        return elements + self.has_lm_head * layer.vocab_size * layer.hidden_size
+        hidden, queries = layer.hidden_size, layer.num_heads * layer.head_dim
+        return (
+            _Product(queries + 2 * layer.num_kv_heads * layer.head_dim, self.attention_inputs),
+            _Product(hidden, queries),
+            _Product(2 * layer.intermediate_size, hidden),
+            _Product(hidden, layer.intermediate_size),
+            _Product(self.has_lm_head * layer.vocab_size, hidden),
+        )
 
     @property
-    def _embedding_elements(self) -> int:
-        return self.has_embedding * self.target_vocab_size * self.layer.hidden_size
+    def _vector_elements(self) -> int:
+        """Norms and biases."""
+        layer, hidden = self.layer, self.layer.hidden_size
+        *of_layer, _ = self._step_products
+        wider = (self.attention_inputs - hidden) * of_layer[0].rows
+        elements = layer_weight_bytes(layer, 1) + wider - sum(product.elements for product in of_layer)
+        vectors = 2 if self.kind == "eagle3" else self.has_input_norm - 1  # norms beside the two of any layer
+        return elements + (vectors + self.has_fc_bias) * hidden
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The shape of a weight."""
+
+    rows: int
+    columns: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def rounded_bytes(self) -> int:
+        """The bytes of the weight in 8 bits, and of its scales."""
+        return self.rows * (self.columns + 4)
 
 
 def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig:

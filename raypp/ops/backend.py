@@ -70,6 +70,13 @@ class KernelSet(Protocol):
     can_be_recorded: bool
     """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 
+    def in_8_bits(self) -> KernelSet:
+        """Return a set that shares its attention with this one, and reads fewer bytes where products have few rows.
+
+        There it rounds weights to 8 bits, where the device has kernels for that; for more rows it keeps them as they
+        are. For what may be slightly wrong.
+        """
+
     @property
     def library_from_tokens(self) -> int:
         """The number of tokens from which on no product that was made so far is computed by own kernels.

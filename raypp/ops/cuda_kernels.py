@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,15 @@ from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, partial_floats, project
+from raypp.ops.kernels.projection import (
+    FEW_ROWS,
+    Tuning,
+    Weights,
+    fold_norm,
+    partial_floats,
+    project,
+    quantize,
+)
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -58,6 +67,13 @@ class CudaKernels:
         self._decode: DecodeKernel = decode
         self._attention: CudaAttention | None = None
         self._most_own_rows = 0
+        self._has_8_bits = False
+
+    def in_8_bits(self) -> CudaKernels:
+        """Return a set whose products of few rows read weights of 8 bits."""
+        kernels = copy(self)
+        kernels._has_8_bits = True
+        return kernels
 
     @property
     def library_from_tokens(self) -> int:
@@ -124,7 +140,8 @@ class CudaKernels:
         self._attention.plan(batch, ring_entry)
 
     def _projection(self, weights: Weights) -> CudaProjection:
-        projection = CudaProjection(weights, self._device, self._workspace)
+        own = quantize(weights) if self._has_8_bits else None
+        projection = CudaProjection(weights, self._device, self._workspace, own)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection
 
@@ -186,19 +203,21 @@ class CudaProjection:
         weights: Of the product.
         device: Where it runs.
         workspace: For products that are split.
+        own: What own kernels take, the same in 8 bits; None: `weights`.
     """
 
-    def __init__(self, weights: Weights, device: Device, workspace: Workspace) -> None:
+    def __init__(self, weights: Weights, device: Device, workspace: Workspace, own: Weights | None = None) -> None:
         self._weights = weights
-        self._bare_weights = replace(weights, norm_eps=None)
+        self._own = own or weights
+        self._bare_own = replace(self._own, norm_eps=None)
         self._device = device
         self._workspace = workspace
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, MAX_ROWS + 1):
-            tuning = choose_projection(num_rows, weights, device)
+            tuning = choose_projection(num_rows, self._own, device)
             if tuning is not None:
                 self._tunings[num_rows] = tuning
-                workspace.reserve(partial_floats(num_rows, weights, tuning))
+                workspace.reserve(partial_floats(num_rows, self._own, tuning))
 
     @property
     def most_own_rows(self) -> int:
@@ -209,11 +228,11 @@ class CudaProjection:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, tuning = self._weights, self._tunings.get(len(x))
+        weights, own, tuning = self._weights, self._own, self._tunings.get(len(x))
         if weights.norm_eps is not None and (tuning is None or len(x) > FEW_ROWS):
-            x, weights = rms_norm(x, None, weights.norm_eps, self._device), self._bare_weights
+            x, own = rms_norm(x, None, weights.norm_eps, self._device), self._bare_own
         if tuning is not None:
-            return project(x, weights, None, tuning, self._device, self._workspace)
+            return project(x, own, None, tuning, self._device, self._workspace)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
@@ -224,7 +243,7 @@ class CudaProjection:
             return residual + F.linear(x, weights.weight, weights.bias)
         tuning = self._tunings.get(len(x))
         if tuning is not None:
-            return project(x, weights, residual, tuning, self._device, self._workspace)
+            return project(x, self._own, residual, tuning, self._device, self._workspace)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
 

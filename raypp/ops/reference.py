@@ -171,6 +171,7 @@ def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
+    scale: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -179,12 +180,15 @@ def linear(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream; computed in float32, rounded once.
 
-    Shapes: x [T, K]; weight [N, K]; bias [N]; norm_weight [K]; residual [T, N]. With a gate the result is [T, N / 2].
+    Shapes: x [T, K]; weight [N, K]; scale [N], of a weight in 8 bits; bias [N]; norm_weight [K]; residual [T, N]. With
+    a gate the result is [T, N / 2].
     """
     y = x.float()
     if norm_weight is not None:
         y = rms_norm(y, norm_weight, eps)
     y = y @ weight.float().T
+    if scale is not None:
+        y *= scale
     if bias is not None:
         y += bias.float()
     if is_gated:

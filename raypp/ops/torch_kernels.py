@@ -34,6 +34,10 @@ class TorchKernels:
         self._dtype = dtype
         self._packs_weights = packs_weights
 
+    def in_8_bits(self) -> TorchKernels:
+        """Return this set: it has no product with such weights."""
+        return self
+
     def norm_linear(
         self,
         norm_weight: torch.Tensor,

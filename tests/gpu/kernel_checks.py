@@ -11,17 +11,20 @@ import torch
 
 from raypp.ops import reference
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.decode_inputs import NewEntries, decode_inputs
 from raypp.ops.kernels import norm as norm_kernels
+from raypp.ops.kernels.choose import MAX_ROWS
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kernel
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import Tuning, Weights, project
+from raypp.ops.kernels.projection import Tuning, Weights, fold_norm, project, quantize
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.quantize import quantize_rows
 from raypp.ops.sampling import sample, sample_greedy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,6 +234,7 @@ def check_projection(
     is_gated: bool = False,
     has_bias: bool = False,
     has_residual: bool = False,
+    has_8_bits: bool = False,
 ) -> None:
     """A product with what goes before and after; twice, with the same bits."""
     kernels = Kernels(dtype, seed=num_rows)
@@ -243,10 +247,13 @@ def check_projection(
         1e-5 if has_norm else None,
         is_gated,
     )
+    if has_8_bits:
+        weights = quantize(weights)
     residual = kernels.normal(num_rows, num_outputs) if has_residual else None
     expected = reference.linear(
         x,
         weights.weight,
+        scale=weights.scale,
         bias=weights.bias,
         norm_weight=torch.ones(num_inputs, device=DEVICE) if has_norm else None,
         eps=1e-5,
@@ -257,6 +264,25 @@ def check_projection(
     kernels.assert_close(got, expected, 4)
     assert torch.equal(got, project(x, weights, residual, tuning, kernels.device, kernels.workspace))
     assert not kernels.workspace.counters.any()
+
+
+def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
+    """Few rows meet the rounded weight, into which the norm's was folded, more rows the exact one."""
+    random = Kernels(dtype)
+    plain = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    weight, norm_weight = random.normal(num_outputs, num_inputs, scale=num_inputs**-0.5), random.normal(num_inputs)
+    folded = weight.clone()
+    fold_norm(folded, norm_weight)
+    quantized, scale = quantize_rows(folded)
+    in_8_bits = plain.in_8_bits().norm_linear(norm_weight, 1e-6, weight.clone())
+    as_given = plain.norm_linear(norm_weight, 1e-6, weight.clone())
+    for num_rows in (1, 5, MAX_ROWS, MAX_ROWS + 1):
+        x = random.normal(num_rows, num_inputs)
+        normalized = reference.rms_norm(x, None, 1e-6)
+        rounded, exact = reference.linear(normalized, quantized, scale=scale), reference.linear(normalized, folded)
+        assert (rounded - exact).abs().max() > 0.05  # so that one is not taken for the other
+        random.assert_close(in_8_bits(x), rounded if num_rows <= MAX_ROWS else exact, 4)
+        random.assert_close(as_given(x), exact, 4)
 
 
 def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:

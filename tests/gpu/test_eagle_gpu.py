@@ -45,17 +45,23 @@ def run(target: Path, **settings) -> tuple[list[list[int]], LocalEngine]:
         min_prefill_chunk_tokens=16,
         **settings,
     )
-    hardware = Hardware(num_cpu_cores=4, num_gpus=1, gpu_memory_bytes=torch.cuda.mem_get_info()[1])
+    hardware = Hardware(
+        num_cpu_cores=4,
+        num_gpus=1,
+        gpu_memory_bytes=torch.cuda.mem_get_info()[1],
+        gpu_capability=torch.cuda.get_device_capability(),
+    )
     engine = LocalEngine(plan_engine(config, hardware))
     return engine.generate(PROMPTS, SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)), engine
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("method", ["eagle3", "auto"])
-def test_replays_do_what_the_programs_do(tmp_path: Path, num_stages: int, method: str) -> None:
+@pytest.mark.parametrize(("method", "weights"), [("eagle3", "fp8"), ("eagle3", "model"), ("auto", "auto")])
+def test_replays_do_what_the_programs_do(tmp_path: Path, num_stages: int, method: str, weights: str) -> None:
     target = write_config("small", 6, tmp_path / "target")
     head = write_head(target, tmp_path / "head")
     speculative = {"method": method, "model": str(head), "num_speculative_tokens": 3, "forced_acceptance_rate": 0.6}
+    speculative["head_weights"] = weights
     common = {"num_stages": num_stages, "speculative": speculative}
     _, engine = run(target, mode="full", debug_every=3, **common)  # a difference ends it with an error
     stats = engine.stats()
@@ -68,11 +74,10 @@ def test_text_is_that_without_a_head(tmp_path: Path) -> None:
     target = write_config("small", 6, tmp_path / "target")
     head = write_head(target, tmp_path / "head")
     plain, _ = run(target, mode="none")
-    for mode in ("none", "full"):
-        text, engine = run(
-            target, mode=mode, speculative={"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
-        )
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    for mode, weights in (("none", "fp8"), ("full", "fp8"), ("full", "model")):
+        text, engine = run(target, mode=mode, speculative=speculative | {"head_weights": weights})
         assert engine.stats().num_draft_tokens > 0
         same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(plain, text, strict=True)]
-        print(f"mode {mode}: equal tokens of 48: {same}")
+        print(f"mode {mode}, weights {weights}: equal tokens of 48: {same}")
         assert [line[0] for line in text] == [line[0] for line in plain]

@@ -20,7 +20,7 @@ from raypp.ops.backend import choose_kernels
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
-from raypp.ops.kernels.choose import MAX_ROWS
+from raypp.ops.kernels.choose import MAX_ROWS, choose_projection
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm
@@ -104,6 +104,38 @@ def test_projections(num_rows, num_outputs, num_inputs):
             has_bias=has_bias,
             has_residual=not is_gated,
         )
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 32, 60])
+@pytest.mark.parametrize(
+    ("num_outputs", "num_inputs", "is_gated"),
+    [(6144, 8192, False), (4096, 12288, False), (12288, 4096, True), (32000, 4096, False), (896, 4864, False)],
+)
+def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
+    """As chosen for a draft head, against the twin with the same rounded weights."""
+    rows = num_outputs * (2 if is_gated else 1)
+    shape = Weights(torch.empty(rows, num_inputs, dtype=torch.float8_e4m3fn), is_gated=is_gated, scale=torch.ones(rows))
+    tuning = choose_projection(num_rows, shape, Device.of(CUDA))
+    assert tuning is not None
+    for has_norm, has_bias in itertools.product((False, True), repeat=2):
+        if has_norm and num_rows > FEW_ROWS:
+            continue  # it is a launch of its own
+        checks.check_projection(
+            BF16,
+            num_rows,
+            num_outputs,
+            num_inputs,
+            tuning,
+            has_norm=has_norm,
+            is_gated=is_gated,
+            has_bias=has_bias,
+            has_residual=not is_gated,
+            has_8_bits=True,
+        )
+
+
+def test_in_8_bits_few_rows_are_rounded_and_many_are_not():
+    checks.check_products_in_8_bits(BF16, 3072, 1024)
 
 
 @pytest.mark.parametrize("num_rows", [5, 16, 33, 128])

@@ -41,6 +41,7 @@ def install_pynvml() -> None:
     module.nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(  # type: ignore[attr-defined]
         total=memory_bytes(), free=memory_bytes(), used=0
     )
+    module.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)  # type: ignore[attr-defined]
     module.nvmlDeviceGetName = lambda handle: "NVIDIA H200 (dry)"  # type: ignore[attr-defined]
 
 

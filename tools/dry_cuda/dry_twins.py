@@ -165,6 +165,9 @@ def _project(a: SimpleNamespace, has_norm: bool) -> None:
     if has_norm:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.eps)
     y = x @ a.weight.float().T
+    if a.HAS_SCALE:
+        assert a.weight.dtype == torch.float8_e4m3fn
+        y = y * a.weight_scale
     if a.HAS_BIAS:
         y = y + a.bias.float()
     if a.HAS_GATE:

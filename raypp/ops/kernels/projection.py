@@ -7,14 +7,15 @@
 With a norm, which up to four rows alone may have, the norm's weight g is part of the product's weight already
 (`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
 rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.kernels.launch`).
+before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits is converted on the way,
+exactly, and each output multiplied by its scale.
 
 Twin: `raypp.ops.reference.linear`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton.language as tl
 from raypp.ops.kernels.gate import silu
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.quantize import quantize_rows
 
 FEW_ROWS = 4
 """Up to so many are multiplied element by element, and may be normalized on the way."""
@@ -36,6 +38,7 @@ class Weights:
     bias: torch.Tensor | None = None  # [N]
     norm_eps: float | None = None  # x, few rows, is normalized first, by a norm whose weight is folded into this one
     is_gated: bool = False
+    scale: torch.Tensor | None = None  # [N] float32, of a weight in float8_e4m3fn
 
     @property
     def num_outputs(self) -> int:
@@ -46,6 +49,12 @@ class Weights:
     def num_inputs(self) -> int:
         """K."""
         return self.weight.shape[1]
+
+
+def quantize(weights: Weights) -> Weights:
+    """Return the same with the weight in 8 bits; see `raypp.ops.quantize`."""
+    weight, scale = quantize_rows(weights.weight)
+    return replace(weights, weight=weight, scale=scale)
 
 
 def fold_norm(weight: torch.Tensor, norm_weight: torch.Tensor) -> None:
@@ -101,6 +110,7 @@ def project(
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     arguments = (
         weights.weight,
+        x if weights.scale is None else weights.scale,
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,
         y,
@@ -109,6 +119,7 @@ def project(
     )
     flags = {
         "HAS_GATE": weights.is_gated,
+        "HAS_SCALE": weights.scale is not None,
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
@@ -172,6 +183,14 @@ def _load_vector(vector, index, size, IS_THERE: tl.constexpr):
 
 
 @triton.jit
+def _load_scale(scale, index, size, IS_THERE: tl.constexpr):
+    """Return what outputs of a weight in 8 bits are multiplied by, float32; ones for other weights."""
+    if IS_THERE:
+        return tl.load(scale + index, mask=index < size, other=0.0)
+    return tl.full(index.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.constexpr):
     """Return a piece of each row of x, float32."""
     values = ()
@@ -208,6 +227,7 @@ def _project_few(
     x,
     eps,
     weight,
+    weight_scale,
     bias,
     residual,
     y,
@@ -215,6 +235,7 @@ def _project_few(
     num_inputs,
     HAS_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -241,9 +262,12 @@ def _project_few(
     first_up_piece = first_piece
     addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
+    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
         up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_values = _values(x, column, inside, num_inputs, False, ROWS)
     for row in tl.static_range(ROWS):  # now, not at the end: nobody waits for it there
@@ -268,9 +292,9 @@ def _project_few(
         scale = 1.0
         if HAS_NORM:
             scale = tl.rsqrt(tl.sum(squares[row], 0) / num_inputs + eps)
-        result = tl.sum(totals[row], 1) * scale + addend
+        result = tl.sum(totals[row], 1) * scale * factor + addend
         if HAS_GATE:
-            result = silu(result) * (tl.sum(up_totals[row], 1) * scale + up_addend)
+            result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
         result = (result + before[row]).to(y.dtype.element_ty)
         tl.store(y + row * num_outputs + output, result, mask=output < num_outputs)
 
@@ -279,6 +303,7 @@ def _project_few(
 def _project_rows(
     x,
     weight,
+    weight_scale,
     bias,
     residual,
     y,
@@ -288,6 +313,7 @@ def _project_rows(
     counters,
     num_rows,
     HAS_GATE: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -315,9 +341,12 @@ def _project_rows(
     first_up_piece = first_piece
     addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
+    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
         up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_value = _load(x + x_cell + first, inside, IS_EVEN)
     y_cell = row[:, None] * num_outputs + output[None, :]
@@ -329,13 +358,13 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = tl.dot(piece, tl.trans(value), total)
+        total = tl.dot(piece.to(x.dtype.element_ty), tl.trans(value), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = tl.dot(up_piece, tl.trans(value), up_total)
-    total = tl.dot(first_piece, tl.trans(first_value), total)
+            up_total = tl.dot(up_piece.to(x.dtype.element_ty), tl.trans(value), up_total)
+    total = tl.dot(first_piece.to(x.dtype.element_ty), tl.trans(first_value), total)
     if HAS_GATE:
-        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+        up_total = tl.dot(first_up_piece.to(x.dtype.element_ty), tl.trans(first_value), up_total)
     total, up_total = tl.trans(total), tl.trans(up_total)
 
     is_last = True
@@ -349,7 +378,7 @@ def _project_rows(
             for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
                 total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
     if is_last:
-        result = total + addend[None, :]
+        result = total * factor[None, :] + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total + up_addend[None, :])
+            result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
         tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)

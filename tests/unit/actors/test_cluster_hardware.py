@@ -7,9 +7,12 @@ from raypp.config.engine import EngineConfig
 from raypp.driver.hardware import Hardware
 
 
-def test_all_gpus_count_and_the_smallest_memory():
-    nodes = [Hardware(64, 512 << 30, 8, "large", 140 << 30), Hardware(16, 128 << 30, 1, "small", 24 << 30)]
-    assert smallest_of(nodes) == Hardware(16, 128 << 30, 9, "small", 24 << 30)
+def test_all_gpus_count_and_what_the_weakest_has():
+    nodes = [
+        Hardware(64, 512 << 30, 8, "large", 140 << 30, (9, 0)),
+        Hardware(16, 128 << 30, 1, "small", 24 << 30, (8, 6)),
+    ]
+    assert smallest_of(nodes) == Hardware(16, 128 << 30, 9, "small", 24 << 30, (8, 6))
     assert smallest_of([]) is None
 
 

@@ -108,6 +108,7 @@ def test_speculation_is_given_as_a_section_flat_or_in_a_file(tmp_path: Path) -> 
         ({"method": "eagle9"}, ["method", "ngram"]),
         ({"num_speculative_tokens": 4}, ["nobody who proposes", 'method = "ngram"']),
         ({"method": "ngram", "min_n": 4, "max_n": 3}, ["min_n", "4 and 3"]),
+        ({"method": "ngram", "head_weights": "fp8"}, ["head_weights has nothing to do", "eagle3"]),
         ({"method": "ngram", "num_speculative_tokens": 0}, ["num_speculative_tokens", "greater than or equal to 1"]),
         ({"method": "ngram", "num_speculative_tokens": 17}, ["num_speculative_tokens", "less than or equal to 16"]),
         ({"method": "ngram", "draft_ladder": [4, 2]}, ["draft_ladder", "ascending"]),

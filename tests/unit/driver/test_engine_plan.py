@@ -16,6 +16,8 @@ from raypp.models.sizes import embedding_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS
 from raypp.stage.speculation import Speculation
 
+_SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
+
 
 def _plan(num_cores: int = 2, **settings) -> EnginePlan:
     return plan_engine(EngineConfig.from_flat("tiny", **settings), Hardware(num_cores, memory_bytes=8 << 30))
@@ -158,17 +160,18 @@ def test_a_gpus_kv_cache_leaves_room_for_the_token_table():
 
 def test_a_draft_head_is_part_of_the_plan() -> None:
     """Weights, KV, tapped states and time of a head: the last stage holds fewer layers, the KV cache fewer blocks."""
-    shapes = Path(__file__).parents[3] / "benchmarks" / "models"
     gpus = Hardware(16, num_gpus=2, gpu_memory_bytes=40 << 30)
 
     def plan(**settings: object) -> EnginePlan:
         config = EngineConfig.from_flat(
-            str(shapes / "qwen3-8b"), load_format="dummy", num_stages=2, max_model_len=4096, **settings
+            str(_SHAPES / "qwen3-8b"), load_format="dummy", num_stages=2, max_model_len=4096, **settings
         )
         return plan_engine(config, gpus)
 
     off = plan()
-    head = plan(speculative={"method": "eagle3", "model": str(shapes / "qwen3-8b-eagle3"), "num_speculative_tokens": 4})
+    head = plan(
+        speculative={"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3"), "num_speculative_tokens": 4}
+    )
     assert head.draft_head is not None
     assert head.draft_head.config.aux_depths == (2, 18, 33)
     assert head.stages[-1].num_layers < off.stages[-1].num_layers
@@ -183,3 +186,54 @@ def test_a_draft_head_is_part_of_the_plan() -> None:
     limits = head.scheduler_limits()
     assert (limits.num_lookahead_tokens, limits.caches_next_token) == (3, True)
     assert not off.scheduler_limits().caches_next_token
+
+
+_EAGLE = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3"), "num_speculative_tokens": 4}
+
+
+def _on_gpus(model: str, capability: tuple[int, int] = (9, 0), **settings: object) -> EnginePlan:
+    gpus = Hardware(16, num_gpus=2, gpu_memory_bytes=140 << 30, gpu_capability=capability)
+    config = EngineConfig.from_flat(
+        str(_SHAPES / model), load_format="dummy", num_stages=2, max_model_len=4096, **settings
+    )
+    return plan_engine(config, gpus)
+
+
+@pytest.mark.parametrize(
+    ("capability", "settings", "expected"),
+    [
+        ((9, 0), {}, "fp8"),
+        ((8, 9), {"dtype": "float16"}, "fp8"),
+        ((8, 6), {}, "model"),
+        ((0, 0), {}, "model"),  # not known
+        ((9, 0), {"dtype": "float32"}, "model"),
+        ((9, 0), {"device": "cpu", "kv_cache_bytes": 8 << 30}, "model"),
+    ],
+)
+def test_a_heads_weights_are_read_in_8_bits_where_that_can_be(capability, settings, expected) -> None:
+    plan = _on_gpus("qwen3-8b", capability, speculative=_EAGLE, **settings)
+    assert plan.resolved_config().speculative.head_weights == expected
+    assert plan.describe()["draft_head_weights"] == expected
+    assert plan.draft_head.config.has_8_bit_weights == (expected == "fp8")
+    asked = _EAGLE | {"head_weights": "fp8"}
+    if expected == "model":
+        with pytest.raises(ConfigError, match="cannot be read in 8 bits"):
+            _on_gpus("qwen3-8b", capability, speculative=asked, **settings)
+    else:
+        as_given = _on_gpus("qwen3-8b", capability, speculative=_EAGLE | {"head_weights": "model"}, **settings)
+        assert not as_given.draft_head.config.has_8_bit_weights
+        assert as_given.stages[-1].draft_head_bytes < plan.stages[-1].draft_head_bytes  # the rounded ones are besides
+
+
+def test_layers_of_stages_on_gpus() -> None:
+    """As docs/design/0048 says: drafts make a layer slower, a head takes layers from the last stage."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4}
+    for model, speculative, layers in (
+        ("qwen3-0.6b", None, [15, 13]),
+        ("qwen3-8b", None, [19, 17]),
+        ("qwen3-8b", ngram, [19, 17]),
+        ("qwen3-8b", _EAGLE | {"head_weights": "model"}, [22, 14]),
+        ("qwen3-8b", _EAGLE, [21, 15]),
+    ):
+        plan = _on_gpus(model, speculative=speculative)
+        assert [stage.num_layers for stage in plan.stages] == layers

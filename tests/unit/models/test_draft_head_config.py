@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,18 @@ def test_the_bytes_are_those_of_the_tensors(tiny: ModelConfig) -> None:
     shapes = {name: shape for name, shape in checkpoint_shapes(path).items() if name not in ("d2t", "t2d")}
     loaded = sum(source.get(name, shape, torch.float32).nbytes for name, shape in shapes.items())
     assert config.weight_bytes(4) == loaded
+    products = {name: shape for name, shape in shapes.items() if len(shape) == 2 and name != "embed_tokens.weight"}
+    rounded = sum(rows * columns + 4 * rows for rows, columns in products.values())  # a scale per row
+    in_8_bits = replace(config, has_8_bit_weights=True)
+    assert in_8_bits.weight_bytes(4) == loaded + rounded
+
+
+def test_drafts_read_the_head_once_each_and_what_joins_states_once(tiny: ModelConfig) -> None:
+    config = load_draft_head_config(resolve_draft_head_path("tiny-eagle3"), tiny)
+    fc = config.layer.hidden_size * config.fc_inputs
+    assert config.drafting_bytes(3, 2) == 2 * (3 * (config.weight_bytes(1) - fc) + fc)
+    in_8_bits = replace(config, has_8_bit_weights=True)
+    assert 0.5 < in_8_bits.drafting_bytes(3, 2) / config.drafting_bytes(3, 2) < 0.52  # scales, norms
 
 
 def test_dummy_maps_are_valid() -> None:

@@ -74,8 +74,14 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": int(found[1]), "stack_bytes": int(found[2]), "shared_bytes": kernel.metadata.shared}
 
 
+def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, is_gated: bool = False) -> Any:
+    """Return a weight of 8 bits that holds nothing."""
+    weight = torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
+    return projection.Weights(weight, None, norm_eps, is_gated, scale=torch.empty(num_outputs))
+
+
 def call_all(workspace: Workspace) -> None:
-    """Call each kernel as Qwen3 does, in steps of 1 to 32 rows."""
+    """Call each kernel as Qwen3 does, in steps of 1 to 64 rows."""
     layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
     decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
     chooser = sampling.TokenChooser(32, DEVICE, workspace)
@@ -103,8 +109,12 @@ def call_all(workspace: Workspace) -> None:
         projection.Weights(narrow),
         projection.Weights(large, None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
+        in_8_bits(32000, 4096, 1e-6),  # a draft head's products
+        in_8_bits(6144, 8192),
+        in_8_bits(24576, 4096, 1e-6, is_gated=True),
+        in_8_bits(4096, 12288),
     ):
-        for rows in (1, 2, 4, 8, 16, 32):
+        for rows in (1, 2, 4, 8, 16, 32, 64):
             tuning = choose_projection(rows, weights, DEVICE)
             if tuning is not None:
                 x = torch.empty(rows, weights.num_inputs, dtype=BF16)
