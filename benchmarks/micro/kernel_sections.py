@@ -23,7 +23,7 @@ from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import add_rms_norm, rms_norm
-from raypp.ops.kernels.projection import Tuning, Weights, partial_floats, project
+from raypp.ops.kernels.projection import Tuning, Weights, partial_floats, project, quantize
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.sampling import sample
@@ -136,9 +136,17 @@ def _candidates(weights: Weights, num_rows: int) -> list[Tuning]:
     if num_rows <= 16:
         cuts = [(16, 128, 4, 5), (16, 256, 4, 4), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 512, 4, 3)]
     elif num_rows <= 32:
-        cuts = [(16, 256, 4, 3), (32, 128, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6)]
+        cuts = [(16, 256, 4, 3), (32, 128, 4, 4), (32, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6), (64, 64, 8, 6)]
     else:
-        cuts = [(32, 128, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 64, 8, 4), (64, 128, 8, 3)]
+        cuts = [
+            (32, 128, 4, 3),
+            (64, 64, 4, 4),
+            (64, 64, 8, 4),
+            (64, 128, 4, 3),
+            (128, 64, 4, 4),
+            (128, 64, 8, 4),
+            (64, 128, 8, 3),
+        ]
     return [
         Tuning(outputs, inputs, count, warps, stages)
         for (outputs, inputs, warps, stages), count in itertools.product(cuts, splits)
@@ -146,14 +154,18 @@ def _candidates(weights: Weights, num_rows: int) -> list[Tuning]:
     ]
 
 
-def tune_products(shape: Shape) -> Figures:
-    """Return for each product and number of rows the best cuts, with and without the norm fused."""
+def tune_products(shape: Shape, *, in_8_bits: bool = False) -> Figures:
+    """Return for each product and number of rows the best cuts, with and without the norm fused.
+
+    With weights in 8 bits the library still reads those in 16, as it does for a draft head.
+    """
     device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
     workspace.reserve(64 << 20)
     started = time.monotonic()
     products = shape.products | {"lm_head": (shape.vocab, shape.hidden, True, False)}
     for name, (outputs, inputs, has_norm, has_gate) in products.items():
-        weights = _product_weights(outputs, inputs, has_norm, has_gate)
+        given = _product_weights(outputs, inputs, has_norm, has_gate)
+        weights = [quantize(each) for each in given] if in_8_bits else given
         bare = [replace(each, norm_eps=None) for each in weights]
         jobs: list[tuple[str, int, Tuning, list[Callable[[], object]]]] = []
         for rows in (1, 16, 32, 64, 128) if name != "lm_head" else (1, 16, 32, 64):
@@ -177,7 +189,7 @@ def tune_products(shape: Shape) -> Figures:
         for (rows, kind), results in found.items():
             x = _random(rows, inputs)
             residual = None if has_norm else _random(rows, outputs)
-            library = try_us([partial(_library, w, device, x, residual) for w in weights])
+            library = try_us([partial(_library, w, device, x, residual) for w in given])
             best = sorted(results)[:4]
             print(f"{name:<8}{rows:>4} {kind}: library {library} floor {floor:.2f} best {best}", flush=True)
             figures[f"{name} {rows} {kind}"] = {"library_us": library, "floor_us": round(floor, 2), "best": best}
@@ -458,4 +470,4 @@ SECTIONS: dict[str, Callable[[], Figures]] = {
 }
 TUNINGS: dict[str, Callable[[], Figures]] = {
     f"tune_{name}": partial(tune_products, shape) for name, shape in SHAPES.items()
-}
+} | {"tune_qwen3_8b_in_8_bits": partial(tune_products, SHAPES["qwen3_8b"], in_8_bits=True)}
