@@ -11,7 +11,7 @@ Published heads differ in what they bring, and their config.json says little of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -74,17 +74,11 @@ class DraftHeadConfig:
         return elements * dtype_bytes + rounded
 
     def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
-        """Return the bytes of weights that are read to propose so many drafts, for few rows."""
-
-        def read(products: Sequence[_Product]) -> int:
-            if self.has_8_bit_weights:
-                return sum(product.rounded_bytes for product in products)
-            return sum(product.elements for product in products) * dtype_bytes
-
+        """Return the bytes of weights that are read to propose so many drafts, for more than a few rows."""
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        elements = self._vector_elements
+        elements = self._vector_elements + sum(product.elements for product in self._step_products)
         elements += 0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size
-        return num_drafts * (read(self._step_products) + elements * dtype_bytes) + num_fc * read((self._fc,))
+        return (num_drafts * elements + num_fc * self._fc.elements) * dtype_bytes
 
     @property
     def _fc(self) -> _Product:

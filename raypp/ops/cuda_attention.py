@@ -29,8 +29,8 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 from raypp.ops.sdpa_prefill import SdpaPrefill
 
-MAX_FUSED_ROWS = 16
-"""Up to so many decode rows, attention makes its heads itself: each row's are made once per split and KV head."""
+MAX_FUSED_TOKENS = 16
+"""Up to so many tokens of decode rows, attention makes its heads itself: they are made once per split and KV head."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class CudaAttention:
             out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=qkv.dtype, device=qkv.device)
         out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
         is_decode_only = num_decode_tokens == len(qkv) and batch.padded_out is None
-        if self._fused_decode is not None and num_rows <= MAX_FUSED_ROWS and is_decode_only:
+        if self._fused_decode is not None and num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
             self._fused_decode.from_projection(
                 qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads
             )

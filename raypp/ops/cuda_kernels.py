@@ -140,8 +140,8 @@ class CudaKernels:
         self._attention.plan(batch, ring_entry)
 
     def _projection(self, weights: Weights) -> CudaProjection:
-        own = quantize(weights) if self._has_8_bits else None
-        projection = CudaProjection(weights, self._device, self._workspace, own)
+        of_few = quantize(weights) if self._has_8_bits else None
+        projection = CudaProjection(weights, self._device, self._workspace, of_few)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection
 
@@ -203,21 +203,22 @@ class CudaProjection:
         weights: Of the product.
         device: Where it runs.
         workspace: For products that are split.
-        own: What own kernels take, the same in 8 bits; None: `weights`.
+        of_few: What few rows read, the same in 8 bits; None: `weights`.
     """
 
-    def __init__(self, weights: Weights, device: Device, workspace: Workspace, own: Weights | None = None) -> None:
+    def __init__(self, weights: Weights, device: Device, workspace: Workspace, of_few: Weights | None = None) -> None:
         self._weights = weights
-        self._own = own or weights
-        self._bare_own = replace(self._own, norm_eps=None)
+        self._bare_weights = replace(weights, norm_eps=None)
+        self._weights_of_few = of_few or weights
         self._device = device
         self._workspace = workspace
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, MAX_ROWS + 1):
-            tuning = choose_projection(num_rows, self._own, device)
+            own = weights if num_rows > FEW_ROWS else self._weights_of_few
+            tuning = choose_projection(num_rows, own, device)
             if tuning is not None:
                 self._tunings[num_rows] = tuning
-                workspace.reserve(partial_floats(num_rows, self._own, tuning))
+                workspace.reserve(partial_floats(num_rows, own, tuning))
 
     @property
     def most_own_rows(self) -> int:
@@ -228,11 +229,15 @@ class CudaProjection:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, own, tuning = self._weights, self._own, self._tunings.get(len(x))
-        if weights.norm_eps is not None and (tuning is None or len(x) > FEW_ROWS):
-            x, own = rms_norm(x, None, weights.norm_eps, self._device), self._bare_own
+        tuning = self._tunings.get(len(x))
+        if len(x) <= FEW_ROWS:
+            assert tuning is not None
+            return project(x, self._weights_of_few, None, tuning, self._device, self._workspace)
+        weights = self._bare_weights
+        if self._weights.norm_eps is not None:
+            x = rms_norm(x, None, self._weights.norm_eps, self._device)
         if tuning is not None:
-            return project(x, own, None, tuning, self._device, self._workspace)
+            return project(x, weights, None, tuning, self._device, self._workspace)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
@@ -243,7 +248,8 @@ class CudaProjection:
             return residual + F.linear(x, weights.weight, weights.bias)
         tuning = self._tunings.get(len(x))
         if tuning is not None:
-            return project(x, self._own, residual, tuning, self._device, self._workspace)
+            own = weights if len(x) > FEW_ROWS else self._weights_of_few
+            return project(x, own, residual, tuning, self._device, self._workspace)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
 

@@ -20,7 +20,7 @@ from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kerne
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import Tuning, Weights, fold_norm, project, quantize
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
@@ -276,12 +276,12 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
     quantized, scale = quantize_rows(folded)
     in_8_bits = plain.in_8_bits().norm_linear(norm_weight, 1e-6, weight.clone())
     as_given = plain.norm_linear(norm_weight, 1e-6, weight.clone())
-    for num_rows in (1, 5, MAX_ROWS, MAX_ROWS + 1):
+    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, MAX_ROWS, MAX_ROWS + 1):
         x = random.normal(num_rows, num_inputs)
         normalized = reference.rms_norm(x, None, 1e-6)
         rounded, exact = reference.linear(normalized, quantized, scale=scale), reference.linear(normalized, folded)
         assert (rounded - exact).abs().max() > 0.05  # so that one is not taken for the other
-        random.assert_close(in_8_bits(x), rounded if num_rows <= MAX_ROWS else exact, 4)
+        random.assert_close(in_8_bits(x), rounded if num_rows <= FEW_ROWS else exact, 4)
         random.assert_close(as_given(x), exact, 4)
 
 

@@ -106,7 +106,7 @@ def test_projections(num_rows, num_outputs, num_inputs):
         )
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 16, 32, 60])
+@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "is_gated"),
     [(6144, 8192, False), (4096, 12288, False), (12288, 4096, True), (32000, 4096, False), (896, 4864, False)],
@@ -118,8 +118,6 @@ def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
     tuning = choose_projection(num_rows, shape, Device.of(CUDA))
     assert tuning is not None
     for has_norm, has_bias in itertools.product((False, True), repeat=2):
-        if has_norm and num_rows > FEW_ROWS:
-            continue  # it is a launch of its own
         checks.check_projection(
             BF16,
             num_rows,

@@ -32,8 +32,6 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
         return _tune_row(weights)
     if num_rows <= FEW_ROWS:
         return _tune_few(weights)
-    if weights.scale is not None:  # the library has nothing that converts it on the way
-        return _tune_rows_of_8_bits(num_rows, weights, device) if num_rows <= MAX_ROWS else None
     if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
         return None
     if weights.is_gated:
@@ -76,21 +74,3 @@ def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
     if num_rows <= 16 and weights.num_outputs > weights.num_inputs:
         num_splits = 1
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
-
-
-def _tune_rows_of_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips as wide: x is read once for each of them, and counts for more beside a weight of half the bytes.
-
-    Two programs per processor, for enough of the weight under way. With a gate, what several rows and two weights take
-    of a thread's registers leaves room for short pieces only.
-    """
-    if weights.is_gated:
-        if num_rows <= 16:
-            return Tuning(outputs=32, inputs=128, num_stages=5)
-        return Tuning(outputs=64, inputs=64, num_warps=8, num_stages=6 if num_rows <= 32 else 4)
-    outputs, num_splits = 64, 1
-    num_strips = triton.cdiv(weights.num_outputs, outputs)
-    while num_splits < 2 * _MAX_SPLITS and num_strips * num_splits < 1.5 * device.num_processors:
-        num_splits *= 2
-    num_stages = 5 if num_rows <= 16 else 4 if num_rows <= 32 else 3
-    return Tuning(outputs=outputs, inputs=128, num_splits=num_splits, num_stages=num_stages)

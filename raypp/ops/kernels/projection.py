@@ -7,8 +7,8 @@
 With a norm, which up to four rows alone may have, the norm's weight g is part of the product's weight already
 (`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
 rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits is converted on the way,
-exactly, and each output multiplied by its scale.
+before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits, for few rows, is converted
+on the way, exactly, and each output multiplied by its scale.
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -109,8 +109,6 @@ def project(
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     arguments = (
-        weights.weight,
-        x if weights.scale is None else weights.scale,
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,
         y,
@@ -119,7 +117,6 @@ def project(
     )
     flags = {
         "HAS_GATE": weights.is_gated,
-        "HAS_SCALE": weights.scale is not None,
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
@@ -132,8 +129,11 @@ def project(
         _project_few[(num_programs,)](
             x,
             weights.norm_eps or 0.0,
+            weights.weight,
+            x if weights.scale is None else weights.scale,
             *arguments,
             HAS_NORM=weights.norm_eps is not None,
+            HAS_SCALE=weights.scale is not None,
             IS_WHOLE=num_inputs <= tuning.inputs,
             ROWS=num_rows,
             OUTPUTS=tuning.outputs,
@@ -144,9 +144,11 @@ def project(
         )
         return y
     assert weights.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
+    assert weights.scale is None, "several rows wait for converting 8 bits longer than for reading 16"
     assert tuning.num_splits == 1 or not weights.is_gated
     _project_rows[(num_programs, tuning.num_splits)](
         x,
+        weights.weight,
         *arguments,
         workspace.floats,
         workspace.counters,
@@ -303,7 +305,6 @@ def _project_few(
 def _project_rows(
     x,
     weight,
-    weight_scale,
     bias,
     residual,
     y,
@@ -313,7 +314,6 @@ def _project_rows(
     counters,
     num_rows,
     HAS_GATE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -341,12 +341,9 @@ def _project_rows(
     first_up_piece = first_piece
     addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
-    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
-    up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
         up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
-        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_value = _load(x + x_cell + first, inside, IS_EVEN)
     y_cell = row[:, None] * num_outputs + output[None, :]
@@ -358,13 +355,13 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = tl.dot(piece.to(x.dtype.element_ty), tl.trans(value), total)
+        total = tl.dot(piece, tl.trans(value), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = tl.dot(up_piece.to(x.dtype.element_ty), tl.trans(value), up_total)
-    total = tl.dot(first_piece.to(x.dtype.element_ty), tl.trans(first_value), total)
+            up_total = tl.dot(up_piece, tl.trans(value), up_total)
+    total = tl.dot(first_piece, tl.trans(first_value), total)
     if HAS_GATE:
-        up_total = tl.dot(first_up_piece.to(x.dtype.element_ty), tl.trans(first_value), up_total)
+        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
     total, up_total = tl.trans(total), tl.trans(up_total)
 
     is_last = True
@@ -378,7 +375,7 @@ def _project_rows(
             for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
                 total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
     if is_last:
-        result = total * factor[None, :] + addend[None, :]
+        result = total + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
+            result = silu(result) * (up_total + up_addend[None, :])
         tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)
