@@ -92,7 +92,7 @@ class SchedulerSection(Section):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens that one step may compute."""
     min_prefill_chunk_tokens: int = Field(default=512, ge=1)
-    """A prompt is not cut into smaller chunks than this, unless the step is full."""
+    """A prompt is not cut into smaller chunks than this, unless the step is full; larger ones are multiples of it."""
     grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
 

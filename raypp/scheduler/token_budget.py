@@ -2,12 +2,10 @@
 
 Token throttling: the prompt tokens that wait are spread over the steps to come, so that all stages always hold
 micro-batches of similar size, and a burst of prompts does not land in one of them. The idea is gLLM's
-(arXiv:2504.14775).
+(arXiv:2504.14775). They come in multiples of the smallest chunk: docs/design/0135-chunks-in-whole-rounds.md.
 """
 
 from __future__ import annotations
-
-import math
 
 from raypp.scheduler.limits import SchedulerLimits
 
@@ -30,8 +28,9 @@ def prefill_budget(limits: SchedulerLimits, num_waiting_tokens: int, num_tokens_
     if limits.num_stages == 1:
         return num_tokens_left
     pace = min(1.0, free_kv_share / SHORT_OF_KV_SHARE)
-    spread = math.ceil(num_waiting_tokens * pace / (SPREAD_PER_STAGE * limits.num_stages))
-    return min(max(spread, limits.min_prefill_chunk_tokens), num_tokens_left)
+    spread = num_waiting_tokens * pace / (SPREAD_PER_STAGE * limits.num_stages)
+    num_chunks = max(1, round(spread / limits.min_prefill_chunk_tokens))
+    return min(num_chunks * limits.min_prefill_chunk_tokens, num_tokens_left)
 
 
 def chunk_tokens(num_rest: int, num_budget_left: int, min_chunk_tokens: int, step_is_full: bool) -> int:

@@ -14,10 +14,11 @@ def test_one_stage_takes_all_that_is_left():
 @pytest.mark.parametrize(
     ("num_waiting", "num_left", "expected"),
     [
-        (16_000, 2048, 1000),  # spread over 4 * 4 steps
-        (16_001, 2048, 1001),  # rounded up
+        (16_384, 2048, 1024),  # spread over 4 * 4 steps
+        (13_000, 2048, 1024),  # to the nearest multiple of the least chunk
+        (12_000, 2048, 512),
         (100, 2048, 512),  # never below the least chunk
-        (16_000, 300, 300),  # but within the step
+        (16_384, 300, 300),  # but within the step
         (10**6, 2048, 2048),
     ],
 )
@@ -34,9 +35,9 @@ def test_a_lone_prompt_is_cut_into_at_least_four_chunks_per_stage():
 
 
 def test_prompts_slow_down_when_kv_is_short():
-    assert prefill_budget(LIMITS, 16_000, 2048, 0.25) == 1000
-    assert prefill_budget(LIMITS, 16_000, 2048, 0.2) == 800
-    assert prefill_budget(LIMITS, 16_000, 2048, 0.0) == 512
+    assert prefill_budget(LIMITS, 32_768, 2048, 0.25) == 2048
+    assert prefill_budget(LIMITS, 32_768, 2048, 0.2) == 1536
+    assert prefill_budget(LIMITS, 32_768, 2048, 0.0) == 512
 
 
 @pytest.mark.parametrize(
