@@ -36,24 +36,33 @@ NUM_PROFILED = 5
 class DecodeStep:
     """A decode step of some layers in one graph."""
 
-    def __init__(self, model: DecoderModel, caches: list[torch.Tensor], rows: int, context: int, is_last: bool) -> None:
-        device = torch.device("cuda")
+    def __init__(
+        self,
+        model: DecoderModel,
+        caches: list[torch.Tensor],
+        rows: int,
+        context: int,
+        is_last: bool,
+        query_len: int = 1,
+    ) -> None:
+        device, num_tokens = torch.device("cuda"), rows * query_len
         width = -(-context // BLOCK_SIZE)
         tables = (torch.randperm(rows * width, device=device).int() + 1).view(rows, width)
+        places = torch.arange(context - query_len, context, device=device)
         batch = AttentionBatch(
             num_decode_rows=rows,
-            decode_query_len=1,
-            query_start_loc=torch.arange(rows + 1, device=device).int(),
+            decode_query_len=query_len,
+            query_start_loc=torch.arange(rows + 1, device=device).int() * query_len,
             seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
             block_tables=tables,
-            slot_mapping=tables[:, -1].long() * BLOCK_SIZE + (context - 1) % BLOCK_SIZE,
+            slot_mapping=(tables.long()[:, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE).flatten(),
             max_decode_seq_len=context,
             prefill_query_lens=[],
             prefill_seq_lens=[],
         )
-        positions = torch.full((rows,), context - 1, device=device)
-        entering = torch.randn(rows, model.hidden_size, device=device, dtype=torch.bfloat16)
-        choice = choose_token_choice(device, rows)
+        positions = places.repeat(rows)
+        entering = torch.randn(num_tokens, model.hidden_size, device=device, dtype=torch.bfloat16)
+        choice = choose_token_choice(device, num_tokens)
 
         def step() -> None:
             hidden = model.forward(entering.clone(), positions, batch, caches)
@@ -104,11 +113,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs=2, required=True, metavar=("START", "END"))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
     args = parser.parse_args()
     config = load_model_config(Path(args.model))
     device, (start, end) = torch.device("cuda"), args.layers
     is_last, max_rows = end == config.num_layers, max(args.rows)
-    kernels = choose_kernels(device, torch.bfloat16, block_size=BLOCK_SIZE, max_rows=max_rows, num_ring_entries=2)
+    kernels = choose_kernels(
+        device,
+        torch.bfloat16,
+        block_size=BLOCK_SIZE,
+        max_rows=max_rows,
+        max_query_len=args.query_len,
+        num_ring_entries=2,
+    )
     model = build_model(config, start_layer=start, end_layer=end, dtype=torch.bfloat16, device=device, kernels=kernels)
     model.load_weights(DummyWeights(0, device))
     loaded_bytes = torch.cuda.memory_allocated()
@@ -123,7 +140,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     with torch.inference_mode():
         for rows in args.rows:
-            step = DecodeStep(model, caches, rows, args.context, is_last)
+            step = DecodeStep(model, caches, rows, args.context, is_last, args.query_len)
             kv_bytes = rows * args.context * 4 * config.num_kv_heads * config.head_dim * (end - start)
             floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
             step_ms, found = step.time_ms(), step.kernels()

@@ -230,8 +230,7 @@ class CudaProjection:
         if torch.compiler.is_compiling():
             return self._plain(x)
         tuning = self._tunings.get(len(x))
-        if len(x) <= FEW_ROWS:
-            assert tuning is not None
+        if tuning is not None and len(x) <= FEW_ROWS:
             return project(x, self._weights_of_few, None, tuning, self._device, self._workspace)
         weights = self._bare_weights
         if self._weights.norm_eps is not None:

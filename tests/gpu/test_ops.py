@@ -153,7 +153,7 @@ def test_all_ways_of_a_product_agree(shape):
     fold_norm(folded, norm_weight)
     bare = CudaProjection(Weights(weight), kernels.device, kernels.workspace)
     normed = CudaProjection(Weights(folded, None, 1e-6, is_gated), kernels.device, kernels.workspace)
-    for num_rows in (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300):
+    for num_rows in (0, 1, 2, 4, 5, 8, 9, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300):
         x = kernels.normal(num_rows, num_inputs)
         expected = reference.linear(x, weight, norm_weight=norm_weight, eps=1e-6, is_gated=is_gated)
         kernels.assert_close(normed(x), expected, 4)

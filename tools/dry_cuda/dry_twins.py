@@ -150,22 +150,22 @@ def _propose(a: SimpleNamespace) -> None:
 
 def _project_few(a: SimpleNamespace) -> None:
     assert len(a.x) == a.ROWS
-    _project(a, a.HAS_NORM)
+    _project(a, a.HAS_NORM, a.HAS_SCALE)
 
 
 def _project_rows(a: SimpleNamespace) -> None:
     assert a.num_rows == len(a.x)
-    _project(a, False)
+    _project(a, has_norm=False, has_scale=False)
 
 
-def _project(a: SimpleNamespace, has_norm: bool) -> None:
+def _project(a: SimpleNamespace, has_norm: bool, has_scale: bool) -> None:
     x = a.x.float()
     assert a.weight.shape == (a.num_outputs * (2 if a.HAS_GATE else 1), a.num_inputs)
     assert a.y.shape[1] == a.num_outputs
     if has_norm:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + a.eps)
     y = x @ a.weight.float().T
-    if a.HAS_SCALE:
+    if has_scale:
         assert a.weight.dtype == torch.float8_e4m3fn
         y = y * a.weight_scale
     if a.HAS_BIAS:
