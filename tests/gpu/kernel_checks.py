@@ -285,6 +285,18 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
         random.assert_close(as_given(x), exact, 4)
 
 
+def check_products_of_no_rows(dtype: torch.dtype) -> None:
+    """A step that only begins prompts has no logits."""
+    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    weight, norm = torch.ones(48, 32, dtype=dtype, device=DEVICE), torch.ones(32, dtype=dtype, device=DEVICE)
+    x, residual = norm.new_zeros(0, 32), norm.new_zeros(0, 48)
+    for of_set in (kernels, kernels.in_8_bits()):
+        assert of_set.linear(weight)(x).shape == (0, 48)
+        assert of_set.norm_linear(norm, 1e-6, weight)(x).shape == (0, 48)
+        assert of_set.norm_gated_linear(norm, 1e-6, weight)(x).shape == (0, 24)
+        assert of_set.add_linear(weight)(x, residual).shape == (0, 48)
+
+
 def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     """Greedy tokens and draws equal the twin's; a draw may differ where two tokens are equal but for rounding."""
     kernels = Kernels(dtype, seed=num_rows)

@@ -163,6 +163,10 @@ def test_all_ways_of_a_product_agree(shape):
             kernels.assert_close(bare.add(x, residual), expected, 4)
 
 
+def test_products_of_no_rows():
+    checks.check_products_of_no_rows(BF16)
+
+
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (7, 32000), (256, 151936), (600, 1000)])
 def test_sampling(dtype, num_rows, vocab_size):

@@ -98,6 +98,10 @@ def test_in_8_bits_few_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(EXACT, 96, 200)
 
 
+def test_products_of_no_rows():
+    checks.check_products_of_no_rows(EXACT)
+
+
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), (9, 5000), (4, 9001)])
 def test_sampling(num_rows, vocab_size):
     checks.check_sampling(EXACT, num_rows, vocab_size)
