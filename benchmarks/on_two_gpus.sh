@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What docs/performance.md quotes of two GPUs, part by part; each ends in its time, or is ended.
 #
-#   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, about fifteen minutes
+#   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, some fifteen minutes if all goes well
 #
-# OUT gets a log of every part, and a JSON report. Nothing else should run on the machine.
+# OUT gets a log of every part, and its JSON report, which is the last line of step_overhead's log. Nothing else should run on the machine.
 set -u
 out=${1:?a folder for logs and reports}
 shift

@@ -92,7 +92,8 @@ class SchedulerSection(Section):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens that one step may compute."""
     min_prefill_chunk_tokens: int = Field(default=512, ge=1)
-    """A prompt is not cut into smaller chunks than this, unless the step is full; larger ones are multiples of it."""
+    """A prompt is not cut into smaller chunks than this, unless the step is full. With several stages
+    a step takes a multiple of it, unless decode rows leave less."""
     grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
 
@@ -108,9 +109,9 @@ class SpeculativeSection(Section):
     """The head: `tiny-eagle3` (shipped with raypp, for `tiny`), a directory, or a Hugging Face id. As a flat setting
     `model` names the engine's own model, so this one is given within its section."""
     head_weights: Literal["auto", "model", "fp8"] = "auto"
-    """What a head's weights are read as. `model`: as the model's. `fp8`: where a product has few rows, in 8 bits, kept
-    besides: half the time of a draft. Drafts are a little worse for it, the text is not: it is the model's. `auto`: fp8
-    on GPUs that have it (compute capability 8.9) with a model in 16 bits."""
+    """What a head's weights are read as. `model`: as the model's. `fp8`: where a product has up to four rows, in 8
+    bits, kept besides: half the bytes of a draft. Drafts are a little worse for it, the text is not: it is the model's.
+    `auto`: fp8 on GPUs that have it (compute capability 8.9) with a model in 16 bits."""
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=16)
     """Drafts per row and step, always. None: chosen for each cohort from `draft_ladder`, by how many are accepted."""
     draft_ladder: list[int] | None = Field(default=None, min_length=1)
@@ -149,6 +150,11 @@ class SpeculativeSection(Section):
     def max_drafts(self) -> int:
         """The most drafts per row and step."""
         return self.ladder[-1]
+
+    @property
+    def usual_drafts(self) -> float:
+        """Drafts that a row verifies per step, for estimates: of a ladder half of the most."""
+        return self.max_drafts if self.num_speculative_tokens is not None else self.max_drafts / 2
 
 
 class GraphsSection(Section):

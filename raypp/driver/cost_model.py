@@ -51,7 +51,13 @@ _GPU_DRAFT_MS = 0.012  # of either, for every draft that each row verifies besid
 
 
 def estimated_costs(
-    model: ModelConfig, dtype_bytes: int, *, on_gpu: bool = False, num_drafts: int = 0, drafting_bytes: int = 0
+    model: ModelConfig,
+    dtype_bytes: int,
+    *,
+    on_gpu: bool = False,
+    num_verified: float = 0,
+    num_proposed: int = 0,
+    drafting_bytes: int = 0,
 ) -> StepCosts:
     """Return the costs of a decode step, which reads every weight once, and of the embedding only a few rows.
 
@@ -61,17 +67,17 @@ def estimated_costs(
         model: Its sizes.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
-        num_drafts: Drafts that each row verifies.
-        drafting_bytes: What a draft head on the last stage reads besides, to make as many; 0 without one.
+        num_verified: Drafts that each row verifies.
+        num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
+        drafting_bytes: What it reads for them.
     """
     layer, head = float(layer_weight_bytes(model, dtype_bytes)), float(lm_head_bytes(model, dtype_bytes))
     head += drafting_bytes
     if not on_gpu:
         return StepCosts(layer=layer, last_stage=head)
-    verify_ms = num_drafts * _GPU_DRAFT_MS
+    verify_ms = num_verified * _GPU_DRAFT_MS
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
-    if drafting_bytes:
-        head_ms += num_drafts * (_GPU_LAYER_MS + _GPU_HEAD_MS)
+    head_ms += num_proposed * (_GPU_LAYER_MS + _GPU_HEAD_MS)
     return StepCosts(layer=layer / _GPU_BYTES_PER_MS + layer_ms, last_stage=head / _GPU_BYTES_PER_MS + head_ms)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
-from raypp.driver.cost_model import estimated_costs
 from raypp.driver.encoder_plan import describe_encoders, encoder_spec, item_bytes_on_first_stage, max_item_tokens
 from raypp.driver.grammar_process import GrammarSettings
 from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
+from raypp.driver.layer_partition import layers_per_stage
 from raypp.driver.speculation_plan import (
     check_host_memory,
     draft_head,
@@ -31,7 +31,6 @@ from raypp.driver.speculation_plan import (
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, load_model_config
-from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.draft_policy import DraftPolicy
@@ -249,7 +248,7 @@ def plan_engine(
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
-    layers = _layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
+    layers = layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
     weight_bytes = [
         _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
@@ -326,26 +325,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     if config.model.dtype != "auto":
         return config.model.dtype
     return "float32" if device == "cpu" else model.dtype
-
-
-def _layers_per_stage(
-    config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int, device: str
-) -> list[int]:
-    num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
-    if explicit is None:
-        num_drafts = config.speculative.max_drafts
-        drafting_bytes = 0 if head is None else head.drafting_bytes(num_drafts, dtype_bytes)
-        costs = estimated_costs(
-            model, dtype_bytes, on_gpu=device == "cuda", num_drafts=num_drafts, drafting_bytes=drafting_bytes
-        )
-        return costs.partition(model.num_layers, num_stages)
-    if sum(explicit) != model.num_layers:
-        raise ConfigError(
-            "layer_partition does not add up to the model's layers",
-            got=f"{explicit}, {sum(explicit)} layers",
-            expected=f"{model.num_layers} layers",
-        )
-    return list(explicit)
 
 
 def _weight_bytes(model: ModelConfig, stage_index: int, num_stages: int, num_layers: int, dtype_bytes: int) -> int:

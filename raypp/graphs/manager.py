@@ -8,7 +8,6 @@ one replay to the next must be in those tensors, or be an argument of a break po
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,8 +93,11 @@ class CudaGraphManager:
             else:
                 recorded.append(size)
                 taken.append(meter.graph_bytes - before)
-            room_bytes = sys.maxsize if self._max_bytes is None else self._max_bytes - self.memory_bytes
-            position = next_position(position, len(sizes), room_bytes, bytes_each(taken))
+            if self._max_bytes is None:
+                position += 1
+            else:
+                room_bytes = self._max_bytes - self.memory_bytes
+                position = next_position(position, len(sizes), room_bytes, bytes_each(taken))
         cost.num_left_out += len(sizes) - len(recorded)
         cost.memory_bytes = meter.trim()
         return recorded

@@ -12,12 +12,13 @@ def bytes_each(taken: Sequence[int]) -> float:
     memory for graphs in chunks, of which one says nothing, and another process may have taken some meanwhile.
 
     Args:
-        taken: What each size so far took, in bytes, in their order.
+        taken: What each size so far took, in bytes, in their order. Less than nothing where the count of those before
+            it was corrected.
     """
     if len(taken) < 3:
         return 0.0
     *_, second, largest = sorted(taken[1:])
-    return (sum(taken[1:]) - largest + second) / (len(taken) - 1)
+    return max(0.0, (sum(taken[1:]) - largest + second) / (len(taken) - 1))
 
 
 def next_position(position: float, num_sizes: int, room_bytes: int, size_bytes: float) -> float:

@@ -65,7 +65,7 @@ class CudaKernels:
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
         self._decode: DecodeKernel = decode
-        self._attention: CudaAttention | None = None
+        self._attention: list[CudaAttention] = []  # that of all layers, once there is one; copies share it
         self._most_own_rows = 0
         self._has_8_bits = False
 
@@ -116,8 +116,8 @@ class CudaKernels:
 
     def attention(self, heads: Heads) -> LayerAttention:
         """Return the attention of a layer with these heads."""
-        if self._attention is None:
-            self._attention = CudaAttention(
+        if not self._attention:
+            attention = CudaAttention(
                 heads,
                 block_size=self._block_size,
                 dtype=self._dtype,
@@ -128,7 +128,8 @@ class CudaKernels:
                 workspace=self._workspace,
                 decode=self._decode,
             )
-        return LayerAttention(self._attention, heads)
+            self._attention.append(attention)
+        return LayerAttention(self._attention[0], heads)
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
         """Return the step's rotation, float32."""
@@ -136,8 +137,8 @@ class CudaKernels:
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Plan the prefill rows."""
-        assert self._attention is not None, "no layer has been made"
-        self._attention.plan(batch, ring_entry)
+        assert self._attention, "no layer has been made"
+        self._attention[0].plan(batch, ring_entry)
 
     def _projection(self, weights: Weights) -> CudaProjection:
         of_few = quantize(weights) if self._has_8_bits else None

@@ -137,7 +137,7 @@ def test_in_8_bits_few_rows_are_rounded_and_many_are_not():
 
 
 @pytest.mark.parametrize("num_rows", [5, 16, 33, 128])
-@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 4])
 def test_split_projections(num_rows, num_splits):
     checks.check_projection(BF16, num_rows, 4096, 4096, Tuning(32, 128, num_splits), has_bias=True, has_residual=True)
 

@@ -17,8 +17,8 @@ MAX_ROWS = 64
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
 
-_LARGE_WEIGHT_BYTES = 256 << 20
-"""An LM head: with more than few rows it is the library's."""
+_LARGE_WEIGHT_BYTES = 128 << 20
+"""An LM head, a draft head's too: with more than few rows it is the library's."""
 
 _PIECE = 8192  # elements of the weight that one row's program has a sum of each for
 _PIECE_BYTES = 16 << 10  # that it asks for at once
@@ -32,10 +32,10 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
         return _tune_row(weights)
     if num_rows <= FEW_ROWS:
         return _tune_few(weights)
-    if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
-        return None
     if weights.is_gated:
         return Tuning(outputs=32, inputs=256, num_stages=2) if num_rows <= 16 else None
+    if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
+        return None
     if num_rows <= 32 or (num_rows <= MAX_ROWS and weights.weight.nbytes <= _SMALL_WEIGHT_BYTES):
         return _tune_rows(num_rows, weights, device)
     return None

@@ -232,6 +232,7 @@ def test_layers_of_stages_on_gpus() -> None:
         ("qwen3-0.6b", None, [15, 13]),
         ("qwen3-8b", None, [19, 17]),
         ("qwen3-8b", ngram, [19, 17]),
+        ("qwen3-8b", {"method": "ngram"}, [19, 17]),
         ("qwen3-8b", _EAGLE, [22, 14]),
     ):
         plan = _on_gpus(model, speculative=speculative)

@@ -92,6 +92,20 @@ def test_others_memory_is_not_ours():
     assert manager.costs["full"].memory_bytes == 1090
 
 
+@pytest.mark.parametrize("max_bytes", [None, 1 << 40])
+def test_memory_that_others_give_back_costs_no_size_its_place(max_bytes):
+    """A first graph loads kernels, and while the second is recorded, somebody else frees memory."""
+    maker = CountedMaker(pool_bytes=1000, graph_bytes=2)
+    maker.others_bytes = 300 << 20
+    manager = CudaGraphManager(maker, max_bytes=max_bytes)
+
+    def record(size: int) -> None:
+        others_bytes = 500 << 20 if size == SIZES[0] else 0
+        manager.record("full", size, lambda: setattr(maker, "others_bytes", others_bytes))
+
+    assert manager.record_sizes("full", SIZES, record) == SIZES
+
+
 def test_one_program_that_needs_much_for_itself_costs_no_other_its_place():
     """Sampling with truncation is recorded for small sizes only: the pool grows when the first of them comes."""
     maker = CountedMaker(pool_bytes=100, graph_bytes=10)
