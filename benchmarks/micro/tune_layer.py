@@ -83,12 +83,12 @@ def compile_all(jobs: list[tuple[int, bool, bool, Tuning]]) -> None:
 
 
 class TunedLayers:
-    """Some layers of a model, whose products can be cut anew."""
+    """Some layers of a model, whose products can be cut anew: it looks inside of them, as nobody else has reason to."""
 
     def __init__(self, name: str, num_layers: int, context: int, most_rows: int) -> None:
         device, config = torch.device("cuda"), load_model_config(MODELS / name)
         kernels = choose_kernels(device, BF16, block_size=BLOCK_SIZE, max_rows=most_rows, num_ring_entries=2)
-        kernels._workspace.reserve(WORKSPACE_FLOATS)  # type: ignore[attr-defined]
+        kernels._workspace.reserve(WORKSPACE_FLOATS)
         layers = {"start_layer": 1, "end_layer": 1 + num_layers}  # neither embedding nor head
         self._model = build_model(config, **layers, dtype=BF16, device=device, kernels=kernels)
         self._model.load_weights(DummyWeights(0, device))
@@ -100,8 +100,8 @@ class TunedLayers:
         self._context = context
         self._products: dict[str, list[CudaProjection]] = {product: [] for product in PRODUCTS}
         for layer in self._model._layers:
-            mlp = layer._mlp  # type: ignore[attr-defined]
-            found = {"gate_up": mlp._gate_up, "down": mlp._down, "qkv": layer._qkv, "output": layer._output}  # type: ignore[attr-defined]
+            mlp = layer._mlp
+            found = {"gate_up": mlp._gate_up, "down": mlp._down, "qkv": layer._qkv, "output": layer._output}
             for product, projection in found.items():
                 self._products[product].append(getattr(projection, "__self__", projection))
 

@@ -86,11 +86,8 @@ def test_decode_inputs(num_rows, query_len):
     checks.check_decode_inputs(num_rows, query_len, num_rows, 2049)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 16, 32, 60])
-@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1024, 3072), (6144, 4096), (896, 896), (4864, 896)])
-def test_projections(num_rows, num_outputs, num_inputs):
-    tuning = Tuning(4, 1024 if num_rows < 3 else 512) if num_rows <= FEW_ROWS else Tuning(32, 128)
-    for has_norm, is_gated, has_bias in itertools.product((False, True), repeat=3):
+def _check_projections(num_rows, num_outputs, num_inputs, tuning, *, is_gated, has_8_bits=False):
+    for has_norm, has_bias in itertools.product((False, True), repeat=2):
         if has_norm and num_rows > FEW_ROWS:
             continue  # it is a launch of its own
         checks.check_projection(
@@ -103,7 +100,16 @@ def test_projections(num_rows, num_outputs, num_inputs):
             is_gated=is_gated,
             has_bias=has_bias,
             has_residual=not is_gated,
+            has_8_bits=has_8_bits,
         )
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 16, 32, 60])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(1024, 3072), (6144, 4096), (896, 896), (4864, 896)])
+def test_projections(num_rows, num_outputs, num_inputs, is_gated):
+    tuning = Tuning(4, 1024 if num_rows < 3 else 512) if num_rows <= FEW_ROWS else Tuning(32, 128)
+    _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated)
 
 
 @pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
@@ -117,19 +123,7 @@ def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
     shape = Weights(torch.empty(rows, num_inputs, dtype=torch.float8_e4m3fn), is_gated=is_gated, scale=torch.ones(rows))
     tuning = choose_projection(num_rows, shape, Device.of(CUDA))
     assert tuning is not None
-    for has_norm, has_bias in itertools.product((False, True), repeat=2):
-        checks.check_projection(
-            BF16,
-            num_rows,
-            num_outputs,
-            num_inputs,
-            tuning,
-            has_norm=has_norm,
-            is_gated=is_gated,
-            has_bias=has_bias,
-            has_residual=not is_gated,
-            has_8_bits=True,
-        )
+    _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated, has_8_bits=True)
 
 
 def test_in_8_bits_few_rows_are_rounded_and_many_are_not():
