@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="in the graph")
     parser.add_argument("--context", type=int, default=640)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("tune_layer.py needs a CUDA device")
     started = time.monotonic()
     jobs = [
         (num_rows, has_norm, is_gated, tuning)
