@@ -1,7 +1,9 @@
 """One point of a decode table: so many requests at once, as offline benchmarks measure it.
 
-ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs. What device and
-host took per step and stage comes from the engine's trace, which is there when the engine has closed.
+ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs, and both until all
+requests have theirs. Where requests take different numbers of steps, as with speculation, that is the slowest one's time
+per token; the mean one's is TPOT, the same with the mean time until a request has its last token. What device and host
+took per step and stage comes from the engine's trace, which is there when the engine has closed.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workload import model_settings, random_prompts, seconds_for
+from workload import model_settings, random_prompts, seconds_for, time_for
 
 from raypp import LLM
 from raypp.tracing import DRIVER_LANE, FORWARD, HOST, Lane, now_ns
@@ -29,6 +31,8 @@ class DecodePoint:
     """For one token each."""
     runs_s: list[float] = field(default_factory=list)
     """For all tokens."""
+    mean_runs_s: list[float] = field(default_factory=list)
+    """For all tokens of a request, in the mean."""
     windows_ns: list[tuple[int, int]] = field(default_factory=list)
     """When those of `runs_s` ran, by the clock of traces."""
     stages: list[dict[str, float]] = field(default_factory=list)
@@ -41,8 +45,13 @@ class DecodePoint:
 
     @property
     def itl_ms(self) -> float:
-        """Time per output token."""
+        """Time per output token, of the request that ends last."""
         return (statistics.median(self.runs_s) - self.first_token_s) / (self.output_len - 1) * 1e3
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token, of a request in the mean."""
+        return (statistics.median(self.mean_runs_s) - self.first_token_s) / (self.output_len - 1) * 1e3
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,6 +62,7 @@ class DecodePoint:
         """Return all of it as plain data."""
         return {
             "itl_ms": round(self.itl_ms, 4),
+            "tpot_ms": round(self.tpot_ms, 4),
             "first_token_ms": round(self.first_token_s * 1e3, 2),
             "tokens_per_s": round(self.tokens_per_s, 1),
             "first_runs_s": [round(seconds, 4) for seconds in self.first_runs_s],
@@ -88,7 +98,9 @@ def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, 
         point.first_runs_s.append(seconds_for(llm, prompts, 1))
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         begun_ns = now_ns()
-        point.runs_s.append(seconds_for(llm, prompts, output_len))
+        took = time_for(llm, prompts, output_len)
+        point.runs_s.append(took.all_s)
+        point.mean_runs_s.append(took.mean_s)
         point.windows_ns.append((begun_ns, now_ns()))
     return point
 

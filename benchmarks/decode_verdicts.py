@@ -79,32 +79,40 @@ def print_verdicts(model: str, figures: Mapping[str, Figures]) -> None:
 
 
 def print_speculation(model: str, figures: Mapping[str, Figures]) -> None:
-    """Print time per token with speculation against without."""
+    """Print time per token with speculation against without: of the mean request, and of the slowest."""
     off = figures.get(f"{model} graphs")
     if off is None:
         return
-    without = itl_by_requests(off)
+    without, slowest_without = (_by_requests(off, name) for name in ("tpot_ms", "itl_ms"))
     for part in ("fixed drafts", "adaptive drafts"):
         if (on := figures.get(f"{model} {part}")) is None:
             continue
-        for count, itl_ms in itl_by_requests(on).items():
+        slowest = itl_by_requests(on)
+        for count, tpot_ms in _by_requests(on, "tpot_ms").items():
             if count not in without:
                 continue
-            speedup = without[count] / itl_ms
+            speedup, of_slowest = without[count] / tpot_ms, slowest_without[count] / slowest[count]
             verdict = ""
             if part == "adaptive drafts":
-                verdict = _verdict("loss", itl_ms, _ADAPTIVE_LOSS * without[count])
+                verdict = _verdict("loss", tpot_ms, _ADAPTIVE_LOSS * without[count])
             elif count in _FORCED_SPEEDUP:
                 verdict = _verdict(f">= {_FORCED_SPEEDUP[count]}x", -speedup, -_FORCED_SPEEDUP[count])
-            print(f"{model}, {part}, {count}: {itl_ms:.3f} against {without[count]:.3f} ms, {speedup:.2f}x {verdict}")
+            print(
+                f"{model}, {part}, {count}: {tpot_ms:.3f} against {without[count]:.3f} ms, {speedup:.2f}x {verdict}; "
+                f"of the slowest request {of_slowest:.2f}x"
+            )
 
 
 def itl_by_requests(figures: Figures) -> dict[int, float]:
     """Return the ITLs of an engine, ms, by the number of requests."""
+    return _by_requests(figures, "itl_ms")
+
+
+def _by_requests(figures: Figures, figure: str) -> dict[int, float]:
     return {
-        int(name.removesuffix(" requests")): values["itl_ms"]
+        int(name.removesuffix(" requests")): values[figure]
         for name, values in figures.items()
-        if name.endswith(" requests")
+        if name.endswith(" requests") and figure in values
     }
 
 

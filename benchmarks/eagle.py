@@ -8,7 +8,7 @@ Three engines one after the other, all with prompts of random ids, greedy, EOS i
     verify   K drafts per step from n-grams, which cost next to nothing, accepted at the forced rate
     eagle    K drafts per step from the head, accepted at the same rate
 
-Drafting costs per step what `eagle` takes longer than `verify`: time per output token times tokens per row and step.
+Drafting costs per step what `eagle` takes longer than `verify`: time per output token, of the mean request, times tokens per row and step.
 The last line is JSON.
 """
 
@@ -59,8 +59,17 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
             rows = after["num_verified_rows"] - before["num_verified_rows"]
             accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
             length = 1 + accepted / rows if rows else 1.0
-            figures[count] = {"itl_ms": point.itl_ms, "tokens_per_step": length, "step_ms": point.itl_ms * length}
-            print(f"   {count:4d} requests: {point.itl_ms:.3f} ms per token, {length:.2f} tokens per step", flush=True)
+            figures[count] = {
+                "tpot_ms": point.tpot_ms,
+                "itl_ms": point.itl_ms,
+                "tokens_per_step": length,
+                "step_ms": point.tpot_ms * length,
+            }
+            print(
+                f"   {count:4d} requests: {point.tpot_ms:.3f} ms per token ({point.itl_ms:.3f} of the slowest request), "
+                f"{length:.2f} tokens per step",
+                flush=True,
+            )
     return figures
 
 
@@ -101,7 +110,7 @@ def main() -> None:
     for count in args.requests:
         off, verify, eagle = (figures[name][count] for name in ("off", "verify", "eagle"))
         drafting = eagle["step_ms"] - verify["step_ms"]
-        share, speedup = drafting / eagle["step_ms"], off["itl_ms"] / eagle["itl_ms"]
+        share, speedup = drafting / eagle["step_ms"], off["tpot_ms"] / eagle["tpot_ms"]
         verdicts[count] = {"drafting_ms": drafting, "share": share, "speedup": speedup}
         print(
             f"{count:8d}  {off['step_ms']:8.3f} {verify['step_ms']:7.3f} {eagle['step_ms']:7.3f} {drafting:9.3f} "

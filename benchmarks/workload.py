@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypp import LLM, SamplingParams
 from raypp.types import TokensPrompt
@@ -35,10 +36,26 @@ def exactly(num_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
 
 
-def seconds_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> float:
-    """Return how long requests take together, all sent at once, for that many tokens each."""
+class Took(NamedTuple):
+    """How long requests took that were sent at once, seconds."""
+
+    all_s: float
+    """Until the last one had its last token."""
+    mean_s: float
+    """Until a request had its last token, in the mean."""
+
+
+def time_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> Took:
+    """Return how long requests take, all sent at once, for that many tokens each."""
     begun = time.perf_counter()
     outputs = llm.generate(prompts, exactly(num_tokens))
-    elapsed_s = time.perf_counter() - begun
+    all_s = time.perf_counter() - begun
     assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
-    return elapsed_s
+    finished = [output.metrics.finish_time_s for output in outputs]
+    ended = [time_s for time_s in finished if time_s is not None]
+    return Took(all_s, all_s - (max(ended) - statistics.fmean(ended)))
+
+
+def seconds_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> float:
+    """Return how long requests take together, all sent at once, for that many tokens each."""
+    return time_for(llm, prompts, num_tokens).all_s

@@ -47,7 +47,8 @@ class StepCosts:
 _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
-_GPU_DRAFT_MS = 0.012  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
+_GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
+_GPU_PROPOSAL_MS = 0.115  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
 def estimated_costs(
@@ -77,7 +78,7 @@ def estimated_costs(
         return StepCosts(layer=layer, last_stage=head)
     verify_ms = num_verified * _GPU_DRAFT_MS
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
-    head_ms += num_proposed * (_GPU_LAYER_MS + _GPU_HEAD_MS)
+    head_ms += num_proposed * _GPU_PROPOSAL_MS
     return StepCosts(layer=layer / _GPU_BYTES_PER_MS + layer_ms, last_stage=head / _GPU_BYTES_PER_MS + head_ms)
 
 

@@ -74,11 +74,14 @@ class DraftHeadConfig:
         return elements * dtype_bytes + rounded
 
     def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
-        """Return the bytes of weights that are read to propose so many drafts, for more than a few rows."""
+        """Return the bytes of weights that are read to propose so many drafts, for up to 32 rows."""
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
-        elements = self._vector_elements + sum(product.elements for product in self._step_products)
-        elements += 0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size
-        return (num_drafts * elements + num_fc * self._fc.elements) * dtype_bytes
+        others = self._vector_elements + (0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size)
+        own = sum(self._bytes_read(product, dtype_bytes) for product in self._step_products)
+        return num_drafts * (others * dtype_bytes + own) + num_fc * self._bytes_read(self._fc, dtype_bytes)
+
+    def _bytes_read(self, product: _Product, dtype_bytes: int) -> int:
+        return product.rounded_bytes if self.has_8_bit_weights else product.elements * dtype_bytes
 
     @property
     def _fc(self) -> _Product:

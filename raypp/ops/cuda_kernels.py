@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,20 +11,12 @@ from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
 from raypp.ops.cuda_attention import CudaAttention
-from raypp.ops.kernels.choose import MAX_ROWS, choose_projection
+from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, own_product
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import (
-    FEW_ROWS,
-    Tuning,
-    Weights,
-    fold_norm,
-    partial_floats,
-    project,
-    quantize,
-)
+from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project, quantize
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -70,7 +61,7 @@ class CudaKernels:
         self._has_8_bits = False
 
     def in_8_bits(self) -> CudaKernels:
-        """Return a set whose products of few rows read weights of 8 bits."""
+        """Return a set whose own kernels read weights of 8 bits."""
         kernels = copy(self)
         kernels._has_8_bits = True
         return kernels
@@ -141,8 +132,8 @@ class CudaKernels:
         self._attention[0].plan(batch, ring_entry)
 
     def _projection(self, weights: Weights) -> CudaProjection:
-        of_few = quantize(weights) if self._has_8_bits else None
-        projection = CudaProjection(weights, self._device, self._workspace, of_few)
+        in_8_bits = quantize(weights) if self._has_8_bits else None
+        projection = CudaProjection(weights, self._device, self._workspace, in_8_bits)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection
 
@@ -204,40 +195,36 @@ class CudaProjection:
         weights: Of the product.
         device: Where it runs.
         workspace: For products that are split.
-        of_few: What few rows read, the same in 8 bits; None: `weights`.
+        in_8_bits: The same for own kernels to read; None: `weights`.
     """
 
-    def __init__(self, weights: Weights, device: Device, workspace: Workspace, of_few: Weights | None = None) -> None:
+    def __init__(
+        self, weights: Weights, device: Device, workspace: Workspace, in_8_bits: Weights | None = None
+    ) -> None:
         self._weights = weights
-        self._bare_weights = replace(weights, norm_eps=None)
-        self._weights_of_few = of_few or weights
         self._device = device
         self._workspace = workspace
-        self._tunings: dict[int, Tuning] = {}
+        self._own: dict[int, OwnProduct] = {}
         for num_rows in range(1, MAX_ROWS + 1):
-            own = weights if num_rows > FEW_ROWS else self._weights_of_few
-            tuning = choose_projection(num_rows, own, device)
-            if tuning is not None:
-                self._tunings[num_rows] = tuning
-                workspace.reserve(partial_floats(num_rows, own, tuning))
+            own = own_product(num_rows, in_8_bits or weights, device) or own_product(num_rows, weights, device)
+            if own is not None:
+                self._own[num_rows] = own
+                workspace.reserve(partial_floats(num_rows, own.weights, own.tuning))
 
     @property
     def most_own_rows(self) -> int:
         """The most rows for which an own kernel is chosen; 0 if the library takes all."""
-        return max(self._tunings, default=0)
+        return max(self._own, default=0)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        tuning = self._tunings.get(len(x))
-        if tuning is not None and len(x) <= FEW_ROWS:
-            return project(x, self._weights_of_few, None, tuning, self._device, self._workspace)
-        weights = self._bare_weights
-        if self._weights.norm_eps is not None:
-            x = rms_norm(x, None, self._weights.norm_eps, self._device)
-        if tuning is not None:
-            return project(x, weights, None, tuning, self._device, self._workspace)
+        weights, own = self._weights, self._own.get(len(x))
+        if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
+            x = rms_norm(x, None, weights.norm_eps, self._device)
+        if own is not None:
+            return project(x, own.weights, None, own.tuning, self._device, self._workspace)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
@@ -246,10 +233,9 @@ class CudaProjection:
         weights = self._weights
         if torch.compiler.is_compiling():
             return residual + F.linear(x, weights.weight, weights.bias)
-        tuning = self._tunings.get(len(x))
-        if tuning is not None:
-            own = weights if len(x) > FEW_ROWS else self._weights_of_few
-            return project(x, own, residual, tuning, self._device, self._workspace)
+        own = self._own.get(len(x))
+        if own is not None:
+            return project(x, own.weights, residual, own.tuning, self._device, self._workspace)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
 

@@ -14,7 +14,7 @@ from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.decode_inputs import NewEntries, decode_inputs
 from raypp.ops.kernels import norm as norm_kernels
-from raypp.ops.kernels.choose import MAX_ROWS
+from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kernel
 from raypp.ops.kernels.gate import silu_and_mul
@@ -267,7 +267,7 @@ def check_projection(
 
 
 def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
-    """Few rows meet the rounded weight, into which the norm's was folded, more rows the exact one."""
+    """Some rows meet the rounded weight, into which the norm's was folded, more rows the exact one."""
     random = Kernels(dtype)
     plain = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
     weight, norm_weight = random.normal(num_outputs, num_inputs, scale=num_inputs**-0.5), random.normal(num_inputs)
@@ -276,12 +276,12 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
     quantized, scale = quantize_rows(folded)
     in_8_bits = plain.in_8_bits().norm_linear(norm_weight, 1e-6, weight.clone())
     as_given = plain.norm_linear(norm_weight, 1e-6, weight.clone())
-    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, MAX_ROWS, MAX_ROWS + 1):
+    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, MAX_ROWS_IN_8_BITS, MAX_ROWS_IN_8_BITS + 1, MAX_ROWS, MAX_ROWS + 1):
         x = random.normal(num_rows, num_inputs)
         normalized = reference.rms_norm(x, None, 1e-6)
         rounded, exact = reference.linear(normalized, quantized, scale=scale), reference.linear(normalized, folded)
         assert (rounded - exact).abs().max() > 0.05  # so that one is not taken for the other
-        random.assert_close(in_8_bits(x), rounded if num_rows <= FEW_ROWS else exact, 4)
+        random.assert_close(in_8_bits(x), rounded if num_rows <= MAX_ROWS_IN_8_BITS else exact, 4)
         random.assert_close(as_given(x), exact, 4)
 
 

@@ -6,6 +6,8 @@ the weight; from some number of rows on it is compute that counts, and cuBLAS is
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import triton
 
 from raypp.ops.kernels.launch import Device
@@ -13,6 +15,9 @@ from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights
 
 MAX_ROWS = 64
 """Beyond, the library computes."""
+
+MAX_ROWS_IN_8_BITS = 32
+"""Of weights in 8 bits; with more rows converting them takes as long as reading 16."""
 
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
@@ -26,12 +31,35 @@ _WHOLE_ROW_BYTES = 8 << 10  # of the weight's rows that it asks for as a whole
 _MAX_SPLITS = 4
 
 
+@dataclass(frozen=True)
+class OwnProduct:
+    """How own kernels compute a product.
+
+    Args:
+        weights: That they read; without a norm where they do not normalize.
+        tuning: How the work is cut.
+    """
+
+    weights: Weights
+    tuning: Tuning
+
+
+def own_product(num_rows: int, weights: Weights, device: Device) -> OwnProduct | None:
+    """Return how own kernels compute a product with so many rows; None where the library is faster."""
+    tuning = choose_projection(num_rows, weights, device)
+    if tuning is None:
+        return None
+    return OwnProduct(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
+
+
 def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     if num_rows == 1:
         return _tune_row(weights)
     if num_rows <= FEW_ROWS:
         return _tune_few(weights)
+    if weights.scale is not None:
+        return _tune_rows_in_8_bits(num_rows, weights, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
     if weights.is_gated:
         return Tuning(outputs=32, inputs=256, num_stages=2) if num_rows <= 16 else None
     if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
@@ -56,6 +84,14 @@ def _tune_few(weights: Weights) -> Tuning:
     if weights.is_gated:
         return Tuning(outputs=8, inputs=256)
     return Tuning(outputs=4, inputs=512 if weights.num_inputs >= 4096 else 1024)
+
+
+def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
+    """Strips of 64 outputs, split along K until every processor has three programs: half the bytes, half the time."""
+    num_strips = triton.cdiv(weights.num_outputs, 64)
+    num_splits = 1 if weights.is_gated else max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips))
+    inputs = 256 if num_rows <= 16 and num_splits > 1 else 128
+    return Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=4)
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:

@@ -24,6 +24,7 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
+_PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 
 
@@ -44,11 +45,26 @@ class DecodeTuning:
     num_stages: int = 3
 
 
-def tune_decode(num_rows: int, num_kv_heads: int, device: Device) -> DecodeTuning:
-    """Return the cut for a number of rows: two programs per processor, where rows and heads alone give fewer."""
-    wanted = 2 * device.num_processors / max(1, num_rows * num_kv_heads)
-    num_splits = min(_MAX_SPLITS, 2 ** max(0, math.ceil(math.log2(wanted)))) if wanted > 1 else 1
-    return DecodeTuning(num_splits)
+def tune_decode(num_rows: int, num_kv_heads: int, device: Device, query_len: int = 1) -> DecodeTuning:
+    """Return the cut for a number of rows: enough programs for all processors, and not many more.
+
+    Figures: docs/design/0045-gpu-kernels.md. With several query tokens per row a split's result is larger, and so is
+    the price of combining them.
+    """
+    num_pairs, num_processors = max(1, num_rows * num_kv_heads), device.num_processors
+    if query_len > 1:
+        num_splits = _power_of_2(num_processors / num_pairs, most=_MAX_SPLITS // 2)
+        return DecodeTuning(num_splits, tile_tokens=64 if num_splits > 1 else 128, num_stages=2)
+    if num_pairs > 2 * num_processors:
+        rounds = num_pairs / (_PROGRAMS_AT_ONCE * num_processors)
+        return DecodeTuning(2 if 1 < rounds <= 1.25 else 1, num_stages=2)  # of a last round most would be idle
+    num_splits = _power_of_2(2 * num_processors / num_pairs, most=_MAX_SPLITS)
+    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits)
+
+
+def _power_of_2(wanted: float, most: int) -> int:
+    """Return how many splits to make where so many would be best: a tenth too few are enough."""
+    return min(most, 1 << max(0, math.ceil(math.log2(wanted / 1.1))))
 
 
 class TritonDecode:
@@ -77,9 +93,10 @@ class TritonDecode:
         self._head_dim = head_dim
         self._device = device
         self._workspace = workspace
-        # As many (row, head, split) as `tune_decode` ever makes: it stops splitting at two programs per processor.
-        num_parts = max(4 * device.num_processors, _MAX_SPLITS * num_kv_heads)
-        workspace.reserve(num_parts * self._num_queries(max_query_len) * (triton.next_power_of_2(head_dim) + 2))
+        query_floats, least = triton.next_power_of_2(head_dim) + 2, _MAX_SPLITS * num_kv_heads
+        for query_len, per_processor in ((1, 3 * _PROGRAMS_AT_ONCE), (max_query_len, 2)):
+            num_parts = max(least, per_processor * device.num_processors)  # as many as `tune_decode` ever makes
+            workspace.reserve(num_parts * self._filled(query_len) * query_floats)
 
     def __call__(
         self,
@@ -138,11 +155,11 @@ class TritonDecode:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
-        tuning = tuning or tune_decode(num_rows, self._num_kv_heads, self._device)
+        tuning = tuning or tune_decode(num_rows, self._num_kv_heads, self._device, query_len)
         counters = self._workspace.counters
         assert num_rows * self._num_kv_heads <= counters.numel()
         block_d = triton.next_power_of_2(self._head_dim)
-        filled = triton.next_power_of_2(query_len * self._group)  # queries, without those that fill a tile
+        filled = self._filled(query_len)
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
             norm, (cos, sin), slot_mapping = fresh[0].norm, fresh[1], fresh[2]
@@ -169,7 +186,7 @@ class TritonDecode:
             D=self._head_dim,
             BLOCK_D=block_d,
             BLOCK_SIZE=kv_cache.shape[3],
-            QUERIES=self._num_queries(query_len),
+            QUERIES=max(_MIN_QUERIES, filled),
             FILLED=filled,
             PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
             FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
@@ -183,8 +200,9 @@ class TritonDecode:
             **self._device.launch_options,
         )
 
-    def _num_queries(self, query_len: int) -> int:
-        return max(_MIN_QUERIES, int(triton.next_power_of_2(query_len * self._group)))
+    def _filled(self, query_len: int) -> int:
+        """Return the queries of a program, without those that only fill a tile."""
+        return int(triton.next_power_of_2(query_len * self._group))
 
 
 def _parts_at_once(num_splits: int, num_elements: int) -> int:
@@ -263,7 +281,7 @@ def _decode_attention(
     HAS_NORM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    PART: tl.constexpr = QUERIES * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
+    PART: tl.constexpr = FILLED * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
     WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * D  # of a token's projection
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
@@ -337,8 +355,8 @@ def _decode_attention(
             parts = partial + (pair * SPLITS).to(tl.int64) * PART
             part = parts + split * PART
             tl.store(part + query[:, None] * BLOCK_D + column[None, :], weighted, mask=is_query[:, None])
-            tl.store(part + QUERIES * BLOCK_D + query, highest, mask=is_query)
-            tl.store(part + QUERIES * (BLOCK_D + 1) + query, total, mask=is_query)
+            tl.store(part + FILLED * BLOCK_D + query, highest, mask=is_query)
+            tl.store(part + FILLED * (BLOCK_D + 1) + query, total, mask=is_query)
             if arrives_last(counters + pair, num_parts):
                 # Several parts at a time: what is waited for is one load after another.
                 element = tl.arange(0, FILLED * BLOCK_D)
@@ -352,9 +370,9 @@ def _decode_attention(
                     mask = (index < num_parts)[:, None] & is_element[None, :]
                     address = parts + index[:, None] * PART
                     value = tl.load(address + element[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-                    address += QUERIES * BLOCK_D + of_query[None, :]
+                    address += FILLED * BLOCK_D + of_query[None, :]
                     part_most = tl.load(address, mask=mask, other=-1e30, cache_modifier=".cg")
-                    part_sum = tl.load(address + QUERIES, mask=mask, other=0.0, cache_modifier=".cg")
+                    part_sum = tl.load(address + FILLED, mask=mask, other=0.0, cache_modifier=".cg")
                     new_most = tl.maximum(most, tl.max(part_most, 0))
                     shrink, grow = tl.exp2(most - new_most), tl.exp2(part_most - new_most[None, :])
                     weight_sum = weight_sum * shrink + tl.sum(part_sum * grow, 0)

@@ -1,14 +1,14 @@
 """Products with few rows, as fast as their weights can be read: norm before, gate or sum after, all in one launch.
 
-    1 to 4 rows   each program multiplies some rows of the weight with x element by element, and sums at the end
+    1 or 2 rows   each program multiplies some rows of the weight with x element by element, and sums at the end
     more          each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
                   along K, then the last part to finish adds the parts, in their order: the same bits every time
 
-With a norm, which up to four rows alone may have, the norm's weight g is part of the product's weight already
+With a norm, which one or two rows alone may have, the norm's weight g is part of the product's weight already
 (`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
 rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits, for few rows, is converted
-on the way, exactly, and each output multiplied by its scale.
+before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits is converted on the way,
+exactly, and each output multiplied by its scale.
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -26,7 +26,7 @@ from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.quantize import quantize_rows
 
-FEW_ROWS = 4
+FEW_ROWS = 2
 """Up to so many are multiplied element by element, and may be normalized on the way."""
 
 
@@ -144,15 +144,16 @@ def project(
         )
         return y
     assert weights.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
-    assert weights.scale is None, "several rows wait for converting 8 bits longer than for reading 16"
     assert tuning.num_splits == 1 or not weights.is_gated
     _project_rows[(num_programs, tuning.num_splits)](
         x,
         weights.weight,
+        x if weights.scale is None else weights.scale,
         *arguments,
         workspace.floats,
         workspace.counters,
         num_rows,
+        HAS_SCALE=weights.scale is not None,
         ROWS=_padded(num_rows),
         OUTPUTS=tuning.outputs,
         INPUTS=tuning.inputs,
@@ -301,10 +302,28 @@ def _project_few(
         tl.store(y + row * num_outputs + output, result, mask=output < num_outputs)
 
 
+@triton.jit
+def _added(total, piece, value, HAS_SCALE: tl.constexpr):
+    """Return sums with the products of one more piece, of the weight's rows and of x's.
+
+    A weight in 8 bits meets float16, to which a GPU converts two elements by one instruction, and to bfloat16 by three.
+    What x has beyond float16's range becomes its end.
+    """
+    if HAS_SCALE and value.dtype == tl.bfloat16:
+        within = tl.minimum(tl.maximum(value.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        result = tl.dot(piece.to(tl.float16), tl.trans(within), total)
+    elif HAS_SCALE:
+        result = tl.dot(piece.to(value.dtype), tl.trans(value), total)
+    else:
+        result = tl.dot(piece, tl.trans(value), total)
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
     weight,
+    weight_scale,
     bias,
     residual,
     y,
@@ -313,6 +332,7 @@ def _project_rows(
     partial,
     counters,
     num_rows,
+    HAS_SCALE: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -341,9 +361,12 @@ def _project_rows(
     first_up_piece = first_piece
     addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
+    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
         up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_value = _load(x + x_cell + first, inside, IS_EVEN)
     y_cell = row[:, None] * num_outputs + output[None, :]
@@ -355,13 +378,13 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = tl.dot(piece, tl.trans(value), total)
+        total = _added(total, piece, value, HAS_SCALE)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = tl.dot(up_piece, tl.trans(value), up_total)
-    total = tl.dot(first_piece, tl.trans(first_value), total)
+            up_total = _added(up_total, up_piece, value, HAS_SCALE)
+    total = _added(total, first_piece, first_value, HAS_SCALE)
     if HAS_GATE:
-        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+        up_total = _added(up_total, first_up_piece, first_value, HAS_SCALE)
     total, up_total = tl.trans(total), tl.trans(up_total)
 
     is_last = True
@@ -375,7 +398,7 @@ def _project_rows(
             for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
                 total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
     if is_last:
-        result = total + addend[None, :]
+        result = total * factor[None, :] + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total + up_addend[None, :])
+            result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
         tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)

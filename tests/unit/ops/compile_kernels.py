@@ -116,7 +116,7 @@ def call_all(workspace: Workspace) -> None:
     ):
         for rows in (1, 2, 4, 8, 16, 32, 64):
             tuning = choose_projection(rows, weights, DEVICE)
-            if tuning is not None and (weights.scale is None or rows <= projection.FEW_ROWS):
+            if tuning is not None:
                 x = torch.empty(rows, weights.num_inputs, dtype=BF16)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 if rows > projection.FEW_ROWS:
