@@ -21,7 +21,7 @@ from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode, tune_
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.norm import add_rms_norm, rms_norm
+from raypp.ops.kernels.norm import rms_norm
 from raypp.ops.kernels.projection import Weights
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.workspace import Workspace
@@ -217,7 +217,7 @@ def _measure_decode(
 def measure_small(shape: Shape) -> Figures:
     """Norms, gate, heads and rotation, against FlashInfer's."""
     from flashinfer.activation import silu_and_mul as library_gate
-    from flashinfer.norm import fused_add_rmsnorm, rmsnorm
+    from flashinfer.norm import rmsnorm
 
     device, figures = _device(), Figures()
     weight = torch.ones(shape.hidden, device="cuda", dtype=BF16)
@@ -226,7 +226,7 @@ def measure_small(shape: Shape) -> Figures:
     frequencies = 1.0 / 1e6 ** (torch.arange(0, shape.head_dim, 2, device="cuda") / shape.head_dim)
     cache = torch.zeros(2, 4096, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim, device="cuda", dtype=BF16)
     for rows in ROWS:
-        x, residual = _random(rows, shape.hidden), _random(rows, shape.hidden)
+        x = _random(rows, shape.hidden)
         gate_up = _random(rows, 2 * shape.intermediate)
         qkv = _random(rows, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim)
         positions = torch.arange(rows, device="cuda") + 700
@@ -234,10 +234,6 @@ def measure_small(shape: Shape) -> Figures:
         by = rotation_table(positions, frequencies, device)
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object] | None]] = {
             "rms_norm": (partial(rms_norm, x, weight, EPS, device), partial(rmsnorm, x, weight, EPS)),
-            "add_rms_norm": (
-                partial(add_rms_norm, x, residual, weight, EPS, device),
-                partial(fused_add_rmsnorm, x.clone(), residual.clone(), weight, EPS),
-            ),
             "silu_and_mul": (partial(silu_and_mul, gate_up, device), partial(library_gate, gate_up)),
             "append_heads": (partial(append_heads, qkv, heads, by, slots, cache, device), None),
             "rotation_table": (partial(rotation_table, positions, frequencies, device), None),

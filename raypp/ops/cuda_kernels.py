@@ -220,11 +220,12 @@ class CudaProjection:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, own = self._weights, self._own.get(len(x))
+        weights, own, dtype = self._weights, self._own.get(len(x)), x.dtype
         if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
-            x = rms_norm(x, None, weights.norm_eps, self._device)
+            in_8_bits = own is not None and own.weights.scale is not None and dtype == torch.bfloat16
+            x = rms_norm(x, None, weights.norm_eps, self._device, torch.float16 if in_8_bits else dtype)
         if own is not None:
-            return project(x, own.weights, None, own.tuning, self._device, self._workspace)
+            return project(x, own.weights, None, own.tuning, self._device, self._workspace, dtype)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 

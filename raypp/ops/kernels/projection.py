@@ -101,13 +101,14 @@ def project(
     tuning: Tuning,
     device: Device,
     workspace: Workspace,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
+    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N], as `dtype`, else x's.
 
     Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
-    y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    y = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=x.device)
     arguments = (
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,
@@ -307,7 +308,7 @@ def _added(total, piece, value, HAS_SCALE: tl.constexpr):
     """Return sums with the products of one more piece, of the weight's rows and of x's.
 
     A weight in 8 bits meets float16, to which a GPU converts two elements by one instruction, and to bfloat16 by three.
-    What x has beyond float16's range becomes its end.
+    So does x, which had best come as float16: every warp converts all of it. What is beyond the range becomes its end.
     """
     if HAS_SCALE and value.dtype == tl.bfloat16:
         within = tl.minimum(tl.maximum(value.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
