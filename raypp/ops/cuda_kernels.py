@@ -221,11 +221,13 @@ class CudaProjection:
         if torch.compiler.is_compiling():
             return self._plain(x)
         weights, own, dtype = self._weights, self._own.get(len(x)), x.dtype
+        in_8_bits = own is not None and own.weights.scale is not None and dtype == torch.bfloat16
         if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
-            in_8_bits = own is not None and own.weights.scale is not None and dtype == torch.bfloat16
             x = rms_norm(x, None, weights.norm_eps, self._device, torch.float16 if in_8_bits else dtype)
         if own is not None:
-            return project(x, own.weights, None, own.tuning, self._device, self._workspace, dtype)
+            # What comes behind a gate has as many rows, and is in 8 bits as well.
+            result = torch.float16 if in_8_bits and weights.is_gated else dtype
+            return project(x, own.weights, None, own.tuning, self._device, self._workspace, result)
         y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
@@ -236,7 +238,7 @@ class CudaProjection:
             return residual + F.linear(x, weights.weight, weights.bias)
         own = self._own.get(len(x))
         if own is not None:
-            return project(x, own.weights, residual, own.tuning, self._device, self._workspace)
+            return project(x, own.weights, residual, own.tuning, self._device, self._workspace, residual.dtype)
         residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
 

@@ -281,6 +281,25 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
         random.assert_close(as_given(x), exact, 4)
 
 
+def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> None:
+    """What a gate hands to the product behind it is of a type that both know."""
+    random = Kernels(dtype)
+    plain = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    gate_up, norm_weight = random.normal(2 * intermediate, hidden, scale=hidden**-0.5), random.normal(hidden)
+    down = random.normal(hidden, intermediate, scale=intermediate**-0.5)
+    folded = gate_up.clone()
+    fold_norm(folded, norm_weight)
+    (gate_weight, gate_scale), (down_weight, down_scale) = quantize_rows(folded), quantize_rows(down)
+    in_8_bits = plain.in_8_bits()
+    gated, add = in_8_bits.norm_gated_linear(norm_weight, 1e-6, gate_up), in_8_bits.add_linear(down)
+    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, 8, 9, MAX_ROWS_IN_8_BITS):
+        x, residual = random.normal(num_rows, hidden), random.normal(num_rows, hidden)
+        normalized = reference.rms_norm(x, None, 1e-6)
+        inner = reference.linear(normalized, gate_weight, scale=gate_scale, is_gated=True)
+        expected = reference.linear(inner, down_weight, scale=down_scale, residual=residual)
+        random.assert_close(add(gated(x), residual.clone()), expected, 4)
+
+
 def check_products_of_no_rows(dtype: torch.dtype) -> None:
     """A step that only begins prompts has no logits."""
     kernels = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)

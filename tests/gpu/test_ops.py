@@ -130,6 +130,10 @@ def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(BF16, 3072, 1024)
 
 
+def test_an_mlp_in_8_bits():
+    checks.check_mlp_in_8_bits(BF16, 1024, 3072)
+
+
 @pytest.mark.parametrize("num_rows", [5, 16, 33, 128])
 @pytest.mark.parametrize("num_splits", [1, 2, 3, 4])
 def test_split_projections(num_rows, num_splits):

@@ -87,11 +87,16 @@ def _tune_few(weights: Weights) -> Tuning:
 
 
 def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 64 outputs, split along K until every processor has three programs: half the bytes, half the time."""
+    """Strips of 64 outputs, split along K until every processor has three programs: half the bytes, half the time.
+
+    From nine rows on two warps: with four, Triton takes the instructions of a whole warp group, and for them reads and
+    converts the weight two bytes at a time.
+    """
     num_strips = triton.cdiv(weights.num_outputs, 64)
     num_splits = 1 if weights.is_gated else max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips))
-    inputs = 256 if num_rows <= 16 and num_splits > 1 else 128
-    return Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=4)
+    if num_rows > 8:
+        return Tuning(32 if weights.is_gated else 64, inputs=128, num_splits=num_splits, num_warps=2, num_stages=4)
+    return Tuning(64, inputs=256 if num_splits > 1 else 128, num_splits=num_splits, num_stages=4)
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:

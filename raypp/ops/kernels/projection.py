@@ -299,8 +299,23 @@ def _project_few(
         result = tl.sum(totals[row], 1) * scale * factor + addend
         if HAS_GATE:
             result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
-        result = (result + before[row]).to(y.dtype.element_ty)
-        tl.store(y + row * num_outputs + output, result, mask=output < num_outputs)
+        tl.store(y + row * num_outputs + output, _stored(result + before[row], y), mask=output < num_outputs)
+
+
+@triton.jit
+def _within_float16(value):
+    """Return float32 as float16; what is beyond the range becomes its end."""
+    return tl.clamp(value, -65504.0, 65504.0).to(tl.float16)
+
+
+@triton.jit
+def _stored(result, like):
+    """Return a result as the type of what it is stored to."""
+    if like.dtype.element_ty == tl.float16:
+        value = _within_float16(result)
+    else:
+        value = result.to(like.dtype.element_ty)
+    return value
 
 
 @triton.jit
@@ -308,11 +323,10 @@ def _added(total, piece, value, HAS_SCALE: tl.constexpr):
     """Return sums with the products of one more piece, of the weight's rows and of x's.
 
     A weight in 8 bits meets float16, to which a GPU converts two elements by one instruction, and to bfloat16 by three.
-    So does x, which had best come as float16: every warp converts all of it. What is beyond the range becomes its end.
+    So does x, which had best come as float16: every warp converts all of it.
     """
     if HAS_SCALE and value.dtype == tl.bfloat16:
-        within = tl.minimum(tl.maximum(value.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-        result = tl.dot(piece.to(tl.float16), tl.trans(within), total)
+        result = tl.dot(piece.to(tl.float16), tl.trans(_within_float16(value.to(tl.float32))), total)
     elif HAS_SCALE:
         result = tl.dot(piece.to(value.dtype), tl.trans(value), total)
     else:
@@ -402,4 +416,4 @@ def _project_rows(
         result = total * factor[None, :] + addend[None, :]
         if HAS_GATE:
             result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
-        tl.store(y + y_cell, (result + before).to(y.dtype.element_ty), mask=in_y)
+        tl.store(y + y_cell, _stored(result + before, y), mask=in_y)

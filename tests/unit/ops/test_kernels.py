@@ -96,6 +96,7 @@ def test_projections_of_uneven_pieces(num_inputs):
 
 def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(EXACT, 96, 200)
+    checks.check_mlp_in_8_bits(torch.float16, 96, 64)
 
 
 def test_products_of_no_rows():
