@@ -125,6 +125,9 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    given = os.environ.get("GIT_COMMIT")  # of a copy whose history is not its own
+    if given:
+        return given
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -134,7 +137,7 @@ def _commit() -> str:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):  # a copy without its history
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return described.stdout.strip()
 
 

@@ -28,7 +28,7 @@ from raypp.stage.spec import GraphSpec, StageSpec
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 MOST_TOKENS = 2048
-FEWEST = {"qwen3-0.6b": 65, "qwen3-8b": 2}  # tokens from which on no own kernel multiplies
+FEWEST = {"qwen3-0.6b": 65, "qwen3-8b": 33}  # tokens from which on no own kernel multiplies
 
 
 def _seconds_in_graph(layer: DecoderLayer, hidden: torch.Tensor, attended: torch.Tensor) -> float:

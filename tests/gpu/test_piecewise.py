@@ -60,7 +60,7 @@ def _graphs(spec: StageSpec) -> CudaGraphManager:
 def test_replays_and_calls_on_one_stage_and_two(tmp_path, shape, num_layers, settings):
     """One list of mixed plans, bit by bit: graphs against calls on the same padded sizes, two stages against one."""
     two, one = (_plan(tmp_path, shape, num_layers, num_stages, **settings) for num_stages in (2, 1))
-    plans = record_plans(two, num_requests=16, max_prompt=200)
+    plans = record_plans(two, num_requests=24, max_prompt=200)
     mixed = sum(0 < plan.num_decode_rows < len(plan.rows) for plan in plans)
     large = sum(int(plan.num_scheduled_tokens.sum()) > MAX_TOKENS for plan in plans)
     decode = sum(plan.num_decode_rows == len(plan.rows) for plan in plans)

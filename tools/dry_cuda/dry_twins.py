@@ -16,9 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 def _rms_norm(a: SimpleNamespace) -> None:
     value = a.x.float()
-    if a.ADDS:
-        a.residual.add_(a.x)
-        value = a.residual.float()
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + a.eps)
     a.y.copy_(value * a.weight.float() if a.HAS_WEIGHT else value)
 
@@ -155,7 +152,7 @@ def _project_few(a: SimpleNamespace) -> None:
 
 def _project_rows(a: SimpleNamespace) -> None:
     assert a.num_rows == len(a.x)
-    _project(a, has_norm=False, has_scale=False)
+    _project(a, has_norm=False, has_scale=a.HAS_SCALE)
 
 
 def _project(a: SimpleNamespace, has_norm: bool, has_scale: bool) -> None:
