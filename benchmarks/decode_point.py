@@ -1,9 +1,9 @@
 """One point of a decode table: so many requests at once, as offline benchmarks measure it.
 
 ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs, and both until all
-requests have theirs. Where requests take different numbers of steps, as with speculation, that is the slowest one's time
-per token; the mean one's is TPOT, the same with the mean time until a request has its last token. What device and host
-took per step and stage comes from the engine's trace, which is there when the engine has closed.
+requests have theirs. Where requests take different numbers of steps, as with speculation, that is the slowest one's
+time per token; the mean one's is TPOT, the same with the mean time until a request has its last token. What device and
+host took per step and stage comes from the engine's trace, which is there when the engine has closed.
 """
 
 from __future__ import annotations

@@ -8,24 +8,29 @@ Three engines one after the other, all with prompts of random ids, greedy, EOS i
     verify   K drafts per step from n-grams, which cost next to nothing, accepted at the forced rate
     eagle    K drafts per step from the head, accepted at the same rate
 
-Drafting costs per step what `eagle` takes longer than `verify`: time per output token, of the mean request, times tokens per row and step.
-The last line is JSON.
+Drafting costs per step what `eagle` takes longer than `verify`: time per output token, of the mean request, times
+tokens per row and step. What the device takes per step and stage, drafting included, is told beside. The last line is
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from decode_point import measure_point
+from decode_point import measure_point, stage_times
 from report import GrowingReport, resolved_config
-from workload import model_settings
+from workload import model_settings, random_prompts, seconds_for
 
 from raypp import LLM
+from raypp.tracing import read_chrome_trace
 
 MAX_SHARE, MIN_SPEEDUP = 0.12, 2.0
+WARM_UP_TOKENS = 32
 
 
 def engines(head: str, weights: str, num_drafts: int, rate: float) -> dict[str, dict[str, Any] | None]:
@@ -38,9 +43,24 @@ def engines(head: str, weights: str, num_drafts: int, rate: float) -> dict[str, 
     }
 
 
-def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport) -> dict[int, dict[str, float]]:
+def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport) -> dict[int, dict[str, Any]]:
     """Return, per number of requests, time per output token, tokens per row and step, and so the time of a step."""
-    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        figures, windows = _measure({**settings, "trace": str(trace)}, args, report)
+        lanes = read_chrome_trace(trace)
+    for count, figures_of_point in figures.items():
+        stages = stage_times(lanes, windows[count])
+        figures_of_point["forward_ms"] = [round(stage["forward_us"] / 1e3, 3) for stage in stages]
+        print(f"   {count:4d} requests: per step and stage {figures_of_point['forward_ms']} ms", flush=True)
+    return figures
+
+
+def _measure(
+    settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport
+) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[int, int]]]]:
+    figures: dict[int, dict[str, Any]] = {}
+    windows: dict[int, list[tuple[int, int]]] = {}
     begun = time.perf_counter()
     with LLM(**settings) as llm:
         report.note_config(resolved_config(llm))
@@ -52,6 +72,8 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
             f"recordings {recordings}",
             flush=True,
         )
+        warm_up = random_prompts(max(args.requests), args.input_len, llm.plan()["vocab_size"], random.Random(-1))
+        seconds_for(llm, warm_up, WARM_UP_TOKENS)
         for count in args.requests:
             before = llm.stats()
             point = measure_point(llm, count, args.input_len, args.output_len, args.runs)
@@ -59,6 +81,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
             rows = after["num_verified_rows"] - before["num_verified_rows"]
             accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
             length = 1 + accepted / rows if rows else 1.0
+            windows[count] = point.windows_ns
             figures[count] = {
                 "tpot_ms": point.tpot_ms,
                 "itl_ms": point.itl_ms,
@@ -66,11 +89,11 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
                 "step_ms": point.tpot_ms * length,
             }
             print(
-                f"   {count:4d} requests: {point.tpot_ms:.3f} ms per token ({point.itl_ms:.3f} of the slowest request), "
+                f"   {count:4d} requests: {point.tpot_ms:.3f} ms per token, of the slowest request {point.itl_ms:.3f}; "
                 f"{length:.2f} tokens per step",
                 flush=True,
             )
-    return figures
+    return figures, windows
 
 
 def main() -> None:
@@ -85,11 +108,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--mode", default="full", help="graphs")
     parser.add_argument("--out", type=Path, help="write the report there")
     args = parser.parse_args()
-    figures: dict[str, dict[int, dict[str, float]]] = {}
+    figures: dict[str, dict[int, dict[str, Any]]] = {}
     report = GrowingReport("eagle", vars(args), args.out)
     for name, speculative in engines(args.head, args.head_weights, args.num_drafts, args.rate).items():
         print(name, flush=True)

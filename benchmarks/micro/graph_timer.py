@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 REPLAYS = 15
+NUM_PROFILED = 5
 
 
 def time_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -61,6 +64,25 @@ def step_ms(step: Callable[[], object], num_steps: int = 40) -> tuple[float, flo
         torch.cuda.synchronize()
         device_ms.append(began.elapsed_time(ended))
     return statistics.median(device_ms), statistics.median(host_ms)
+
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Return name, number per run and microseconds per run of each kernel, the longest first.
+
+    Kernels overlap, so that their times add up to more than the run's.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(NUM_PROFILED):
+            run()
+        torch.cuda.synchronize()
+    counts: dict[str, int] = defaultdict(int)
+    times: dict[str, float] = defaultdict(float)
+    for event in profiler.events():
+        if event.device_time_total:
+            counts[event.name] += 1
+            times[event.name] += event.device_time_total
+    found = [(name, counts[name] / NUM_PROFILED, us / NUM_PROFILED) for name, us in times.items()]
+    return sorted(found, key=lambda kernel: -kernel[2])
 
 
 def compile_ahead(calls: Sequence[Callable[[], object]], num_threads: int = 12) -> None:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from graph_timer import kernels_of
 
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
@@ -30,7 +29,6 @@ from raypp.ops.kv_cache import allocate_kv_cache
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 BLOCK_SIZE = 16
 NUM_REPLAYS = 30
-NUM_PROFILED = 5
 
 
 class DecodeStep:
@@ -90,21 +88,6 @@ class DecodeStep:
             times.append(begin.elapsed_time(end))
         return statistics.median(times)
 
-    def kernels(self) -> list[tuple[str, float, float]]:
-        """Return name, number per step and microseconds per step of each kernel, the longest first."""
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(NUM_PROFILED):
-                self.graph.replay()
-            torch.cuda.synchronize()
-        counts: dict[str, int] = defaultdict(int)
-        times: dict[str, float] = defaultdict(float)
-        for event in profiler.events():
-            if event.device_time_total:
-                counts[event.name] += 1
-                times[event.name] += event.device_time_total
-        found = [(name, counts[name] / NUM_PROFILED, us / NUM_PROFILED) for name, us in times.items()]
-        return sorted(found, key=lambda kernel: -kernel[2])
-
 
 def main() -> None:
     """Measure, and print."""
@@ -143,7 +126,7 @@ def main() -> None:
             step = DecodeStep(model, caches, rows, args.context, is_last, args.query_len)
             kv_bytes = rows * args.context * 4 * config.num_kv_heads * config.head_dim * (end - start)
             floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
-            step_ms, found = step.time_ms(), step.kernels()
+            step_ms, found = step.time_ms(), kernels_of(step.graph.replay)
             print(f"{rows} rows: {step_ms:.3f} ms, floor {floor_ms:.3f} ms, {sum(n for _, n, _ in found):.0f} kernels")
             for name, number, us in found[:10]:
                 print(f"    {us:9.1f} us  {number:5.0f} x {us / number:8.2f} us  {name[:90]}")

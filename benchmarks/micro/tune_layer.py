@@ -1,12 +1,13 @@
 """Which cut is best for each product of a decode layer: one graph of some layers, one product changed at a time.
 
     python benchmarks/micro/tune_layer.py --models qwen3-8b --rows 2 5 8 16 32 40     about a minute
+    python benchmarks/micro/tune_layer.py --models qwen3-8b-eagle3 --rows 3 8 16 32   a draft head, in 8 bits
 
 Measured alone, over and over, a product overlaps with itself: the best cuts then are not the best ones between norms,
 attention and other products. So every candidate is timed inside of whole layers (one query token per row, `--context`
-tokens of KV cache). Products are tuned one after the other, each with the best of those before. `library` is cuBLAS
-with a norm and a gate of their own. Kernels are compiled before, by as many processes as there are processors. The last
-line is JSON: microseconds per layer.
+tokens of KV cache), of a draft head inside of what proposes `NUM_DRAFTS` drafts. Products are tuned one after the
+other, each with the best of those before. `library` is cuBLAS with a norm and a gate of their own. Kernels are compiled
+before, by as many processes as there are processors. The last line is JSON: microseconds per layer or draft.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from graph_timer import time_us
+from head_drafts import HeadDrafts, is_head
 from stage_step import BLOCK_SIZE, DecodeStep
 
 from raypp.models.config import load_model_config
@@ -29,8 +32,9 @@ from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.backend import choose_kernels
 from raypp.ops.cuda_kernels import CudaProjection
+from raypp.ops.kernels.choose import OwnProduct
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, project
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, project, quantize
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.kv_cache import allocate_kv_cache
 
@@ -38,52 +42,84 @@ MODELS = Path(__file__).parents[1] / "models"
 BF16 = torch.bfloat16
 SHARED_BYTES = 227 << 10
 WORKSPACE_FLOATS = 16 << 20
-# Whether a norm comes before, and a gate after. The widest first: it weighs most.
-PRODUCTS = {"gate_up": (True, True), "down": (False, False), "qkv": (True, False), "output": (False, False)}
+NUM_DRAFTS = 4
 
 
-def candidates(num_rows: int, is_gated: bool) -> Iterator[Tuning]:
+class Kind(NamedTuple):
+    """What a kernel is compiled for, besides its cut."""
+
+    num_rows: int
+    in_8_bits: bool
+    has_norm: bool  # before, in the same launch up to `FEW_ROWS` rows
+    is_gated: bool = False
+    has_residual: bool = False
+    reads_half: bool = False  # float16, as products in 8 bits behind a norm or a gate
+
+
+def kinds(num_rows: int, in_8_bits: bool) -> tuple[Kind, ...]:
+    """Return those of a layer's products, or of a head's."""
+    is_few = num_rows <= FEW_ROWS
+    gate_up, norm = Kind(num_rows, in_8_bits, is_few, is_gated=True), Kind(num_rows, in_8_bits, is_few)
+    plain, add = Kind(num_rows, in_8_bits, False), Kind(num_rows, in_8_bits, False, has_residual=True)
+    if not in_8_bits:
+        return gate_up, norm, add
+    half = tuple(kind._replace(reads_half=True) for kind in (gate_up, norm, add))
+    return (*(half if not is_few else (gate_up, norm, half[2])), plain, add)
+
+
+class Tuned(Protocol):
+    """Something with products to be tuned. The widest come first: they weigh most."""
+
+    in_8_bits: bool
+    products: dict[str, list[CudaProjection]]
+
+    def time_us(self, num_rows: int) -> float:
+        """Return the median microseconds of what is repeated."""
+
+
+def candidates(num_rows: int, is_gated: bool, in_8_bits: bool) -> Iterator[Tuning]:
     """Yield the cuts to try."""
+    element_bytes, halves = 1 if in_8_bits else 2, 2 if is_gated else 1
     if num_rows <= FEW_ROWS:
         for outputs, inputs in ((4, 512), (8, 256), (4, 1024), (8, 512), (2, 2048), (2, 1024), (16, 256)):
             for num_stages in (1, 3):
-                yield Tuning(max(1, outputs // 2) if is_gated else outputs, inputs, num_stages=num_stages)
+                yield Tuning(max(1, outputs // halves), inputs, num_stages=num_stages)
         return
     tile = max(8, 1 << (num_rows - 1).bit_length())
-    for outputs, inputs, num_stages in (
-        (32, 128, 5),
-        (32, 256, 2),
-        (32, 256, 3),
-        (64, 64, 6),
-        (64, 128, 3),
-        (64, 128, 4),
-        (64, 256, 3),
-        (128, 128, 3),
-    ):
-        rows_at_once = outputs * (2 if is_gated else 1) + tile
-        if 2 * rows_at_once * inputs * num_stages <= SHARED_BYTES:
+    cuts = [(32, 128, 5), (32, 256, 2), (32, 256, 3), (64, 64, 6), (64, 128, 3), (64, 128, 4), (64, 256, 3)]
+    cuts += [(128, 128, 3)]
+    if in_8_bits:
+        cuts += [(32, 128, 4), (64, 256, 4), (64, 512, 3)]
+    for outputs, inputs, num_stages in cuts:
+        num_bytes = (outputs * halves * element_bytes + 2 * tile) * inputs * num_stages
+        if num_bytes > SHARED_BYTES:
+            continue
+        for num_warps in (2, 4) if in_8_bits else (4,):
             for num_splits in (1,) if is_gated else (1, 2, 3, 4):
-                yield Tuning(outputs, inputs, num_splits, num_stages=num_stages)
+                yield Tuning(outputs, inputs, num_splits, num_warps=num_warps, num_stages=num_stages)
 
 
-def compile_all(jobs: list[tuple[int, bool, bool, Tuning]]) -> None:
+def compile_all(jobs: Iterable[tuple[Kind, Tuning]]) -> None:
     """Launch each kernel once, so that it lies in Triton's cache; those that do not compile show up later."""
     torch_device = torch.device("cuda")
     device, workspace = Device.of(torch_device), Workspace(torch_device)
     workspace.reserve(WORKSPACE_FLOATS)
-    weight = torch.zeros(1024, 1024, device=torch_device, dtype=BF16)
-    for num_rows, has_norm, is_gated, tuning in jobs:
-        weights = Weights(weight, None, 1e-6 if has_norm and num_rows <= FEW_ROWS else None, is_gated)
-        x = torch.zeros(num_rows, 1024, device=torch_device, dtype=BF16)
-        residual = None if has_norm else torch.zeros(num_rows, 1024, device=torch_device, dtype=BF16)
+    weight = torch.ones(1024, 1024, device=torch_device, dtype=BF16)
+    for kind, tuning in jobs:
+        weights = Weights(weight, None, 1e-6 if kind.has_norm else None, kind.is_gated)
+        x = torch.zeros(kind.num_rows, 1024, device=torch_device, dtype=torch.float16 if kind.reads_half else BF16)
+        residual = torch.zeros_like(x, dtype=BF16) if kind.has_residual else None
+        result = torch.float16 if kind.in_8_bits and kind.is_gated else BF16
         try:
-            project(x, weights, residual, tuning, device, workspace)
+            project(x, quantize(weights) if kind.in_8_bits else weights, residual, tuning, device, workspace, result)
         except Exception as error:
-            print(f"   {num_rows} rows, {tuning}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
+            print(f"   {kind}, {tuning}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
 
 
 class TunedLayers:
-    """Some layers of a model, whose products can be cut anew: it looks inside of them, as nobody else has reason to."""
+    """Some layers of a model: it looks inside of them, as nobody else has reason to."""
+
+    in_8_bits = False
 
     def __init__(self, name: str, num_layers: int, context: int, most_rows: int) -> None:
         device, config = torch.device("cuda"), load_model_config(MODELS / name)
@@ -98,24 +134,12 @@ class TunedLayers:
             allocate_kv_cache(num_blocks, BLOCK_SIZE, *heads, BF16, device).normal_() for _ in range(num_layers)
         ]
         self._context = context
-        self._products: dict[str, list[CudaProjection]] = {product: [] for product in PRODUCTS}
+        self.products: dict[str, list[CudaProjection]] = {}
         for layer in self._model._layers:
             mlp = layer._mlp
             found = {"gate_up": mlp._gate_up, "down": mlp._down, "qkv": layer._qkv, "output": layer._output}
             for product, projection in found.items():
-                self._products[product].append(getattr(projection, "__self__", projection))
-
-    def cut(self, product: str, num_rows: int) -> Tuning | None:
-        """Return how a product is computed; None: by the library."""
-        return self._products[product][0]._tunings.get(num_rows)
-
-    def set_cut(self, product: str, num_rows: int, tuning: Tuning | None) -> None:
-        """Compute a product of all layers so."""
-        for projection in self._products[product]:
-            if tuning is None:
-                projection._tunings.pop(num_rows, None)
-            else:
-                projection._tunings[num_rows] = tuning
+                self.products.setdefault(product, []).append(getattr(projection, "__self__", projection))
 
     def time_us(self, num_rows: int) -> float:
         """Return the median microseconds of a layer."""
@@ -130,33 +154,69 @@ class TunedLayers:
         return statistics.median(times[2:]) * 1e3 / len(self._caches)
 
 
-def tune(layers: TunedLayers, num_rows: int) -> dict[str, Any]:
+class TunedHead:
+    """A draft head, whose products read 8 bits."""
+
+    in_8_bits = True
+
+    def __init__(self, name: str, context: int, most_rows: int) -> None:
+        self._drafts = HeadDrafts(name, "fp8", most_rows, NUM_DRAFTS, context, workspace_floats=WORKSPACE_FLOATS)
+        head = self._drafts.head
+        mlp = head._mlp
+        found = {"gate_up": mlp._gate_up, "lm_head": head._logits, "down": mlp._down}
+        found |= {"qkv": head._qkv, "output": head._output}
+        self.products = {
+            product: [getattr(projection, "__self__", projection)] for product, projection in found.items()
+        }
+
+    def time_us(self, num_rows: int) -> float:
+        """Return the median microseconds of a draft."""
+        return time_us([self._drafts.proposal(num_rows)]) / NUM_DRAFTS
+
+
+def tune(tuned: Tuned, num_rows: int) -> dict[str, Any]:
     """Find the best cuts for a number of rows, and print them."""
-    figures: dict[str, Any] = {"as chosen": round(layers.time_us(num_rows), 2)}
-    print(f"{num_rows} rows: {figures['as chosen']} us a layer as chosen", flush=True)
-    for product, (_, is_gated) in PRODUCTS.items():
-        chosen, results = layers.cut(product, num_rows), list[tuple[float, Tuning | None]]()
-        for tuning in dict.fromkeys((None, chosen, *candidates(num_rows, is_gated))):
-            layers.set_cut(product, num_rows, tuning)
+    figures: dict[str, Any] = {"as chosen": round(tuned.time_us(num_rows), 2)}
+    print(f"{num_rows} rows: {figures['as chosen']} us as chosen", flush=True)
+    for product, projections in tuned.products.items():
+        first = projections[0]
+        weights = quantize(first._weights) if tuned.in_8_bits else None
+        kept = first._own.get(num_rows)
+        chosen, results = None if kept is None else kept.tuning, list[tuple[float, Tuning | None]]()
+        is_gated = first._weights.is_gated
+        for tuning in dict.fromkeys((None, chosen, *candidates(num_rows, is_gated, tuned.in_8_bits))):
+            set_cut(projections, num_rows, tuning, weights)
             try:
-                results.append((round(layers.time_us(num_rows), 2), tuning))
+                results.append((round(tuned.time_us(num_rows), 2), tuning))
             except Exception as error:
                 print(f"   {product}, {tuning}: {type(error).__name__}: {str(error)[:150]}", flush=True)
         results.sort(key=lambda result: result[0])
-        layers.set_cut(product, num_rows, results[0][1])
+        set_cut(projections, num_rows, results[0][1], weights)
         named = [(us, _name(tuning) + (" (chosen)" if tuning == chosen else "")) for us, tuning in results]
         figures[product] = named
         library = next(us for us, tuning in results if tuning is None)
         print(f"   {product}: library {library}; " + "; ".join(f"{us} {name}" for us, name in named[:5]), flush=True)
-    figures["best of each"] = round(layers.time_us(num_rows), 2)
+    figures["best of each"] = round(tuned.time_us(num_rows), 2)
     print(f"   best of each: {figures['best of each']}", flush=True)
     return figures
+
+
+def set_cut(projections: list[CudaProjection], num_rows: int, tuning: Tuning | None, in_8_bits: Weights | None) -> None:
+    """Compute a product of all layers so; None: by the library."""
+    for projection in projections:
+        if tuning is None:
+            projection._own.pop(num_rows, None)
+            continue
+        projection._own[num_rows] = OwnProduct.of(in_8_bits or projection._weights, num_rows, tuning)
 
 
 def _name(tuning: Tuning | None) -> str:
     if tuning is None:
         return "library"
-    return f"{tuning.outputs} x {tuning.inputs}, {tuning.num_splits} splits, {tuning.num_stages} stages"
+    return (
+        f"{tuning.outputs} x {tuning.inputs}, {tuning.num_splits} splits, {tuning.num_warps} warps, "
+        f"{tuning.num_stages} stages"
+    )
 
 
 def main() -> None:
@@ -170,12 +230,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("tune_layer.py needs a CUDA device")
     started = time.monotonic()
-    jobs = [
-        (num_rows, has_norm, is_gated, tuning)
+    found = [
+        kind
         for num_rows in args.rows
-        for has_norm, is_gated in dict.fromkeys(PRODUCTS.values())
-        for tuning in candidates(num_rows, is_gated)
+        for in_8_bits in {is_head(MODELS / name) for name in args.models}
+        for kind in kinds(num_rows, in_8_bits)
     ]
+    jobs = [(kind, cut) for kind in found for cut in candidates(kind.num_rows, kind.is_gated, kind.in_8_bits)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         pool.map(compile_all, [jobs[index::num_processes] for index in range(num_processes)])
@@ -184,9 +245,14 @@ def main() -> None:
     with torch.inference_mode():
         for name in args.models:
             print(name, flush=True)
-            layers = TunedLayers(name, args.layers, args.context, max(args.rows))
-            figures[name] = {f"{num_rows} rows": tune(layers, num_rows) for num_rows in args.rows}
-            del layers
+            most_rows = max(args.rows)
+            tuned: Tuned = (
+                TunedHead(name, args.context, most_rows)
+                if is_head(MODELS / name)
+                else TunedLayers(name, args.layers, args.context, most_rows)
+            )
+            figures[name] = {f"{num_rows} rows": tune(tuned, num_rows) for num_rows in args.rows}
+            del tuned
     report = {"benchmark": "tune_layer", "gpu": torch.cuda.get_device_name(), "settings": vars(args)}
     print(json.dumps(report | {"figures": figures}))
 

@@ -43,13 +43,16 @@ class OwnProduct:
     weights: Weights
     tuning: Tuning
 
+    @classmethod
+    def of(cls, weights: Weights, num_rows: int, tuning: Tuning) -> OwnProduct:
+        """Return a product that normalizes itself where so many rows may."""
+        return cls(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
+
 
 def own_product(num_rows: int, weights: Weights, device: Device) -> OwnProduct | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     tuning = choose_projection(num_rows, weights, device)
-    if tuning is None:
-        return None
-    return OwnProduct(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
+    return None if tuning is None else OwnProduct.of(weights, num_rows, tuning)
 
 
 def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning | None:

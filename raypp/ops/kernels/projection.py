@@ -311,11 +311,7 @@ def _within_float16(value):
 @triton.jit
 def _stored(result, like):
     """Return a result as the type of what it is stored to."""
-    if like.dtype.element_ty == tl.float16:
-        value = _within_float16(result)
-    else:
-        value = result.to(like.dtype.element_ty)
-    return value
+    return _within_float16(result) if like.dtype.element_ty == tl.float16 else result.to(like.dtype.element_ty)
 
 
 @triton.jit
