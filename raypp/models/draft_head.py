@@ -25,7 +25,7 @@ from raypp.models.mlp import GatedMLP
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import KernelSet, Projection, TokenChoice
+from raypp.ops.backend import JoinedNorms, KernelSet, Projection, TokenChoice
 from raypp.ops.rotary import Rotation
 
 
@@ -86,12 +86,15 @@ class DraftHead:
         self._read_layer(of_layer)
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
-        self._token_norm: Projection | None = None
-        self._hidden_norm: Projection | None = None
+        self._joined: JoinedNorms | None = None  # of eagle3
+        self._input_norm: Projection | None = None  # of eagle, if it has one
         if config.has_input_norm:
-            self._token_norm = kernels.norm(of_layer.tensor("input_layernorm.weight", hidden), eps)
-        if config.kind == "eagle3":
-            self._hidden_norm = kernels.norm(of_layer.tensor("hidden_norm.weight", hidden), eps)
+            norm_weight = of_layer.tensor("input_layernorm.weight", hidden)
+            if config.kind == "eagle3":
+                state_weight = of_layer.tensor("hidden_norm.weight", hidden)
+                self._joined = kernels.joined_norms(self._embedding, norm_weight, state_weight, eps)
+            else:
+                self._input_norm = kernels.norm(norm_weight, eps)
         self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
 
     def _read_layer(self, weights: WeightReader) -> None:
@@ -137,14 +140,13 @@ class DraftHead:
 
     def enter(self, states: torch.Tensor, token_ids: torch.Tensor) -> Entered:
         """Return tokens ready for attention. Shapes: states [T, H]; token_ids [T], each the one after its state's."""
-        tokens = F.embedding(token_ids, self._embedding)
-        if self._hidden_norm is None:
-            residual = self._fc(torch.cat((tokens, states), 1))
-            return Entered(residual, self._qkv(residual if self._token_norm is None else self._token_norm(residual)))
-        assert self._token_norm is not None
-        normalized = self._hidden_norm(states)
-        both = torch.cat((self._token_norm(tokens), normalized), 1)
-        return Entered(normalized if self.config.norm_before_residual else states, self._qkv(both))
+        if self._joined is None:
+            residual = self._fc(torch.cat((F.embedding(token_ids, self._embedding), states), 1))
+            return Entered(residual, self._qkv(residual if self._input_norm is None else self._input_norm(residual)))
+        both, residual = self._joined(token_ids, states), states
+        if self.config.norm_before_residual:
+            residual = torch.empty_like(states).copy_(both[:, states.shape[1] :])
+        return Entered(residual, self._qkv(both))
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""

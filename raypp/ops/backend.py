@@ -41,6 +41,13 @@ class AddedProjection(Protocol):
         """Return residual + x W^T, [T, H]. Shapes: x [T, K] contiguous; residual [T, H], may be overwritten."""
 
 
+class JoinedNorms(Protocol):
+    """Tokens and states side by side, each normalized: what a draft head's layer reads."""
+
+    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return [T, 2 H], for a projection of the same set. Shapes: token_ids [T] int32 or int64; states [T, H]."""
+
+
 class Attention(Protocol):
     """From a projection to the attention's output; the KV cache is written on the way. A break point of graphs."""
 
@@ -100,6 +107,14 @@ class KernelSet(Protocol):
 
     def norm(self, weight: torch.Tensor, eps: float) -> Projection:
         """Return the norm of rows by itself. Shapes: weight [K]."""
+
+    def joined_norms(
+        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
+    ) -> JoinedNorms:
+        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states).
+
+        Shapes: embedding [V, H]; token_weight, state_weight [H], the norms' own.
+        """
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b. Shapes: weight [N, K]; bias [N]."""

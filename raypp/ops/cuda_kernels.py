@@ -11,11 +11,11 @@ from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
 from raypp.ops.cuda_attention import CudaAttention
-from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, own_product
+from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS, OwnProduct, own_product
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.norm import rms_norm
+from raypp.ops.kernels.norm import join_norms, rms_norm
 from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project, quantize
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
@@ -89,6 +89,13 @@ class CudaKernels:
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return the norm of rows by itself."""
         return Norm(weight, eps, self._device)
+
+    def joined_norms(
+        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
+    ) -> JoinedNorms:
+        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states)."""
+        most_half_rows = MAX_ROWS_IN_8_BITS if self._has_8_bits and self._dtype == torch.bfloat16 else 0
+        return JoinedNorms(embedding, token_weight, state_weight, eps, self._device, most_half_rows)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b."""
@@ -174,6 +181,40 @@ class Norm:
         return rms_norm(x, self._weight, self._eps, self._device)
 
 
+class JoinedNorms:
+    """Tokens and states side by side, each normalized; up to some rows as float16, for a product in 8 bits."""
+
+    def __init__(
+        self,
+        embedding: torch.Tensor,
+        token_weight: torch.Tensor,
+        state_weight: torch.Tensor,
+        eps: float,
+        device: Device,
+        most_half_rows: int,
+    ) -> None:
+        self._embedding = embedding
+        self._token_weight = token_weight
+        self._state_weight = state_weight
+        self._eps = eps
+        self._device = device
+        self._most_half_rows = most_half_rows
+
+    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return [T, 2 H]. Shapes: states [T, H] contiguous."""
+        dtype = torch.float16 if len(states) <= self._most_half_rows else states.dtype
+        return join_norms(
+            self._embedding,
+            token_ids,
+            self._token_weight,
+            states,
+            self._state_weight,
+            self._eps,
+            self._device,
+            dtype,
+        )
+
+
 class SeparateNorm:
     """A norm before a product whose weight others use too, so that the norm's own cannot be folded into it."""
 
@@ -220,7 +261,7 @@ class CudaProjection:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, own, dtype = self._weights, self._own.get(len(x)), x.dtype
+        weights, own, dtype = self._weights, self._own.get(len(x)), self._weights.weight.dtype
         in_8_bits = own is not None and own.weights.scale is not None and dtype == torch.bfloat16
         if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
             x = rms_norm(x, None, weights.norm_eps, self._device, torch.float16 if in_8_bits else dtype)

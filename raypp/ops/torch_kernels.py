@@ -6,6 +6,7 @@ On a GPU attention asks the device for lengths in every step, so these cannot be
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.activation import silu_and_mul
 from raypp.ops.attention import AttentionBatch, Heads
@@ -54,6 +55,12 @@ class TorchKernels:
         """Return the norm of rows by itself."""
         return RMSNorm(weight, eps)
 
+    def joined_norms(
+        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
+    ) -> JoinedNorms:
+        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states)."""
+        return JoinedNorms(embedding, RMSNorm(token_weight, eps), RMSNorm(state_weight, eps))
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Return x -> x W^T + b."""
         return Linear(weight, bias, may_pack=self._packs_weights)
@@ -99,6 +106,20 @@ class TorchTokenChoice:
     ) -> torch.Tensor:
         """Return a draw per position."""
         return sample(logits, temperature, seeds, positions, truncation)
+
+
+class JoinedNorms:
+    """Tokens and states side by side, each normalized."""
+
+    def __init__(self, embedding: torch.Tensor, token_norm: RMSNorm, state_norm: RMSNorm) -> None:
+        self._embedding = embedding
+        self._token_norm = token_norm
+        self._state_norm = state_norm
+
+    def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return [T, 2 H]."""
+        tokens = F.embedding(token_ids, self._embedding)
+        return torch.cat((self._token_norm(tokens), self._state_norm(states)), 1)
 
 
 class NormLinear:

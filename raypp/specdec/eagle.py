@@ -14,7 +14,8 @@ import torch
 from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead, Entered
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
+from raypp.ops.decode_inputs import NewEntries, decode_inputs
+from raypp.ops.rotary import Rotation
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
 
 
@@ -43,6 +44,7 @@ class EagleProposer:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._no_entries = NewEntries(nothing, nothing, nothing)
         self._query_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
 
     def apply(self, plan: StepPlan) -> None:
         """Do nothing: what a row was is in the cache."""
@@ -64,36 +66,41 @@ class EagleProposer:
             return Drafts(none, none[:, 0])
         # A row of n tokens has entered up to position n - 2: with the state there, and its last token.
         num_computed_tokens = drafting.lengths.to(torch.int32) - 2
+        inputs = decode_inputs(
+            self._block_tables,
+            self._no_entries,
+            drafting.rows,
+            num_computed_tokens,
+            query_len=self._num_drafts,
+            block_size=self._kv_cache.shape[3],
+            max_len=self._max_len,
+        )
+        # Of all drafts at once: what belongs to the first one of every row, then to the second, ...
+        positions, slots = (
+            each.view(num_rows, -1).t().contiguous() for each in (inputs.positions, inputs.slot_mapping)
+        )
+        seq_lens = (num_computed_tokens + self._draft_numbers).clamp_(max=self._max_len)
+        rotation = head.rotation(positions.view(-1))
         for index in range(self._num_drafts):
-            inputs = decode_inputs(
-                self._block_tables,
-                self._no_entries,
-                drafting.rows,
-                num_computed_tokens + index if index else num_computed_tokens,
-                query_len=1,
-                block_size=self._kv_cache.shape[3],
-                max_len=self._max_len,
+            attention = AttentionBatch(
+                num_decode_rows=num_rows,
+                decode_query_len=1,
+                query_start_loc=self._query_start_loc[: num_rows + 1],
+                seq_lens=seq_lens[index],
+                block_tables=inputs.block_tables,
+                slot_mapping=slots[index],
+                max_decode_seq_len=min(drafting.max_length + index, self._max_len),
+                prefill_query_lens=[],
+                prefill_seq_lens=[],
             )
-            attention = self._attention(num_rows, inputs, min(drafting.max_length + index, self._max_len))
-            states, token_ids = head.finish(entered, head.rotation(inputs.positions), self._kv_cache, attention)
+            tokens = slice(index * num_rows, (index + 1) * num_rows)
+            by = Rotation(rotation.cos[tokens], rotation.sin[tokens])
+            states, token_ids = head.finish(entered, by, self._kv_cache, attention)
             draft_ids.append(token_ids)
             if index + 1 < self._num_drafts:
                 entered = head.enter(states, token_ids)
         num_proposed = torch.full_like(num_computed_tokens, self._num_drafts)
         return Drafts(torch.stack(draft_ids, 1), num_proposed)
-
-    def _attention(self, num_rows: int, inputs: DecodeInputs, max_len: int) -> AttentionBatch:
-        return AttentionBatch(
-            num_decode_rows=num_rows,
-            decode_query_len=1,
-            query_start_loc=self._query_start_loc[: num_rows + 1],
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slot_mapping,
-            max_decode_seq_len=max_len,
-            prefill_query_lens=[],
-            prefill_seq_lens=[],
-        )
 
 
 def _newest_indices(step: SteppedTokens) -> torch.Tensor:

@@ -69,6 +69,22 @@ def check_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     Kernels(torch.float16).assert_close(got, reference.rms_norm(x.float(), None, 1e-5).half())
 
 
+def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
+    """Tokens and states side by side, also as another type, which a set in 8 bits takes by itself."""
+    kernels = Kernels(dtype)
+    embedding, states = kernels.normal(11, size), kernels.normal(num_tokens, size)
+    weights = kernels.normal(size), kernels.normal(size)
+    token_ids = torch.randint(0, 11, (num_tokens,), device=DEVICE, dtype=torch.int32)
+    tokens = embedding[token_ids.long()]
+    expected = torch.cat([reference.rms_norm(x, w, 1e-5) for x, w in zip((tokens, states), weights, strict=True)], 1)
+    kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    for of_set in (kernel_set, kernel_set.in_8_bits()):
+        got = of_set.joined_norms(embedding, *weights, 1e-5)(token_ids, states)
+        is_half = of_set is not kernel_set and dtype == torch.bfloat16 and num_tokens <= MAX_ROWS_IN_8_BITS
+        assert got.dtype == (torch.float16 if is_half else dtype)
+        kernels.assert_close(got.to(dtype), expected, 4)
+
+
 def check_gate(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     """Gate of an MLP."""
     kernels = Kernels(dtype)

@@ -42,6 +42,12 @@ def test_norms(dtype, num_tokens, size):
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 1024), (7, 4096), (33, 4096), (160, 896)])
+def test_joined_norms(dtype, num_tokens, size):
+    checks.check_joined_norms(dtype, num_tokens, size)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 3072), (33, 12288), (5, 4864)])
 def test_gate(dtype, num_tokens, size):
     checks.check_gate(dtype, num_tokens, size)

@@ -20,6 +20,13 @@ def _rms_norm(a: SimpleNamespace) -> None:
     a.y.copy_(value * a.weight.float() if a.HAS_WEIGHT else value)
 
 
+def _join_norms(a: SimpleNamespace) -> None:
+    pairs = ((a.embedding[a.token_ids.long()], a.token_weight), (a.states, a.state_weight))
+    for side, (x, weight) in zip(a.y.chunk(2, -1), pairs, strict=True):
+        value = x.float()
+        side.copy_(value * torch.rsqrt(value.square().mean(-1, keepdim=True) + a.eps) * weight.float())
+
+
 def _silu_and_mul(a: SimpleNamespace) -> None:
     gate, up = a.gate_up.float().chunk(2, -1)
     a.y.copy_(gate * torch.sigmoid(gate) * up)
@@ -195,6 +202,7 @@ TWINS: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
         _rms_norm,
+        _join_norms,
         _silu_and_mul,
         _rotation_table,
         _append_heads,

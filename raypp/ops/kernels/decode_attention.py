@@ -246,8 +246,8 @@ def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weigh
     return new_highest, total, weighted
 
 
-# The width follows the longest row of a step, and where slots begin the number of its rows.
-@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["slot_mapping"])
+# The width follows the longest row of a step, and where slots and lengths begin the number of its rows.
+@triton.jit(do_not_specialize=["table_width"], do_not_specialize_on_alignment=["slot_mapping", "seq_lens"])
 def _decode_attention(
     source,
     q_weight,

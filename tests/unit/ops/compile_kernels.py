@@ -90,6 +90,7 @@ def call_all(workspace: Workspace) -> None:
     integers = torch.zeros(32, dtype=torch.int64)
     hidden = torch.zeros(32, 4096, dtype=BF16)
     norm.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
+    norm.join_norms(hidden, integers, hidden[0], hidden, hidden[0], 1e-6, DEVICE, torch.float16)
     gate.silu_and_mul(hidden, DEVICE)
     by = heads.rotation_table(integers, torch.ones(64), DEVICE)
     heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)

@@ -23,6 +23,10 @@ def test_norms(num_tokens, size):
     checks.check_norms(EXACT, num_tokens, size)
 
 
+def test_joined_norms():
+    checks.check_joined_norms(EXACT, 3, 100)
+
+
 def test_gate():
     checks.check_gate(EXACT, 3, 48)
     checks.check_gate(EXACT, 1, 1100)
