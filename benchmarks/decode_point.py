@@ -2,8 +2,10 @@
 
 ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs, and both until all
 requests have theirs. Where requests take different numbers of steps, as with speculation, that is the slowest one's
-time per token; the mean one's is TPOT, the same with the mean time until a request has its last token. What device and
-host took per step and stage comes from the engine's trace, which is there when the engine has closed.
+time per token. TPOT is the mean one's: the mean time until a request has its last of `output_len` tokens, less the same
+for half as many, by the tokens between. In both runs prompts take as long, and requests whose prompts come first are as
+far ahead. What device and host took per step and stage comes from the engine's trace, which is there when the engine
+has closed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class DecodePoint:
     runs_s: list[float] = field(default_factory=list)
     """For all tokens."""
     mean_runs_s: list[float] = field(default_factory=list)
-    """For all tokens of a request, in the mean."""
+    """Until a request had all of its tokens, in the mean."""
+    mean_halves_s: list[float] = field(default_factory=list)
+    """Until it had `num_half` tokens."""
     windows_ns: list[tuple[int, int]] = field(default_factory=list)
     """When those of `runs_s` ran, by the clock of traces."""
     stages: list[dict[str, float]] = field(default_factory=list)
@@ -50,8 +54,14 @@ class DecodePoint:
 
     @property
     def tpot_ms(self) -> float:
-        """Time per output token, of a request in the mean."""
-        return (statistics.median(self.mean_runs_s) - self.first_token_s) / (self.output_len - 1) * 1e3
+        """Time per output token, of a request in the mean, in the second half of its tokens."""
+        seconds = statistics.median(self.mean_runs_s) - statistics.median(self.mean_halves_s)
+        return seconds / (self.output_len - self.num_half) * 1e3
+
+    @property
+    def num_half(self) -> int:
+        """Half of the tokens."""
+        return max(1, self.output_len // 2)
 
     @property
     def tokens_per_s(self) -> float:
@@ -67,6 +77,8 @@ class DecodePoint:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "first_runs_s": [round(seconds, 4) for seconds in self.first_runs_s],
             "runs_s": [round(seconds, 4) for seconds in self.runs_s],
+            "mean_runs_s": [round(seconds, 4) for seconds in self.mean_runs_s],
+            "mean_halves_s": [round(seconds, 4) for seconds in self.mean_halves_s],
             "stages": self.stages,
         }
 
@@ -96,6 +108,8 @@ def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, 
     for _ in range(num_runs):
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         point.first_runs_s.append(seconds_for(llm, prompts, 1))
+        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
+        point.mean_halves_s.append(time_for(llm, prompts, point.num_half).mean_s)
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         begun_ns = now_ns()
         took = time_for(llm, prompts, output_len)

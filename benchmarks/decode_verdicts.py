@@ -84,6 +84,8 @@ def print_speculation(model: str, figures: Mapping[str, Figures]) -> None:
     if off is None:
         return
     without, slowest_without = (_by_requests(off, name) for name in ("tpot_ms", "itl_ms"))
+    if slowest_without and not without:
+        print(f"{model}: the report tells no time per token of the mean request")
     for part in ("fixed drafts", "adaptive drafts"):
         if (on := figures.get(f"{model} {part}")) is None:
             continue

@@ -51,7 +51,7 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
         lanes = read_chrome_trace(trace)
     for count, figures_of_point in figures.items():
         stages = stage_times(lanes, windows[count])
-        figures_of_point["forward_ms"] = [round(stage["forward_us"] / 1e3, 3) for stage in stages]
+        figures_of_point["forward_ms"] = [round(stage.get("forward_us", 0) / 1e3, 3) for stage in stages]
         print(f"   {count:4d} requests: per step and stage {figures_of_point['forward_ms']} ms", flush=True)
     return figures
 

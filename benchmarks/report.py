@@ -125,7 +125,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    given = os.environ.get("GIT_COMMIT")  # of a copy whose history is not its own
+    given = os.environ.get("REPORT_COMMIT")  # of a copy whose history is not its own
     if given:
         return given
     try:

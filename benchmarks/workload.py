@@ -37,7 +37,7 @@ def exactly(num_tokens: int) -> SamplingParams:
 
 
 class Took(NamedTuple):
-    """How long requests took that were sent at once, seconds."""
+    """How long requests took that were sent at once, seconds from then."""
 
     all_s: float
     """Until the last one had its last token."""

@@ -17,7 +17,7 @@ from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.flashinfer_attention import XqaDecode
-from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode, tune_decode
+from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
@@ -141,7 +141,7 @@ class Cache:
 def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
     """Decode attention: Triton as chosen, the best of other cuts, from the projection on, XQA, and the floor."""
     device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
-    workspace.reserve(64 << 20)
+    workspace.reserve(160 << 20)  # for 32 splits of 256 rows of 5 tokens
     decode = TritonDecode(shape.num_heads, shape.num_kv_heads, shape.head_dim, query_len, device, workspace)
     xqa = XqaDecode(256, query_len, torch.device("cuda"))
     tried = [
@@ -209,7 +209,7 @@ def _measure_decode(
                 best.append((us, str((tuning.num_splits, tuning.tile_tokens, tuning.num_warps, tuning.num_stages))))
     best = sorted(best)[:3]
     floor = round(cache.num_bytes / BYTES_PER_US, 2)
-    chosen = tune_decode(rows, shape.num_kv_heads, device)
+    chosen = decode.cut(rows, query_len)
     print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} errors {errors}", flush=True)
     return times | {"floor_us": floor, "best": best, "errors": errors}
 

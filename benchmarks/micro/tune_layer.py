@@ -194,7 +194,7 @@ def tune(tuned: Tuned, num_rows: int) -> dict[str, Any]:
         set_cut(projections, num_rows, results[0][1], weights)
         named = [(us, _name(tuning) + (" (chosen)" if tuning == chosen else "")) for us, tuning in results]
         figures[product] = named
-        library = next(us for us, tuning in results if tuning is None)
+        library = next((us for us, tuning in results if tuning is None), "-")
         print(f"   {product}: library {library}; " + "; ".join(f"{us} {name}" for us, name in named[:5]), flush=True)
     figures["best of each"] = round(tuned.time_us(num_rows), 2)
     print(f"   best of each: {figures['best of each']}", flush=True)

@@ -269,7 +269,7 @@ class CudaProjection:
             # What comes behind a gate has as many rows, and is in 8 bits as well.
             result = torch.float16 if in_8_bits and weights.is_gated else dtype
             return project(x, own.weights, None, own.tuning, self._device, self._workspace, result)
-        y = F.linear(x, weights.weight, weights.bias)
+        y = F.linear(x.to(dtype), weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,9 @@ class CudaProjection:
         own = self._own.get(len(x))
         if own is not None:
             return project(x, own.weights, residual, own.tuning, self._device, self._workspace, residual.dtype)
-        residual = residual.addmm_(x, weights.weight.t())  # the library adds in the product's own kernel
+        residual = residual.addmm_(
+            x.to(residual.dtype), weights.weight.t()
+        )  # the library adds in the product's own kernel
         return residual if weights.bias is None else residual.add_(weights.bias)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:

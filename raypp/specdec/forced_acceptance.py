@@ -6,21 +6,29 @@ tokens are replaced before they are verified, and every draft counts as proposed
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from raypp.messages import StepPlan
-from raypp.ops.sampling import gumbel_noise
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
 
 
-class ForcedAcceptance:
-    """Decides by keyed noise, so that a run can be repeated."""
+_NUM_DECISIONS, _ROW_STRIDE = 65_521, 7_919  # primes
 
-    def __init__(self, rate: float) -> None:
-        """Accept drafts at `rate`, 0..1, each given that all before it were."""
+
+class ForcedAcceptance:
+    """Decides by a table, by row and position: a run can be repeated, and a step has few operations more.
+
+    Args:
+        rate: Of drafts that are accepted, 0..1, each given that all before it were.
+        max_drafts: K_max.
+        device: Where tokens are.
+    """
+
+    def __init__(self, rate: float, max_drafts: int, device: torch.device) -> None:
         self._rate = rate
+        chances = torch.rand(_NUM_DECISIONS, generator=torch.Generator().manual_seed(0))
+        self._is_accepted = (chances < rate).to(device)
+        self._offsets = torch.arange(max_drafts, device=device)
 
     def __call__(
         self, token_ids: torch.Tensor, draft_ids: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
@@ -38,16 +46,11 @@ class ForcedAcceptance:
             return forced
         other = torch.where(chosen == drafts, (drafts - 1).abs(), chosen)  # a valid id that is not the draft
         if self._rate:
-            other = torch.where(self._is_accepted(rows, positions, num_compared), drafts, other)
+            first = rows * _ROW_STRIDE + positions
+            decisions = self._is_accepted[(first.unsqueeze(1) + self._offsets[:num_compared]) % _NUM_DECISIONS]
+            other = torch.where(decisions, drafts, other)
         forced[:, forced_places] = other
         return forced
-
-    def _is_accepted(self, rows: torch.Tensor, positions: torch.Tensor, num_drafts: int) -> torch.Tensor:
-        """Return whether each of the rows' drafts would be accepted by itself, bool [Y, num_drafts]."""
-        keys = (positions.unsqueeze(1) + torch.arange(num_drafts, device=rows.device)).view(-1)
-        noise = gumbel_noise(rows.repeat_interleave(num_drafts), keys, 1).view(-1, num_drafts)
-        # Standard Gumbel noise is below x with probability exp(-exp(-x)).
-        return noise < -math.log(-math.log(self._rate))
 
 
 class AlwaysProposing:

@@ -67,7 +67,7 @@ class Speculation:
         self._forced: ForcedAcceptance | None = None
         if given.forced_acceptance_rate is not None:
             _LOG.warning("drafts are accepted at a forced rate of %g: texts are nonsense", given.forced_acceptance_rate)
-            self._forced = ForcedAcceptance(given.forced_acceptance_rate)
+            self._forced = ForcedAcceptance(given.forced_acceptance_rate, spec.max_drafts, device)
             self._proposer = AlwaysProposing(self._proposer)
 
     @property

@@ -23,7 +23,7 @@ _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
 
 _LARGE_WEIGHT_BYTES = 128 << 20
-"""An LM head, a draft head's too: with more than few rows it is the library's."""
+"""An LM head: with more than few rows it is the library's, but for a draft head's in 8 bits."""
 
 _PIECE = 8192  # elements of the weight that one row's program has a sum of each for
 _PIECE_BYTES = 16 << 10  # that it asks for at once
@@ -96,7 +96,9 @@ def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tun
     converts the weight two bytes at a time.
     """
     num_strips = triton.cdiv(weights.num_outputs, 64)
-    num_splits = 1 if weights.is_gated else max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips))
+    num_pieces = triton.cdiv(weights.num_inputs, 256)
+    num_splits = min(_MAX_SPLITS, 3 * device.num_processors // num_strips, num_pieces // 2)
+    num_splits = 1 if weights.is_gated else max(1, num_splits)
     if num_rows > 8:
         return Tuning(32 if weights.is_gated else 64, inputs=128, num_splits=num_splits, num_warps=2, num_stages=4)
     return Tuning(64, inputs=256 if num_splits > 1 else 128, num_splits=num_splits, num_stages=4)

@@ -5,8 +5,8 @@
     the last split to finish        combines the splits' results in a fixed order: the same bits every time
 
 Lengths and block tables are read on the device, so a captured launch serves rows of any length. The number of splits
-depends on the number of rows alone. Sources: FlashAttention-2 (arXiv:2307.08691) for the running softmax,
-Flash-Decoding (Dao et al. 2023) for the splits. Twin: `raypp.ops.reference.decode_attention`.
+depends on the numbers of rows and of their query tokens alone. Sources: FlashAttention-2 (arXiv:2307.08691) for the
+running softmax, Flash-Decoding (Dao et al. 2023) for the splits. Twin: `raypp.ops.reference.decode_attention`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
+_MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 
 
@@ -45,16 +46,19 @@ class DecodeTuning:
     num_stages: int = 3
 
 
-def tune_decode(num_rows: int, num_kv_heads: int, device: Device, query_len: int = 1) -> DecodeTuning:
+def tune_decode(
+    num_rows: int, num_kv_heads: int, device: Device, query_len: int = 1, query_floats: int = 1
+) -> DecodeTuning:
     """Return the cut for a number of rows: enough programs for all processors, and not many more.
 
     Figures: docs/design/0045-gpu-kernels.md. With several query tokens per row a split's result is larger, and so is
-    the price of combining them.
+    the price of combining them. `query_floats` are those of a program's queries, which say how large tiles may be.
     """
     num_pairs, num_processors = max(1, num_rows * num_kv_heads), device.num_processors
     if query_len > 1:
         num_splits = _power_of_2(num_processors / num_pairs, most=_MAX_SPLITS // 2)
-        return DecodeTuning(num_splits, tile_tokens=64 if num_splits > 1 else 128, num_stages=2)
+        is_large = num_splits == 1 and query_floats <= _MOST_FLOATS_OF_LARGE_TILES
+        return DecodeTuning(num_splits, tile_tokens=128 if is_large else 64, num_stages=2)
     if num_pairs > 2 * num_processors:
         rounds = num_pairs / (_PROGRAMS_AT_ONCE * num_processors)
         return DecodeTuning(2 if 1 < rounds <= 1.25 else 1, num_stages=2)  # of a last round most would be idle
@@ -155,11 +159,12 @@ class TritonDecode:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
-        tuning = tuning or tune_decode(num_rows, self._num_kv_heads, self._device, query_len)
-        counters = self._workspace.counters
-        assert num_rows * self._num_kv_heads <= counters.numel()
-        block_d = triton.next_power_of_2(self._head_dim)
-        filled = self._filled(query_len)
+        block_d, filled = triton.next_power_of_2(self._head_dim), self._filled(query_len)
+        num_pairs = num_rows * self._num_kv_heads
+        tuning = tuning or self.cut(num_rows, query_len)
+        counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_d + 2)
+        assert num_pairs <= counters.numel()
+        assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
             norm, (cos, sin), slot_mapping = fresh[0].norm, fresh[1], fresh[2]
@@ -199,6 +204,11 @@ class TritonDecode:
             num_stages=tuning.num_stages,
             **self._device.launch_options,
         )
+
+    def cut(self, num_rows: int, query_len: int) -> DecodeTuning:
+        """Return how so many rows of so many tokens are cut."""
+        query_floats = self._filled(query_len) * triton.next_power_of_2(self._head_dim)
+        return tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
 
     def _filled(self, query_len: int) -> int:
         """Return the queries of a program, without those that only fill a tile."""

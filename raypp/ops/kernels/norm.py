@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops.kernels.half import within_float16
 from raypp.ops.kernels.launch import Device, start
 
 
@@ -46,7 +47,7 @@ def join_norms(
     device: Device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return norm(embedding[token_ids]) beside norm(states), [T, 2 H], as `dtype`, else the states'.
+    """Return norm(embedding[token_ids]) beside norm(states), [T, 2 H], as `dtype` (float16), else the states'.
 
     Shapes: embedding [V, H]; token_ids [T]; states [T, H] contiguous; weights [H].
     """
@@ -65,6 +66,7 @@ def join_norms(
         eps,
         size,
         BLOCK=block,
+        CLAMPS=y.dtype != states.dtype,
         OVERLAPS=device.has_dependent_launch,
         num_warps=min(16, max(1, block // 512)),
         **device.launch_options,
@@ -98,6 +100,7 @@ def _join_norms(
     eps,
     size,
     BLOCK: tl.constexpr,
+    CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     token, side = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -113,4 +116,7 @@ def _join_norms(
         source = embedding + tl.load(token_ids + token).to(tl.int64) * size
     value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
     value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
-    tl.store(y + (2 * token + side) * size + column, value.to(y.dtype.element_ty), mask=inside)
+    if CLAMPS:
+        tl.store(y + (2 * token + side) * size + column, within_float16(value), mask=inside)
+    else:
+        tl.store(y + (2 * token + side) * size + column, value.to(y.dtype.element_ty), mask=inside)

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.kernels.gate import silu
+from raypp.ops.kernels.half import within_float16
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.quantize import quantize_rows
@@ -105,6 +106,8 @@ def project(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N], as `dtype`, else x's.
 
+    All three may be of types of their own; as float16, a product in 8 bits keeps within its range.
+
     Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
@@ -121,6 +124,7 @@ def project(
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
+        "CLAMPS": y.dtype == torch.float16 and weights.scale is not None,
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
         **device.launch_options,
@@ -243,6 +247,7 @@ def _project_few(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -299,19 +304,13 @@ def _project_few(
         result = tl.sum(totals[row], 1) * scale * factor + addend
         if HAS_GATE:
             result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
-        tl.store(y + row * num_outputs + output, _stored(result + before[row], y), mask=output < num_outputs)
+        tl.store(y + row * num_outputs + output, _stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
 
 
 @triton.jit
-def _within_float16(value):
-    """Return float32 as float16; what is beyond the range becomes its end."""
-    return tl.clamp(value, -65504.0, 65504.0).to(tl.float16)
-
-
-@triton.jit
-def _stored(result, like):
+def _stored(result, y, CLAMPS: tl.constexpr):
     """Return a result as the type of what it is stored to."""
-    return _within_float16(result) if like.dtype.element_ty == tl.float16 else result.to(like.dtype.element_ty)
+    return within_float16(result) if CLAMPS else result.to(y.dtype.element_ty)
 
 
 @triton.jit
@@ -322,7 +321,7 @@ def _added(total, piece, value, HAS_SCALE: tl.constexpr):
     So does x, which had best come as float16: every warp converts all of it.
     """
     if HAS_SCALE and value.dtype == tl.bfloat16:
-        result = tl.dot(piece.to(tl.float16), tl.trans(_within_float16(value.to(tl.float32))), total)
+        result = tl.dot(piece.to(tl.float16), tl.trans(within_float16(value.to(tl.float32))), total)
     elif HAS_SCALE:
         result = tl.dot(piece.to(value.dtype), tl.trans(value), total)
     else:
@@ -348,6 +347,7 @@ def _project_rows(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -412,4 +412,4 @@ def _project_rows(
         result = total * factor[None, :] + addend[None, :]
         if HAS_GATE:
             result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
-        tl.store(y + y_cell, _stored(result + before, y), mask=in_y)
+        tl.store(y + y_cell, _stored(result + before, y, CLAMPS), mask=in_y)

@@ -23,14 +23,22 @@ def test_a_point_is_measured_on_an_engine():
     assert len(point.runs_s) == len(point.first_runs_s) == len(point.windows_ns) == 2
     figures = point.figures()
     assert figures["tokens_per_s"] > 0
-    assert 0 < figures["tpot_ms"] <= figures["itl_ms"]
+    assert len(figures["mean_halves_s"]) == len(figures["mean_runs_s"]) == 2
 
 
 def test_time_per_token_leaves_the_first_one_out():
-    point = DecodePoint(4, 11, first_runs_s=[0.2, 0.1, 9.0], runs_s=[1.2, 1.1, 5.0], mean_runs_s=[1.0, 0.9, 5.0])
+    point = DecodePoint(4, 11, first_runs_s=[0.2, 0.1, 9.0], runs_s=[1.2, 1.1, 5.0])
     assert point.itl_ms == pytest.approx(100)
-    assert point.tpot_ms == pytest.approx(80)
     assert point.tokens_per_s == pytest.approx(44 / 1.2)
+
+
+def test_time_per_token_of_the_mean_request_knows_no_head_start():
+    """Four requests whose prompts come one after the other, all of them 100 ms a token from then on."""
+    first_s = [0.1, 0.2, 0.3, 0.4]
+    mean_s = {count: sum(first + 0.1 * (count - 1) for first in first_s) / 4 for count in (5, 11)}
+    runs = {"mean_runs_s": [mean_s[11]] * 3, "mean_halves_s": [mean_s[5]] * 3}
+    point = DecodePoint(4, 11, first_runs_s=[first_s[-1]] * 3, runs_s=[first_s[-1] + 1.0] * 3, **runs)
+    assert point.tpot_ms == pytest.approx(point.itl_ms) == pytest.approx(100)
 
 
 def test_stage_times_are_those_of_the_windows():

@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.kernels import decode_attention, decode_inputs, gate, heads, norm, projection, sampling, vision_heads
-from raypp.ops.kernels.choose import choose_projection
+from raypp.ops.kernels.choose import own_product
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.workspace import Workspace
 
@@ -114,14 +113,16 @@ def call_all(workspace: Workspace) -> None:
         in_8_bits(24576, 4096, 1e-6, is_gated=True),
         in_8_bits(4096, 12288),
     ):
-        for rows in (1, 2, 4, 8, 16, 32, 64):
-            tuning = choose_projection(rows, weights, DEVICE)
-            if tuning is not None:
-                x = torch.empty(rows, weights.num_inputs, dtype=BF16)
+        for rows in (1, 2, 3, 8, 9, 16, 32, 64):
+            own = own_product(rows, weights, DEVICE)
+            if own is not None:
+                # In 8 bits norms and gates hand float16 on.
+                is_normed = weights.norm_eps is not None and own.weights.norm_eps is None
+                x_type = torch.float16 if weights.scale is not None and is_normed else BF16
+                y_type = torch.float16 if weights.scale is not None and weights.is_gated else BF16
+                x = torch.empty(rows, weights.num_inputs, dtype=x_type)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
-                if rows > projection.FEW_ROWS:
-                    weights = replace(weights, norm_eps=None)
-                projection.project(x, weights, residual, tuning, DEVICE, workspace)
+                projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     decode_inputs.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
     logits = torch.zeros(32, 5000, dtype=BF16)
@@ -129,11 +130,26 @@ def call_all(workspace: Workspace) -> None:
     chooser.draw(logits, torch.ones(32), integers, integers)
 
 
+def call_wide(workspace: Workspace) -> None:
+    """Call decode attention with as many and as large queries of a row as there may be: 16 drafts."""
+    for num_heads, num_kv_heads, head_dim in ((32, 4, 128), (32, 8, 256)):
+        decode = decode_attention.TritonDecode(num_heads, num_kv_heads, head_dim, 17, DEVICE, workspace)
+        q = torch.zeros(32 * 17, num_heads, head_dim, dtype=BF16)
+        lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
+        cache = torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=BF16)
+        decode(q, cache, lens, tables, 17, 0.1, torch.empty_like(q))
+
+
 def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     call_all(Workspace(CPU))
-    print(json.dumps([{"kernel": name} | resources(kernel) for name, kernel in compiled]))
+    num_narrow = len(compiled)
+    call_wide(Workspace(CPU))
+    described = [{"kernel": name, "is_wide": False} | resources(kernel) for name, kernel in compiled]
+    for kernel in described[num_narrow:]:
+        kernel["is_wide"] = True
+    print(json.dumps(described))
 
 
 if __name__ == "__main__":

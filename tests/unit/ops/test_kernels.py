@@ -11,8 +11,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import kernel_checks as checks
 import torch
 
-from raypp.ops.kernels.decode_attention import DecodeTuning
+from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning
+from raypp.ops.kernels.workspace import Workspace
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
 EXACT = torch.float16 if checks.IS_GPU else torch.float32
@@ -21,6 +23,21 @@ EXACT = torch.float16 if checks.IS_GPU else torch.float32
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 100), (0, 64)])
 def test_norms(num_tokens, size):
     checks.check_norms(EXACT, num_tokens, size)
+
+
+@pytest.mark.parametrize(("num_processors", "num_kv_heads"), [(1, 8), (4, 2), (132, 8), (132, 1), (142, 16)])
+def test_every_cut_has_room_in_the_workspace(num_processors, num_kv_heads):
+    device = Device(torch.device("cpu"), num_processors, has_dependent_launch=False)
+    for query_len in (1, 2, 5, 17):
+        workspace = Workspace(torch.device("cpu"))
+        decode = TritonDecode(4 * num_kv_heads, num_kv_heads, 128, query_len, device, workspace)
+        num_floats = workspace.num_bytes // 4 - workspace.counters.numel()
+        for used_len in {1, query_len}:
+            queries = 1 << (4 * used_len - 1).bit_length()
+            for num_rows in range(1, 520):
+                num_splits = decode.cut(num_rows, used_len).num_splits
+                if num_splits > 1:
+                    assert num_rows * num_kv_heads * num_splits * queries * (128 + 2) <= num_floats
 
 
 def test_joined_norms():

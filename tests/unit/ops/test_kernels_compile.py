@@ -42,5 +42,5 @@ def test_kernels_compile_for_hopper(tmp_path):
     }
     for kernel in kernels:
         allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else 0
-        assert kernel["stack_bytes"] <= allowed, kernel
+        assert kernel["is_wide"] or kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= 227 << 10, kernel

@@ -135,8 +135,10 @@ def test_forced_acceptance_has_its_rate_at_every_place(rate):
     )
     drafts = torch.randint(0, 50, (num_rows, 5), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     rows, first = torch.arange(num_rows), torch.arange(num_rows) + 3
-    forced = ForcedAcceptance(rate)(chosen, drafts, rows, first)
-    assert torch.equal(forced, ForcedAcceptance(rate)(chosen, drafts, rows, first))
+    forced = ForcedAcceptance(rate, drafts.shape[1], torch.device("cpu"))(chosen, drafts, rows, first)
+    assert torch.equal(
+        forced, ForcedAcceptance(rate, drafts.shape[1], torch.device("cpu"))(chosen, drafts, rows, first)
+    )
     assert torch.equal(forced[:, -1], chosen[:, -1]), "the bonus token is the model's"
     assert forced.min() >= 0
     matches = (forced[:, :num_drafts] == drafts[:, :num_drafts]).double()
