@@ -11,7 +11,6 @@ import torch
 from raypp.messages import StepPlan
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
 
-
 _NUM_DECISIONS, _ROW_STRIDE = 65_521, 7_919  # primes
 
 
