@@ -314,7 +314,9 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         inner = reference.linear(normalized, gate_weight, scale=gate_scale, is_gated=True)
         expected = reference.linear(inner, down_weight, scale=down_scale, residual=residual)
         random.assert_close(add(gated(x), residual.clone()), expected, 4)
-        huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, random.normal(2 * intermediate, hidden, scale=400.0))
+        scales = hidden**-0.5, 2e3
+        inner = torch.cat([random.normal(intermediate, hidden, scale=scale) for scale in scales])
+        huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, inner)
         assert add(huge(x), residual).isfinite().all()  # float16's range is not left
 
 
