@@ -280,9 +280,8 @@ class CudaProjection:
         own = self._own.get(len(x))
         if own is not None:
             return project(x, own.weights, residual, own.tuning, self._device, self._workspace, residual.dtype)
-        residual = residual.addmm_(
-            x.to(residual.dtype), weights.weight.t()
-        )  # the library adds in the product's own kernel
+        # The library adds in the product's own kernel.
+        residual = residual.addmm_(x.to(residual.dtype), weights.weight.t())
         return residual if weights.bias is None else residual.add_(weights.bias)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
