@@ -122,7 +122,7 @@ class EnginePlan:
     def draft_policy(self) -> DraftPolicy:
         """Return who chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
-        return draft_policy(self.config, self.device, self.model, head)
+        return draft_policy(self.config, self.device, self.model, head, self.dtype_bytes)
 
     def grammar_settings(self) -> GrammarSettings:
         """Return what the grammar process must be told."""

@@ -111,7 +111,8 @@ def _drafting_layers(plan: EnginePlan) -> float:
     if plan.draft_head is None:
         return 0.0
     num_drafts = plan.config.speculative.max_drafts
-    return plan.draft_head.config.drafting_bytes(num_drafts, 1) / layer_weight_bytes(plan.model, 1)
+    drafting_bytes = plan.draft_head.config.drafting_bytes(num_drafts, plan.dtype_bytes)
+    return drafting_bytes / layer_weight_bytes(plan.model, plan.dtype_bytes)
 
 
 class _Rig:

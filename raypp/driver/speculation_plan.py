@@ -155,7 +155,9 @@ def speculation_bytes(
     return kept
 
 
-def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None) -> DraftPolicy:
+def draft_policy(
+    config: EngineConfig, device: str, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int
+) -> DraftPolicy:
     """Return who chooses the number of drafts of each step."""
     given = config.speculative
     if given.method is None or given.num_speculative_tokens is not None:
@@ -163,8 +165,8 @@ def draft_policy(config: EngineConfig, device: str, model: ModelConfig, head: Dr
     free_tokens = given.free_step_tokens or _FREE_STEP_TOKENS[device]
     drafting_cost = 0.0
     if head is not None:  # in the time of a step, which is that of reading its weights, or of starting its operations
-        step_bytes = model.num_layers * layer_weight_bytes(model, 1) + lm_head_bytes(model, 1)
-        by_bytes = head.drafting_bytes(given.max_drafts, 1) / step_bytes
+        step_bytes = model.num_layers * layer_weight_bytes(model, dtype_bytes) + lm_head_bytes(model, dtype_bytes)
+        by_bytes = head.drafting_bytes(given.max_drafts, dtype_bytes) / step_bytes
         drafting_cost = max(by_bytes, given.max_drafts * _LAYERS_PER_DRAFT / (model.num_layers + 1))
     cost = RooflineCost(free_tokens)
     return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.kernels.half import within_float16
+from raypp.ops.kernels.half import as_stored
 from raypp.ops.kernels.launch import Device, start
 
 
@@ -21,18 +23,14 @@ def rms_norm(
     num_tokens, size = x.shape
     if not num_tokens:
         return y
-    block = triton.next_power_of_2(size)
     _rms_norm[(num_tokens,)](
         x,
         x if weight is None else weight,
         y,
         eps,
         size,
-        BLOCK=block,
         HAS_WEIGHT=weight is not None,
-        OVERLAPS=device.has_dependent_launch,
-        num_warps=min(16, max(1, block // 512)),
-        **device.launch_options,
+        **_of_rows(size, device),
     )
     return y
 
@@ -55,7 +53,6 @@ def join_norms(
     y = torch.empty(num_tokens, 2 * size, dtype=dtype or states.dtype, device=states.device)
     if not num_tokens:
         return y
-    block = triton.next_power_of_2(size)
     _join_norms[(num_tokens, 2)](
         embedding,
         token_ids,
@@ -65,28 +62,42 @@ def join_norms(
         y,
         eps,
         size,
-        BLOCK=block,
         CLAMPS=y.dtype != states.dtype,
-        OVERLAPS=device.has_dependent_launch,
-        num_warps=min(16, max(1, block // 512)),
-        **device.launch_options,
+        **_of_rows(size, device),
     )
     return y
+
+
+def _of_rows(size: int, device: Device) -> dict[str, Any]:
+    """Return the options of a launch with a program per row."""
+    block = triton.next_power_of_2(size)
+    return {
+        "BLOCK": block,
+        "OVERLAPS": device.has_dependent_launch,
+        "num_warps": min(16, max(1, block // 512)),
+        **device.launch_options,
+    }
+
+
+@triton.jit
+def _normalized(row, column, inside, size, eps):
+    """Return a row, float32, over its root mean square."""
+    value = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    return value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
 
 
 @triton.jit
 def _rms_norm(x, weight, y, eps, size, BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr, OVERLAPS: tl.constexpr):
     column = tl.arange(0, BLOCK)
     inside = column < size
-    cell = tl.program_id(0).to(tl.int64) * size + column
+    row = tl.program_id(0).to(tl.int64) * size
     if HAS_WEIGHT:
         factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
-    value = tl.load(x + cell, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps)
+    value = _normalized(x + row, column, inside, size, eps)
     if HAS_WEIGHT:
         value *= factor
-    tl.store(y + cell, value.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row + column, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])  # an element per program
@@ -114,9 +125,5 @@ def _join_norms(
     source = states + token * size
     if side == 0:
         source = embedding + tl.load(token_ids + token).to(tl.int64) * size
-    value = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
-    if CLAMPS:
-        tl.store(y + (2 * token + side) * size + column, within_float16(value), mask=inside)
-    else:
-        tl.store(y + (2 * token + side) * size + column, value.to(y.dtype.element_ty), mask=inside)
+    value = _normalized(source, column, inside, size, eps) * factor
+    tl.store(y + (2 * token + side) * size + column, as_stored(value, y, CLAMPS), mask=inside)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.kernels.gate import silu
-from raypp.ops.kernels.half import within_float16
+from raypp.ops.kernels.half import as_stored, within_float16
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.quantize import quantize_rows
@@ -304,13 +304,7 @@ def _project_few(
         result = tl.sum(totals[row], 1) * scale * factor + addend
         if HAS_GATE:
             result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
-        tl.store(y + row * num_outputs + output, _stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
-
-
-@triton.jit
-def _stored(result, y, CLAMPS: tl.constexpr):
-    """Return a result as the type of what it is stored to."""
-    return within_float16(result) if CLAMPS else result.to(y.dtype.element_ty)
+        tl.store(y + row * num_outputs + output, as_stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
 
 
 @triton.jit
@@ -412,4 +406,4 @@ def _project_rows(
         result = total * factor[None, :] + addend[None, :]
         if HAS_GATE:
             result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
-        tl.store(y + y_cell, _stored(result + before, y, CLAMPS), mask=in_y)
+        tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)

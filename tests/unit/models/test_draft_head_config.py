@@ -183,6 +183,8 @@ def test_drafts_read_the_head_once_each_and_what_joins_states_once(tiny: ModelCo
     config = load_draft_head_config(resolve_draft_head_path("tiny-eagle3"), tiny)
     fc = config.layer.hidden_size * config.fc_inputs
     assert config.drafting_bytes(3, 2) == 2 * (3 * (config.weight_bytes(1) - fc) + fc)
+    in_8_bits = replace(config, has_8_bit_weights=True)
+    assert 0.5 < in_8_bits.drafting_bytes(3, 2) / config.drafting_bytes(3, 2) < 0.55  # vectors and scales besides
 
 
 def test_dummy_maps_are_valid() -> None:
