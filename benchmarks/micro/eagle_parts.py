@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from graph_timer import kernels_of, step_ms
+from graph_timer import kernels_of, require_gpu, step_ms
 from head_drafts import HeadDrafts
 from report import print_report
 
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print each recording's, too")
     parser.add_argument("--head-weights", nargs="+", choices=("fp8", "model"), default=["fp8", "model"])
     args = parser.parse_args()
+    require_gpu()
     figures: dict[str, dict[str, float]] = {}
     for weights in args.head_weights:
         figures |= measure(weights, args)

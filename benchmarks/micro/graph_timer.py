@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 REPLAYS = 15
 NUM_PROFILED = 5
+
+
+def require_gpu() -> None:
+    """End the program, saying why, where there is none."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{Path(sys.argv[0]).name} needs a CUDA device")
 
 
 def time_us(calls: Sequence[Callable[[], object]]) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graph_timer import kernels_of
+from graph_timer import kernels_of, require_gpu
 
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
     args = parser.parse_args()
+    require_gpu()
     config = load_model_config(Path(args.model))
     device, (start, end) = torch.device("cuda"), args.layers
     is_last, max_rows = end == config.num_layers, max(args.rows)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from graph_timer import time_us
+from graph_timer import require_gpu, time_us
 from head_drafts import HeadDrafts, is_head
 from stage_step import BLOCK_SIZE, DecodeStep
 
@@ -227,8 +227,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="in the graph")
     parser.add_argument("--context", type=int, default=640)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("tune_layer.py needs a CUDA device")
+    require_gpu()
     started = time.monotonic()
     found = [
         kind
