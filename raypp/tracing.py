@@ -44,29 +44,35 @@ class ForwardCounter:
 
     def __init__(self) -> None:
         self._num_steps = 0
+        self._num_told = 0
         self._busy_ns = 0
         self._new: deque[tuple[int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
 
     @property
     def has_news(self) -> bool:
-        """Whether there were forwards since the last report."""
-        return bool(self._new)
+        """Whether there were forwards since the last report that got through."""
+        return self._num_told != self._num_steps
 
     def add(self, step_id: int, start_ns: int, end_ns: int) -> None:
         """Count one forward."""
-        self._num_steps += 1
         self._busy_ns += end_ns - start_ns
         self._new.append((step_id, start_ns, end_ns))
+        self._num_steps += 1  # last: whoever reports these sums reports the forward, too
+
+    def note_told(self, report: StageReport) -> None:
+        """Say that a report got through. From the thread that reports."""
+        self._num_told = report.num_steps
 
     def report(self) -> StageReport:
         """Return the sums, and the forwards since the last report."""
+        num_steps, busy_ns = self._num_steps, self._busy_ns
         to_epoch_ns = time.time_ns() - now_ns()
         taken = [self._new.popleft() for _ in range(len(self._new))]
         columns = np.array(taken, np.int64).reshape(-1, 3)
         times_us = (columns[:, 1:] + to_epoch_ns) // 1000
         return StageReport(
-            num_steps=self._num_steps,
-            busy_ns=self._busy_ns,
+            num_steps=num_steps,
+            busy_ns=busy_ns,
             step_ids=np.ascontiguousarray(columns[:, 0]),
             start_us=np.ascontiguousarray(times_us[:, 0]),
             end_us=np.ascontiguousarray(times_us[:, 1]),

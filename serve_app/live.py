@@ -66,6 +66,7 @@ class LiveFeed:
         before_s = time.monotonic()
         seen_us = int(time.time() * 1e6) - _FIRST_LOOK_US
         while True:
+            seen_us = min(seen_us, int(time.time() * 1e6))  # the clock may have been set back
             try:
                 stats = await self._llm.stats(spans_after_us=seen_us)
             except RayppError as error:

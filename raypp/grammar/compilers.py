@@ -1,6 +1,6 @@
 """Compiling under guard: every constraint in a process of its own, which is given so much time and so much memory.
 
-    grammar process  <--pipe-->  nursery, one thread, xgrammar loaded  --fork-->  one compiler per constraint
+    grammar process  <--socket-->  nursery, one thread, xgrammar loaded  --fork-->  one compiler per constraint
 
 A schema can be made to compile for hours, to take all memory, or to overflow a stack. A process can be ended then, and
 nobody else notices; a thread could not. The nursery is forked before the grammar process has threads, so that its own
@@ -13,6 +13,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from typing import NoReturn
 from raypp.client_messages import error_from_dict, error_to_dict
 from raypp.errors import RayppError, RequestError
 from raypp.grammar.compile import compile_constraint, kind_and_value, refused
+from raypp.grammar.message_socket import MessageSocket
 from raypp.grammar.vocabulary import Vocabulary
 
 MAX_COMPILERS = 4
 _MAX_MEMORY_BYTES = 2 << 30  # that a compiler may take beyond what it begins with
 _NICENESS = 10  # who compiles steps aside for who serves
+_SUBMIT_TIMEOUT_S = 60.0  # that the nursery may take nothing; it only ever forks, and passes on
 
 
 @dataclass(frozen=True)
@@ -54,25 +57,37 @@ class CompilerNursery:
             vocabulary: Of the model.
             timeout_s: What a constraint may take, seconds.
         """
-        self.connection, other = Pipe()
-        """For `wait`: readable when something was compiled."""
+        ours, theirs = socket.socketpair()
         if os.fork() == 0:
-            self.connection.close()
-            _run_nursery(other, vocabulary, timeout_s)
-        other.close()
+            ours.close()
+            _run_nursery(MessageSocket(theirs), vocabulary, timeout_s)
+        theirs.close()
+        self._socket = MessageSocket(ours)
+
+    def fileno(self) -> int:
+        """Return the file descriptor; readable when something was compiled that no `submit` has taken in."""
+        return self._socket.fileno()
 
     def submit(self, source: str) -> None:
-        """Compile a constraint."""
-        self.connection.send_bytes(source.encode())
+        """Compile a constraint. What is done meanwhile is taken in, for `receive`: neither end waits for the other."""
+        self._socket.send(source.encode(), _SUBMIT_TIMEOUT_S)
 
-    def receive(self) -> Compiled:
-        """Return the next one that is done; waits for it."""
-        head, _, rest = self.connection.recv_bytes().partition(b"\n")
-        source, error = json.loads(head)
-        return Compiled(source, rest if error is None else error_from_dict(error))
+    def receive(self) -> list[Compiled]:
+        """Return what is done. Does not wait.
+
+        Raises:
+            EOFError: the nursery is gone.
+        """
+        return [_compiled(message) for message in self._socket.receive()]
 
 
-def _run_nursery(orders: Connection, vocabulary: Vocabulary, timeout_s: float) -> NoReturn:
+def _compiled(message: bytes) -> Compiled:
+    head, _, rest = message.partition(b"\n")
+    source, error = json.loads(head)
+    return Compiled(source, rest if error is None else error_from_dict(error))
+
+
+def _run_nursery(orders: MessageSocket, vocabulary: Vocabulary, timeout_s: float) -> NoReturn:
     """Fork a compiler per order, few at a time; end with the grammar process."""
     running: dict[Connection, _Running] = {}
     waiting: deque[str] = deque()
@@ -80,9 +95,9 @@ def _run_nursery(orders: Connection, vocabulary: Vocabulary, timeout_s: float) -
         while True:
             next_end_s = min((job.ends_s for job in running.values()), default=None)
             timeout = None if next_end_s is None else max(next_end_s - time.monotonic(), 0.0)
-            ready = wait([orders, *running], timeout)
-            if orders in ready:
-                waiting.append(orders.recv_bytes().decode())
+            ready = wait([orders.fileno(), *running], timeout)
+            if orders.fileno() in ready:
+                waiting.extend(order.decode() for order in orders.receive())
             for connection in [c for c in running if c in ready]:
                 _collect(orders, connection, running.pop(connection))
             for connection, job in list(running.items()):
@@ -141,7 +156,7 @@ def _compile(source: str, vocabulary: Vocabulary) -> bytes:
         return b"-" + json.dumps(error_to_dict(_too_large(source))).encode()
 
 
-def _collect(orders: Connection, connection: Connection, job: _Running) -> None:
+def _collect(orders: MessageSocket, connection: Connection, job: _Running) -> None:
     """Tell what a compiler said with its last words, or that it died without any."""
     try:
         words = connection.recv_bytes()
@@ -157,10 +172,10 @@ def _collect(orders: Connection, connection: Connection, job: _Running) -> None:
         _answer(orders, job.source, words[1:])
 
 
-def _answer(orders: Connection, source: str, result: bytes | RayppError) -> None:
+def _answer(orders: MessageSocket, source: str, result: bytes | RayppError) -> None:
     error = error_to_dict(result) if isinstance(result, RayppError) else None
     head = json.dumps([source, error]).encode()
-    orders.send_bytes(head + b"\n" + (result if isinstance(result, bytes) else b""))
+    orders.send(head + b"\n" + (result if isinstance(result, bytes) else b""))
 
 
 def _too_long(source: str, timeout_s: float) -> RequestError:

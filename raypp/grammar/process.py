@@ -12,6 +12,7 @@ import select
 import socket
 import sys
 import threading
+import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -53,7 +54,7 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
         os.write(waker, b"!")
 
     sources = select.epoll()
-    for source_of_news in (driver, nursery.connection, woken):
+    for source_of_news in (driver, nursery, woken):
         sources.register(source_of_news, select.EPOLLIN)
     try:
         while True:
@@ -64,10 +65,12 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
                 elif ready == woken:
                     os.read(woken, 1)
                     texts.take_compiled(*done.get())
-                else:
-                    _read(nursery.receive(), texts, reader, note)
+            for compiled in nursery.receive():  # an order may have taken it in, so that nothing is readable
+                _read(compiled, texts, reader, note)
     except (EOFError, OSError):
         return  # the driver has ended, or wants another process
+    except Exception:
+        traceback.print_exc()  # the driver starts another process, and knows no reason
     finally:
         os._exit(0)  # a mask under way holds nobody up
 

@@ -75,8 +75,9 @@ class Texts:
                     self._compiled.move_to_end(source)
                     self._begin(order, self._compiled[source])
                     return
+                is_new = source not in self._opening  # else it is compiled by now, if only for texts that were closed
                 self._opening[source].append(order)
-                if len(self._opening[source]) == 1:
+                if is_new:
                     self._compile_source(source)
             case GrammarAdvance():
                 self._advance(order)

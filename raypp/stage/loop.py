@@ -232,4 +232,5 @@ class _ResultWriter:
         if silent_s >= self._heartbeat_s or (silent_s >= _REPORT_S and self._forwards.has_news):
             self._last_heartbeat_s += silent_s
             report = self._forwards.report() if self._forwards.has_news else None
-            self._channel.send_heartbeat(self._last_step_id, report)
+            if self._channel.send_heartbeat(self._last_step_id, report) and report is not None:
+                self._forwards.note_told(report)

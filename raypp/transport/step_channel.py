@@ -295,10 +295,10 @@ class StageChannel:
         """
         self._send(_Kind.ERROR, json.dumps(description).encode())
 
-    def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> None:
-        """Tell the driver the last finished step. Dropped when the queue is full: a later one says more."""
+    def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> bool:
+        """Tell the driver the last finished step; return whether the queue had room. A later one says more."""
         header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id, time.time())
-        _offer(self._results, header if report is None else header + pack(report))
+        return _offer(self._results, header if report is None else header + pack(report))
 
     def close(self) -> None:
         """Close the sockets; messages that were sent get half a second to leave."""

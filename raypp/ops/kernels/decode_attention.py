@@ -26,6 +26,7 @@ from raypp.ops.rotary import Rotation
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
+_MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 
 
@@ -55,15 +56,17 @@ def tune_decode(
     the price of combining them. `query_floats` are those of a program's queries, which say how large tiles may be.
     """
     num_pairs, num_processors = max(1, num_rows * num_kv_heads), device.num_processors
+    num_warps = 4 if query_floats <= _MOST_FLOATS_OF_FEW_WARPS else 8
     if query_len > 1:
         num_splits = _power_of_2(num_processors / num_pairs, most=_MAX_SPLITS // 2)
         is_large = num_splits == 1 and query_floats <= _MOST_FLOATS_OF_LARGE_TILES
-        return DecodeTuning(num_splits, tile_tokens=128 if is_large else 64, num_stages=2)
+        return DecodeTuning(num_splits, 128 if is_large else 64, num_warps, num_stages=2)
     if num_pairs > 2 * num_processors:
         rounds = num_pairs / (_PROGRAMS_AT_ONCE * num_processors)
-        return DecodeTuning(2 if 1 < rounds <= 1.25 else 1, num_stages=2)  # of a last round most would be idle
+        num_splits = 2 if 1 < rounds <= 1.25 else 1  # of a last round most would be idle
+        return DecodeTuning(num_splits, num_warps=num_warps, num_stages=2)
     num_splits = _power_of_2(2 * num_processors / num_pairs, most=_MAX_SPLITS)
-    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits)
+    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits, num_warps=num_warps)
 
 
 def _power_of_2(wanted: float, most: int) -> int:

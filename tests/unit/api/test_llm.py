@@ -328,7 +328,7 @@ print("closed", engine.num_closed)
 )
 def test_ctrl_c_aborts_and_exit_closes(call: str, num_requests: int) -> None:
     script = _SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0], call=call, num_requests=num_requests)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=90)
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\nclosed 1\n", "", 0)
 
 

@@ -43,6 +43,8 @@ def test_a_tracer_counts_forwards_even_when_it_records_nothing() -> None:
         tracer.record(FORWARD, step_id, start + 1000, start + 3000)
     assert tracer.events() == []
     report = unpack(StageReport, pack(tracer.forwards.report()))
+    assert tracer.forwards.has_news, "it may not get through"
+    tracer.forwards.note_told(report)
     assert (report.num_steps, report.busy_ns) == (3, 6000)
     assert report.step_ids.tolist() == [0, 1, 2]
     assert (report.end_us - report.start_us).tolist() == [2, 2, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,13 @@ class RunningApp:
 
     def stats(self) -> dict[str, Any]:
         return self.call(self.context.llm.stats)
+
+    def wait_until(self, condition: Callable[[], bool], hope: str) -> None:
+        """Wait until something has come to pass, for at most a minute."""
+        ends = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < ends, f"{hope}: it did not come to pass; {self.stats()}"
+            time.sleep(0.005)  # a thread that only asks would keep the others of this process from answering
 
     def close(self) -> None:
         self._server.should_exit = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -228,11 +227,9 @@ def slow_app():
 
 
 def wait_until_idle(app: RunningApp) -> dict[str, Any]:
-    """Poll until nothing runs or waits, and return the stats."""
-    ends = time.monotonic() + 60
-    while (stats := app.stats())["num_running"] or stats["num_waiting"]:
-        assert time.monotonic() < ends, stats
-    return stats
+    """Wait until nothing runs or waits, and return the stats."""
+    app.wait_until(lambda: not app.stats()["num_running"] and not app.stats()["num_waiting"], "nothing runs or waits")
+    return app.stats()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -266,8 +263,7 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(slow_app: RunningApp
     with httpx.Client(base_url=slow_app.url, timeout=30) as http, running_stream(http), running_stream(http):
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json=LONG, timeout=0.5)
-        while slow_app.stats()["num_waiting"]:
-            pass
+        slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
         assert slow_app.stats()["num_running"] == 2
     wait_until_idle(slow_app)
 

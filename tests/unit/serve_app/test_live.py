@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -22,7 +23,9 @@ def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) ->
     with ThreadPoolExecutor(1) as pool, http.stream("GET", "/live") as answer:
         lines = answer.iter_lines()
         posted = pool.submit(httpx.post, f"{app.url}/v1/completions", json=body, timeout=60)
+        ends = time.monotonic() + 60
         while not posted.done() or {stage for stage, _ in spans} != {0, 1} or frames[-1]["num_running"]:
+            assert time.monotonic() < ends, frames[-1]
             if line := next(lines):
                 frames.append(json.loads(line.removeprefix("data: ")))
                 spans |= {(span[0], span[1]): span for span in frames[-1]["spans"]}
@@ -38,8 +41,8 @@ def test_frames_show_what_the_stages_did(app: RunningApp, http: httpx.Client) ->
 
 def test_nothing_is_asked_when_nobody_looks(app: RunningApp, http: httpx.Client) -> None:
     assert len(frames_of(http, 3)) == 3
-    while app.context.live.num_viewers or app.context.live._task is not None:
-        pass  # the test's own limit ends it
+    live = app.context.live
+    app.wait_until(lambda: not live.num_viewers and live._task is None, "nobody looks and nothing is asked")
 
 
 def test_viewers_share_what_is_asked(app: RunningApp) -> None:
@@ -48,8 +51,7 @@ def test_viewers_share_what_is_asked(app: RunningApp) -> None:
         streams = [stack.enter_context(client.stream("GET", "/live")).iter_lines() for client in (one, two)]
         assert all(next(lines).startswith('data: {"time_us":') for lines in streams)
         assert app.context.live.num_viewers == 2
-    while app.context.live.num_viewers:
-        pass
+    app.wait_until(lambda: not app.context.live.num_viewers, "both have left")
 
 
 def test_a_wrong_number_of_frames_is_refused(http: httpx.Client) -> None:

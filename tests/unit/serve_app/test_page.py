@@ -109,8 +109,7 @@ def test_stop_ends_the_request(browser: Any) -> None:
         assert app.stats()["num_running"] == 1
         page.click("#stop")
         expect(answer.locator(".note")).to_have_text("stopped", timeout=TIMEOUT_MS)
-        while app.stats()["num_running"]:
-            pass
+        app.wait_until(lambda: not app.stats()["num_running"], "the request is ended")
         page.close()
 
 

@@ -61,8 +61,7 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
 
 def test_busy_shares_reach_the_metrics(app: RunningApp, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 60, "ignore_eos": True})
-    while sum(stage["num_steps"] for stage in app.stats()["stages"]) < 120:
-        pass  # the stages report within a tenth of a second
+    app.wait_until(lambda: sum(stage["num_steps"] for stage in app.stats()["stages"]) >= 120, "all steps are reported")
     seen = series(http.get("/metrics").text)
     assert seen["raypp_stage_busy_seconds_total|stage=0"] > 0
     assert 0 < seen["raypp_stage_busy_ratio|stage=1"] <= 1
@@ -115,8 +114,7 @@ def test_a_dead_engine_is_told_everywhere() -> None:
 
 def test_the_dashboard_shows_series_that_exist(app: RunningApp, http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "import os", "max_tokens": 30, "ignore_eos": True})
-    while not all(stage["num_steps"] for stage in app.stats()["stages"]):
-        pass
+    app.wait_until(lambda: all(stage["num_steps"] for stage in app.stats()["stages"]), "both stages have reported")
     there = {name.split("|")[0] for name in series(http.get("/metrics").text)}
     dashboard = json.loads((Path(__file__).parents[3] / "configs/grafana.json").read_text())
     shown = {

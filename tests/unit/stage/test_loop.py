@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 
 from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
-from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StepPlan, StepResult, pack, unpack
+from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StageReport, StepPlan, StepResult, pack, unpack
 from raypp.stage.failure import read_failure
 from raypp.stage.loop import run_stage_loop
 from raypp.stage.pending_result import PendingResult
+from raypp.tracing import ForwardCounter
 from raypp.transport.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult
 
 DEADLINE_S = 20.0
@@ -74,6 +75,7 @@ class Rig:
         self.driver = DriverChannel([f"ipc://{folder}/plans"], f"ipc://{folder}/results")
         self._channel = StageChannel(0, self.driver.stage_addresses[0], self.driver.result_address, num_stages=1)
         self.stage = ToyStage()
+        self.forwards = ForwardCounter()
         self._pool = ThreadPoolExecutor(1)
         self.loop: Future[None] = self._pool.submit(
             run_stage_loop,
@@ -82,7 +84,21 @@ class Rig:
             stage_index=0,
             heartbeat_s=HEARTBEAT_S,
             silence_timeout_s=silence_timeout_s,
+            forwards=self.forwards,
         )
+
+    def drop_reports(self, count: int) -> list[StageReport]:
+        """Have the queue full when the next so many reports are sent; return the list that they go to."""
+        send, dropped = self._channel.send_heartbeat, list[StageReport]()
+
+        def send_or_drop(step_id: int, report: StageReport | None = None) -> bool:
+            if report is None or len(dropped) == count:
+                return send(step_id, report)
+            dropped.append(report)
+            return False
+
+        self._channel.send_heartbeat = send_or_drop  # type: ignore[method-assign]
+        return dropped
 
     def messages(self, kind: type, count: int) -> list:
         found: list = []
@@ -202,3 +218,17 @@ def test_a_result_that_cannot_be_sent_ends_the_loop_though_no_step_follows(make_
     assert "the device failed" in str(error)
     with pytest.raises(ValueError, match="the device failed"):
         rig.loop.result(DEADLINE_S)
+
+
+def test_sums_that_found_a_full_queue_are_told_again(make_rig):
+    rig = make_rig()
+    dropped = rig.drop_reports(2)
+    rig.forwards.add(0, 0, 1000)
+    ends = time.monotonic() + DEADLINE_S
+    told = None
+    while told is None:
+        assert time.monotonic() < ends
+        [heartbeat] = rig.messages(Heartbeat, 1)
+        told = heartbeat.report
+    assert len(dropped) == 2
+    assert (told.num_steps, told.busy_ns) == (1, 1000)

@@ -1,0 +1,65 @@
+"""The grammar process with its nursery, over the driver's own end: constraints of any size, opened, closed, opened."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from raypp.config.engine import EngineConfig
+from raypp.driver.engine_plan import plan_engine
+from raypp.driver.grammar_process import GrammarProcess
+from raypp.driver.hardware import Hardware
+from raypp.grammar.messages import CloseGrammar, GrammarMasks, GrammarReply, OpenGrammar, Refused
+from raypp.structured_outputs import as_structured_outputs, source_of
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def process() -> Iterator[GrammarProcess]:
+    plan = plan_engine(EngineConfig.from_flat("tiny"), Hardware(1))
+    process = GrammarProcess(plan.grammar_settings())
+    yield process
+    process.close()
+
+
+def source(**constraint: object) -> str:
+    kept = as_structured_outputs(constraint)
+    assert kept is not None
+    return source_of(kept)
+
+
+def replies(process: GrammarProcess, count: int) -> list[GrammarReply]:
+    """Return the next so many, in their order."""
+    found: list[GrammarReply] = []
+    ends_s = time.monotonic() + DEADLINE_S
+    while len(found) < count:
+        assert time.monotonic() < ends_s, f"{len(found)} of {count} came"
+        select.select([process.fileno()], [], [], 1.0)
+        received = process.receive()
+        assert all(isinstance(reply, GrammarMasks | Refused) for reply in received), received
+        found += received
+    return found
+
+
+def test_many_that_are_larger_than_what_pipes_hold(process: GrammarProcess) -> None:
+    for number in range(6):
+        process.send(OpenGrammar(number, source(grammar=f"{number} is not a grammar " + "x" * 1_000_000)))
+    process.send(OpenGrammar(6, source(choice=["yes", "no"])))
+    answers = replies(process, 7)
+    refused = {answer.number for answer in answers if isinstance(answer, Refused)}
+    assert refused == set(range(6))
+
+
+def test_one_that_is_closed_and_opened_while_it_is_compiled(process: GrammarProcess) -> None:
+    constraint = source(choice=[f"choice {index}" for index in range(300)])
+    for number in range(3):
+        process.send(OpenGrammar(number, constraint))
+        if number < 2:
+            process.send(CloseGrammar(number))
+    [masks] = replies(process, 1)
+    assert isinstance(masks, GrammarMasks)
+    assert [entry[0] for entry in masks.entries.tolist()] == [2]
