@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import queue
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from raypp.errors import EngineDeadError
 
@@ -22,23 +22,32 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self._is_closed = False
-        self._lock = threading.RLock()  # between the last submission and the end of the loop
+        self._lock = threading.RLock()  # between the last coroutine that is begun and the end of the loop
         started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run(started)), name=name, daemon=True)
         self._thread.start()
         started.wait()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine; cancelling the future cancels it.
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop and return its result. What interrupts the caller, Ctrl-C above all, cancels it.
 
         Raises:
             EngineDeadError: the thread was closed.
+            Exception: whatever the coroutine raises.
         """
-        with self._lock:
-            if not self._is_closed:
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        coroutine.close()
-        raise EngineDeadError("the engine was closed", hint="make a new one")
+        work = _Work(coroutine)
+        try:
+            self._hand_over(work)
+            task = work.ended.get()
+        except BaseException:
+            try:
+                self._loop.call_soon_threadsafe(work.cancel)
+            except RuntimeError:  # the loop has ended, and cancelled what was in it
+                coroutine.close()
+            raise
+        if task.cancelled():
+            raise _closed()
+        return task.result()
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the loop and return its result."""
@@ -48,10 +57,10 @@ class EventLoopThread:
         async def run() -> T:
             return function()
 
-        return self.submit(run()).result()
+        return self.run(run())
 
     def close(self) -> None:
-        """End the thread, once what was submitted has ended; what does not end soon is cancelled."""
+        """End the thread, once what was begun has ended; what does not end soon is cancelled."""
         with self._lock:
             if self._is_closed:
                 return
@@ -60,9 +69,44 @@ class EventLoopThread:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _hand_over(self, work: _Work[T]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise _closed()
+            self._loop.call_soon_threadsafe(work.begin)
+
     async def _run(self, started: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         started.set()
         await self._stop.wait()
         if last_tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(last_tasks, timeout=_LAST_TASKS_TIMEOUT_S)
+
+
+class _Work(Generic[T]):
+    """A coroutine on its way into the loop, through it, or out of it again.
+
+    Ctrl-C may strike anywhere, also while the coroutine is handed over. So what it is cancelled by is there before, and
+    the caller waits in C: a future of `concurrent.futures` can be left locked, and the loop would wait for it for ever.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self.ended: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
+        self._coroutine = coroutine
+        self._task: asyncio.Task[T] | None = None
+
+    def begin(self) -> None:
+        """Start it. In the loop."""
+        self._task = asyncio.create_task(self._coroutine)
+        self._task.add_done_callback(self.ended.put)
+
+    def cancel(self) -> None:
+        """Cancel it, whether it has begun or not. In the loop."""
+        if self._task is None:
+            self._coroutine.close()
+        else:
+            self._task.cancel()
+
+
+def _closed() -> EngineDeadError:
+    return EngineDeadError("the engine was closed", hint="make a new one")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -173,7 +173,7 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters."""
-        return self._thread.submit(self._frontend.stats(self.config.faults.step_timeout_s)).result()
+        return self._thread.run(self._frontend.stats(self.config.faults.step_timeout_s))
 
     def timeline(self, last_s: float | None = None) -> Timeline:
         """Return what the stages did during the last burst of work: in a notebook, a picture.
@@ -186,7 +186,7 @@ class LLM:
             EngineDeadError: the engine died.
         """
         timeout_s = self.config.faults.step_timeout_s
-        return self._wait(read_timeline(self._frontend, self.plan(), last_s=last_s, timeout_s=timeout_s))
+        return self._thread.run(read_timeline(self._frontend, self.plan(), last_s=last_s, timeout_s=timeout_s))
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
@@ -216,24 +216,15 @@ class LLM:
     def _stream(self, prepared: PreparedRequest) -> Iterator[RequestOutput]:
         outputs = self._frontend.stream(prepared)
         try:
-            while (output := self._wait(_next_of(outputs))) is not None:
+            while (output := self._thread.run(_next_of(outputs))) is not None:
                 yield output
         finally:
             with contextlib.suppress(EngineDeadError):
-                self._wait(outputs.aclose())
-
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the engine's loop and return its result; Ctrl-C, above all, cancels it."""
-        pending = self._thread.submit(coroutine)
-        try:
-            return pending.result()
-        except BaseException:
-            pending.cancel()
-            raise
+                self._thread.run(outputs.aclose())
 
     def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(prepared), use_tqdm) as on_end:
-            return self._wait(self._frontend.complete(prepared, on_end))
+            return self._thread.run(self._frontend.complete(prepared, on_end))
 
 
 async def _next_of(outputs: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:

@@ -32,7 +32,7 @@ from raypp.messages import StageReport, pack, unpack
 
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
-_LINGER_MS = 500
+_LINGER_MS = 500  # from the start: also a channel that an error left open must not hold up the end of its process
 _ALL_STAGES = -1
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class DriverChannel:
         self._closed = True
         for socket in self._sockets:
             address = _address_of(socket)
-            socket.close(linger=_LINGER_MS)
+            socket.close()
             if address.startswith("ipc:///"):
                 Path(address.removeprefix("ipc://")).unlink(missing_ok=True)  # zmq leaves it behind
         if self._own_context is not None:
@@ -204,6 +204,7 @@ class DriverChannel:
         socket = context.socket(kind)
         self._sockets.append(socket)
         socket.set_hwm(queue_length)
+        socket.linger = _LINGER_MS
         if self._secret_key is not None:
             socket.curve_server = True
             socket.curve_secretkey = self._secret_key
@@ -251,6 +252,7 @@ class StageChannel:
         self._results = zmq_context.socket(zmq.PUSH)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
             socket.set_hwm(_queue_length(num_stages))
+            socket.linger = _LINGER_MS
             if server_key is not None:
                 socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
                 socket.curve_serverkey = server_key
@@ -303,7 +305,7 @@ class StageChannel:
     def close(self) -> None:
         """Close the sockets; messages that were sent get half a second to leave."""
         self._plans.close(linger=0)
-        self._results.close(linger=_LINGER_MS)
+        self._results.close()
         if self._own_context is not None:
             self._own_context.term()
 

@@ -17,5 +17,5 @@ def app() -> Iterator[RunningApp]:
 
 @pytest.fixture
 def http(app: RunningApp) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=app.url, timeout=30) as client:
+    with httpx.Client(base_url=app.url, timeout=60) as client:
         yield client

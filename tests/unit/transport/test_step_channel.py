@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -231,25 +233,39 @@ def test_a_queue_that_was_emptied_has_room_at_once(folder: Path) -> None:
 
 def test_an_encrypted_channel_lets_in_only_who_was_told_its_key() -> None:
     anywhere = "tcp://127.0.0.1:*"
+    with ExitStack() as stack:
+        driver = stack.enter_context(closing(DriverChannel([anywhere], anywhere, encrypted=True)))
+        other_key = stack.enter_context(closing(DriverChannel([anywhere], anywhere, encrypted=True)))
+
+        def connect(server_key: bytes | None) -> StageChannel:
+            ends = driver.stage_addresses[0], driver.result_address
+            stage = StageChannel(0, *ends, num_stages=1, server_key=server_key, send_timeout_s=0.2)
+            return stack.enter_context(closing(stage))
+
+        for key in (None, other_key.server_key):
+            with suppress(DeadlineError):  # it may have been refused by now
+                connect(key).send_result(b"stranger")
+        stage = connect(driver.server_key)
+        stage.send_result(b"stage")
+        [message] = take(driver, 1)
+        assert isinstance(message, StageResult)
+        assert bytes(message.payload) == b"stage"
+        for step_id in range(10):  # were a stranger connected, it would get its share
+            driver.send_plan(bytes([step_id]))
+            plan = stage.receive(DEADLINE_S)
+            assert isinstance(plan, memoryview)
+            assert bytes(plan) == bytes([step_id])
+        assert driver.receive(0.2) == []
+
+
+def test_channels_that_nobody_closed_hold_up_nothing() -> None:
+    """As an error leaves them, with a message that nobody will take."""
+    anywhere = "tcp://127.0.0.1:*"
     driver = DriverChannel([anywhere], anywhere, encrypted=True)
-    address = driver.stage_addresses[0]
-    other_key = DriverChannel([anywhere], anywhere, encrypted=True)
-    strangers = [
-        StageChannel(0, address, driver.result_address, num_stages=1),
-        StageChannel(0, address, driver.result_address, num_stages=1, server_key=other_key.server_key),
-    ]
-    stage = StageChannel(0, address, driver.result_address, num_stages=1, server_key=driver.server_key)
-    for stranger in strangers:
-        stranger.send_result(b"stranger")
-    stage.send_result(b"stage")
-    [message] = take(driver, 1)
-    assert isinstance(message, StageResult)
-    assert bytes(message.payload) == b"stage"
-    for step_id in range(10):  # were a stranger connected, it would get its share
-        driver.send_plan(bytes([step_id]))
-        plan = stage.receive(DEADLINE_S)
-        assert isinstance(plan, memoryview)
-        assert bytes(plan) == bytes([step_id])
-    assert driver.receive(0.2) == []
-    for channel in (stage, *strangers, other_key, driver):
-        channel.close()
+    stage = StageChannel(0, driver.stage_addresses[0], driver.result_address, num_stages=1)
+    stage.send_result(b"in vain")
+    started = time.monotonic()
+    with pytest.warns(ResourceWarning):  # noqa: PT031
+        del stage, driver
+        gc.collect()
+    assert time.monotonic() - started < DEADLINE_S / 2
