@@ -13,6 +13,7 @@ from raypp.errors import EngineDeadError
 T = TypeVar("T")
 
 _LAST_TASKS_TIMEOUT_S = 1.0
+_SIGNALS_S = 0.5  # a signal that comes just before a wait does not end it: this late it is taken notice of
 
 
 class EventLoopThread:
@@ -38,16 +39,17 @@ class EventLoopThread:
         work = _Work(coroutine)
         try:
             self._hand_over(work)
-            task = work.ended.get()
+            while not (ended := work.await_end(_SIGNALS_S)):
+                pass
         except BaseException:
             try:
                 self._loop.call_soon_threadsafe(work.cancel)
             except RuntimeError:  # the loop has ended, and cancelled what was in it
                 coroutine.close()
             raise
-        if task.cancelled():
+        if ended.cancelled():
             raise _closed()
-        return task.result()
+        return ended.result()
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the loop and return its result."""
@@ -91,14 +93,21 @@ class _Work(Generic[T]):
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        self.ended: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
         self._coroutine = coroutine
         self._task: asyncio.Task[T] | None = None
+
+    def await_end(self, timeout_s: float) -> asyncio.Task[T] | None:
+        """Return its task as soon as it has ended, or None when it does not in time. For the caller."""
+        try:
+            return self._ended.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
 
     def begin(self) -> None:
         """Start it. In the loop."""
         self._task = asyncio.create_task(self._coroutine)
-        self._task.add_done_callback(self.ended.put)
+        self._task.add_done_callback(self._ended.put)
 
     def cancel(self) -> None:
         """Cancel it, whether it has begun or not. In the loop."""
