@@ -23,11 +23,15 @@ for _name, _value in {
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run in Triton's interpreter; read when it is imported
 
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 # Deadlines per example would measure the machine. On CI the examples are the same every time: a change is to blame.
+# They are not made smaller there: with a server that no longer answers, that takes longer than a test may.
 settings.register_profile("local", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, database=None)
+_CI_PHASES = (Phase.explicit, Phase.generate)
+settings.register_profile(
+    "ci", parent=settings.get_profile("local"), derandomize=True, database=None, phases=_CI_PHASES
+)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 _TESTS = Path(__file__).parent

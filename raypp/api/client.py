@@ -8,6 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from raypp.client_messages import ClientMessage, DriverMessage, OpenClient, decode_driver_message, encode_client_message
+from raypp.transport.forgotten_sockets import close_when_forgotten
 
 _LINGER_MS = 200
 """How long closing may take to get the last message out, when the driver does not take it."""
@@ -30,8 +31,9 @@ class EngineClient:
         """
         self._loop = asyncio.get_running_loop()
         self._on_message = on_message
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._close_socket = close_when_forgotten(self, [self._socket], context)
         self._socket.set_hwm(0)  # neither end may drop a message, and a send must not block the loop
         self._socket.linger = _LINGER_MS
         self._socket.connect(address)
@@ -60,8 +62,7 @@ class EngineClient:
             self._is_open = False
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
-            self._socket.close()
-            self._context.term()
+            self._close_socket()
 
     def _read(self) -> None:
         while self._is_open:  # the message that was just handled may have closed it

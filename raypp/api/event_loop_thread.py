@@ -53,13 +53,20 @@ class EventLoopThread:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function in the loop and return its result."""
-        if threading.current_thread() is self._thread:  # the garbage collector may bring us here
+        if self._is_current():
             return function()
 
         async def run() -> T:
             return function()
 
         return self.run(run())
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end. In the loop itself it is only begun: nobody could wait for it there."""
+        if self._is_current():
+            _Work(coroutine).begin()
+        else:
+            self.run(coroutine)
 
     def close(self) -> None:
         """End the thread, once what was begun has ended; what does not end soon is cancelled."""
@@ -68,8 +75,12 @@ class EventLoopThread:
                 return
             self._is_closed = True
             self._loop.call_soon_threadsafe(self._stop.set)
-        if threading.current_thread() is not self._thread:
+        if not self._is_current():
             self._thread.join()
+
+    def _is_current(self) -> bool:
+        """Return whether this is the loop's thread: the garbage collector may bring anybody there."""
+        return threading.current_thread() is self._thread
 
     def _hand_over(self, work: _Work[T]) -> None:
         with self._lock:

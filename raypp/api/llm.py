@@ -220,7 +220,7 @@ class LLM:
                 yield output
         finally:
             with contextlib.suppress(EngineDeadError):
-                self._thread.run(outputs.aclose())
+                self._thread.finish(outputs.aclose())
 
     def _complete(self, prepared: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         with _progress(len(prepared), use_tqdm) as on_end:

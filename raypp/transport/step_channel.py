@@ -29,10 +29,11 @@ import zmq
 
 from raypp.errors import DeadlineError, ResourceError
 from raypp.messages import StageReport, pack, unpack
+from raypp.transport.forgotten_sockets import close_when_forgotten
 
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
-_LINGER_MS = 500  # from the start: also a channel that an error left open must not hold up the end of its process
+_LINGER_MS = 500
 _ALL_STAGES = -1
 
 logger = logging.getLogger(__name__)
@@ -116,12 +117,12 @@ class DriverChannel:
         keys: tuple[bytes | None, bytes | None] = zmq.curve_keypair() if encrypted else (None, None)
         self.server_key, self._secret_key = keys
         """What a stage must bring to be let in; None when anyone may who reaches the address."""
-        self._own_context = zmq.Context() if context is None else None
+        own_context = zmq.Context() if context is None else None
         self._send_timeout_s = send_timeout_s
         self._sockets: list[zmq.Socket[bytes]] = []
         self._plan_sockets: list[zmq.Socket[bytes]] = []
-        self._closed = False
-        zmq_context = context or self._own_context
+        self._close_sockets = close_when_forgotten(self, self._sockets, own_context)
+        zmq_context = context or own_context
         assert zmq_context is not None
         queue_length = _queue_length(len(stage_addresses))
         try:
@@ -187,16 +188,11 @@ class DriverChannel:
 
     def close(self) -> None:
         """Close the sockets; messages that were sent get half a second to leave."""
-        if self._closed:
-            return
-        self._closed = True
-        for socket in self._sockets:
-            address = _address_of(socket)
-            socket.close()
+        addresses = [_address_of(socket) for socket in self._sockets if not socket.closed]
+        self._close_sockets()
+        for address in addresses:
             if address.startswith("ipc:///"):
                 Path(address.removeprefix("ipc://")).unlink(missing_ok=True)  # zmq leaves it behind
-        if self._own_context is not None:
-            self._own_context.term()
 
     def _bind(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str, queue_length: int
@@ -245,11 +241,12 @@ class StageChannel:
     ) -> None:
         self._stage_index = stage_index
         self._send_timeout_s = send_timeout_s
-        self._own_context = zmq.Context() if context is None else None
-        zmq_context = context or self._own_context
+        own_context = zmq.Context() if context is None else None
+        zmq_context = context or own_context
         assert zmq_context is not None
         self._plans = zmq_context.socket(zmq.PULL)
         self._results = zmq_context.socket(zmq.PUSH)
+        self._close_sockets = close_when_forgotten(self, [self._plans, self._results], own_context)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
             socket.set_hwm(_queue_length(num_stages))
             socket.linger = _LINGER_MS
@@ -304,10 +301,7 @@ class StageChannel:
 
     def close(self) -> None:
         """Close the sockets; messages that were sent get half a second to leave."""
-        self._plans.close(linger=0)
-        self._results.close()
-        if self._own_context is not None:
-            self._own_context.term()
+        self._close_sockets()
 
     def _send(self, kind: _Kind, payload: bytes) -> None:
         frame = _HEADER.pack(kind, self._stage_index) + payload

@@ -100,7 +100,8 @@ class FakeEngine:
         self.num_closed += 1
         if self.num_closed == 1:
             self._orders_in.send_pyobj("close")
-            self._thread.join()
+            self._thread.join(60)
+            assert not self._thread.is_alive()
             self._orders_in.close()
             self._context.term()
 

@@ -91,6 +91,20 @@ def test_interrupts_at_any_moment_leave_nothing_behind(thread: EventLoopThread) 
     assert any(sleeper.began.is_set() for sleeper in sleepers)
 
 
+def test_what_the_loops_own_thread_ends_is_only_begun_there(thread: EventLoopThread) -> None:
+    ended = threading.Event()
+
+    async def end() -> None:
+        await asyncio.sleep(0)
+        ended.set()
+
+    thread.call(lambda: thread.finish(end()))
+    assert ended.wait(DEADLINE_S)
+    ended.clear()
+    thread.finish(end())
+    assert ended.is_set()
+
+
 def test_a_closed_thread_says_so(thread: EventLoopThread) -> None:
     thread.close()
     sleeper = Sleeper()

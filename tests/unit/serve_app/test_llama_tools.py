@@ -54,7 +54,7 @@ def app(model: Path) -> Iterator[RunningApp]:
 
 @pytest.fixture
 def client(app: RunningApp) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
 

@@ -14,7 +14,7 @@ def test_a_server_is_measured(app):
     report = GrowingReport("online_latency", {}, None)
 
     async def run():
-        async with aiohttp.ClientSession(app.url) as session:
+        async with aiohttp.ClientSession(app.url, timeout=aiohttp.ClientTimeout(total=60)) as session:
             await measure(ARGS, http_stream(session), 4000, report)
 
     asyncio.run(run())
