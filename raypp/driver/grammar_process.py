@@ -9,14 +9,16 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from raypp.errors import DeadlineError
 from raypp.grammar.message_socket import MessageSocket
-from raypp.grammar.messages import GrammarOrder, GrammarReply, decode, encode
+from raypp.grammar.messages import GrammarOrder, GrammarReply, Ready, decode, encode
 
 _SEND_TIMEOUT_S = 5
+_START_TIMEOUT_S = 60  # of imports, above all
 _BUFFER_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class GrammarProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
         self._readable = select.epoll()  # holds the socket of whatever process there is
+        self._early_orders: list[bytes] | None = None  # while the process does not read yet
+        self._starts_until_s = 0.0
 
     @property
     def process_id(self) -> int | None:
@@ -75,26 +79,28 @@ class GrammarProcess:
         return self._readable.fileno()
 
     def send(self, order: GrammarOrder) -> None:
-        """Send an order; start the process if there is none."""
+        """Send an order; start the process if there is none. What comes before the process reads waits here."""
         if self._socket is None:
             self._start()
-        assert self._socket is not None
-        try:
-            self._socket.send(encode(order), _SEND_TIMEOUT_S)
-        except (OSError, DeadlineError) as error:  # it died, which `receive` tells, or takes nothing any more
-            logger.warning("the grammar process takes no orders: %s", error)
-            if self._process is not None:
-                self._process.kill()
+        message = encode(order)
+        if self._early_orders is not None:
+            self._early_orders.append(message)
+        else:
+            self._transmit(message)
 
     def receive(self) -> list[GrammarReply | GrammarProcessDied]:
         """Return what has come."""
-        if self._socket is None:
-            return []
-        try:
-            return [decode(message) for message in self._socket.receive()]
-        except (EOFError, OSError):
-            self._end_process()
-            return [GrammarProcessDied()]
+        messages = self._receive()
+        if Ready() in messages:
+            messages.remove(Ready())
+            early, self._early_orders = self._early_orders or [], None
+            for message in early:
+                if not self._transmit(message):
+                    break
+            messages += self._receive()
+        elif self._early_orders is not None and time.monotonic() > self._starts_until_s:
+            self._kill("the grammar process does not start")
+        return messages
 
     def restart(self) -> None:
         """End the process; the next order starts another one."""
@@ -105,6 +111,31 @@ class GrammarProcess:
         self._end_process()
         self._readable.close()
 
+    def _receive(self) -> list[Any]:
+        if self._socket is None:
+            return []
+        try:
+            return [decode(message) for message in self._socket.receive()]
+        except (EOFError, OSError):
+            self._end_process()
+            return [GrammarProcessDied()]
+
+    def _transmit(self, message: bytes) -> bool:
+        """Send a message; return whether the process is of use yet."""
+        assert self._socket is not None
+        try:
+            self._socket.send(message, _SEND_TIMEOUT_S)
+        except (OSError, DeadlineError) as error:  # it died, which `receive` tells, or takes nothing any more
+            self._kill(f"the grammar process takes no orders: {error}")
+            return False
+        return True
+
+    def _kill(self, why: str) -> None:
+        """End a process that is of no use; `receive` finds it dead."""
+        logger.warning(why)
+        if self._process is not None:
+            self._process.kill()
+
     def _end_process(self) -> None:
         if self._process is None or self._socket is None:
             return
@@ -112,7 +143,7 @@ class GrammarProcess:
         self._process.wait()
         self._readable.unregister(self._socket)
         self._socket.close()
-        self._process = self._socket = None
+        self._process = self._socket = self._early_orders = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -126,5 +157,6 @@ class GrammarProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
+        self._early_orders, self._starts_until_s = [], time.monotonic() + _START_TIMEOUT_S
         self._socket = MessageSocket(ours)
         self._readable.register(self._socket, select.EPOLLIN)

@@ -1,9 +1,9 @@
 """What the driver and the grammar process tell each other. Packed by `raypp.messages`, but for `OpenGrammar`, JSON.
 
     driver -> grammar process              grammar process -> driver
-    OpenGrammar     follow this one        GrammarMasks    what is allowed now, the first time too
-    GrammarAdvance  tokens and drafts      Refused         it cannot be compiled, or not be followed
-    CloseGrammar    no longer
+    OpenGrammar     follow this one        Ready           it has been loaded, and reads orders from now on
+    GrammarAdvance  tokens and drafts      GrammarMasks    what is allowed now, the first time too
+    CloseGrammar    no longer              Refused         it cannot be compiled, or not be followed
 
 G grammars, each with the number that the driver gave it. W words of a bit mask.
 """
@@ -50,6 +50,11 @@ class GrammarAdvance:
     draft_ids: Int32s  # [sum of drafts]
 
 
+@dataclass(frozen=True)
+class Ready:
+    """The first word of a grammar process."""
+
+
 @dataclass(frozen=True, eq=False)
 class GrammarMasks:
     """What the grammars allow; see `raypp.messages.MaskUpdate`."""
@@ -71,12 +76,14 @@ class Refused:
 GrammarOrder = OpenGrammar | GrammarAdvance | CloseGrammar
 GrammarReply = GrammarMasks | Refused
 
-_OPEN, _ADVANCE, _CLOSE, _MASKS, _REFUSED = b"O", b"A", b"C", b"M", b"R"
+_OPEN, _ADVANCE, _CLOSE, _READY, _MASKS, _REFUSED = b"O", b"A", b"C", b"!", b"M", b"R"
 
 
-def encode(message: GrammarOrder | GrammarReply) -> bytes:
+def encode(message: GrammarOrder | GrammarReply | Ready) -> bytes:
     """Return a message's bytes."""
     match message:
+        case Ready():
+            return _READY
         case OpenGrammar():
             return _OPEN + json.dumps(vars(message)).encode()
         case CloseGrammar(number):
@@ -96,6 +103,8 @@ def decode(data: bytes) -> Any:
         return unpack(GrammarAdvance, payload)
     if kind == _MASKS:
         return unpack(GrammarMasks, payload)
+    if kind == _READY:
+        return Ready()
     values = json.loads(payload)
     if kind == _OPEN:
         return OpenGrammar(**values)

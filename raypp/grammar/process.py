@@ -20,7 +20,7 @@ from typing import Any
 from raypp.errors import RayppError, RequestError
 from raypp.grammar.compilers import Compiled, CompilerNursery
 from raypp.grammar.message_socket import MessageSocket
-from raypp.grammar.messages import GrammarReply, OpenGrammar, Refused, decode, encode
+from raypp.grammar.messages import GrammarReply, OpenGrammar, Ready, Refused, decode, encode
 from raypp.grammar.texts import Texts
 from raypp.grammar.vocabulary import VocabularySource
 
@@ -42,6 +42,7 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
     except RequestError as error:
         _refuse_all(driver, error)
         return
+    driver.send(encode(Ready()))
     texts = Texts(vocabulary, source.vocab_size, nursery.submit, reply)
     reader = ThreadPoolExecutor(1, "deserialize")
     done: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -85,6 +86,7 @@ def _read(compiled: Compiled, texts: Texts, reader: ThreadPoolExecutor, note: An
 
 def _refuse_all(driver: MessageSocket, error: RequestError) -> None:
     try:
+        driver.send(encode(Ready()))
         while True:
             select.select([driver], [], [])
             for order in map(decode, driver.receive()):

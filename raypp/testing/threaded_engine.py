@@ -24,7 +24,7 @@ from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.hardware import Hardware
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
-from raypp.errors import RayppError, StageDiedError
+from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
 from raypp.stage.loop import run_stage_loop
@@ -124,6 +124,8 @@ class ThreadedEngine:
             self._server.stop()
             for thread in self._threads:
                 thread.join(_JOIN_TIMEOUT_S)
+            if left := [thread.name for thread in self._threads if thread.is_alive()]:
+                raise DeadlineError("threads of the engine do not end", got=", ".join(left))  # with sockets in use
             self._server.close()
             self._clients.close()
             self._context.term()

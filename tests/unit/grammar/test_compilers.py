@@ -45,13 +45,19 @@ def replies(process: GrammarProcess, count: int) -> list[GrammarReply]:
     return found
 
 
-def test_many_that_are_larger_than_what_pipes_hold(process: GrammarProcess) -> None:
+def test_many_that_are_larger_than_what_sockets_hold(process: GrammarProcess) -> None:
+    started_s = time.monotonic()
     for number in range(6):
         process.send(OpenGrammar(number, source(grammar=f"{number} is not a grammar " + "x" * 1_000_000)))
     process.send(OpenGrammar(6, source(choice=["yes", "no"])))
+    sent_s = time.monotonic()
     answers = replies(process, 7)
     refused = {answer.number for answer in answers if isinstance(answer, Refused)}
     assert refused == set(range(6))
+    assert sent_s - started_s < time.monotonic() - sent_s, "the driver waited for a process that was still starting"
+    for number in range(7, 13):  # now that it reads
+        process.send(OpenGrammar(number, source(grammar=f"{number} is not a grammar " + "x" * 1_000_000)))
+    assert {answer.number for answer in replies(process, 6) if isinstance(answer, Refused)} == set(range(7, 13))
 
 
 def test_one_that_is_closed_and_opened_while_it_is_compiled(process: GrammarProcess) -> None:
