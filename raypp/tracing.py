@@ -64,7 +64,7 @@ class ForwardCounter:
         self._num_told = report.num_steps
 
     def report(self) -> StageReport:
-        """Return the sums, and the forwards since the last report."""
+        """Return the sums, and the forwards since the last report was made. Dropped, it loses those, not the sums."""
         num_steps, busy_ns = self._num_steps, self._busy_ns
         to_epoch_ns = time.time_ns() - now_ns()
         taken = [self._new.popleft() for _ in range(len(self._new))]

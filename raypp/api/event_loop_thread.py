@@ -39,8 +39,11 @@ class EventLoopThread:
         work = _Work(coroutine)
         try:
             self._hand_over(work)
+            is_alive = True
             while not (ended := work.await_end(_SIGNALS_S)):
-                pass
+                if not is_alive:  # for that long: in a forked process, say
+                    raise _closed()
+                is_alive = self._thread.is_alive()
         except BaseException:
             try:
                 self._loop.call_soon_threadsafe(work.cancel)
@@ -64,7 +67,7 @@ class EventLoopThread:
     def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine to its end. In the loop itself it is only begun: nobody could wait for it there."""
         if self._is_current():
-            _Work(coroutine).begin()
+            _Work(coroutine).begin()  # held by nobody but the loop, so its first step must be its last
         else:
             self.run(coroutine)
 

@@ -7,7 +7,7 @@ import contextlib
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.frontend import Frontend
@@ -23,8 +23,6 @@ from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
-
-T = TypeVar("T")
 
 
 class LLM:

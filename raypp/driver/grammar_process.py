@@ -18,7 +18,7 @@ from raypp.grammar.message_socket import MessageSocket
 from raypp.grammar.messages import GrammarOrder, GrammarReply, Ready, decode, encode
 
 _SEND_TIMEOUT_S = 5
-_START_TIMEOUT_S = 60  # of imports, above all
+_START_TIMEOUT_S = 300  # seconds of imports, more where disk or machine are slow; who dies is noticed at once
 _BUFFER_BYTES = 4 << 20
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class GrammarProcess:
             return [GrammarProcessDied()]
 
     def _transmit(self, message: bytes) -> bool:
-        """Send a message; return whether the process is of use yet."""
+        """Send a message; return whether the process is still of use."""
         assert self._socket is not None
         try:
             self._socket.send(message, _SEND_TIMEOUT_S)

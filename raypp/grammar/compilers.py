@@ -69,7 +69,12 @@ class CompilerNursery:
         return self._socket.fileno()
 
     def submit(self, source: str) -> None:
-        """Compile a constraint. What is done meanwhile is taken in, for `receive`: neither end waits for the other."""
+        """Compile a constraint. What is done meanwhile is taken in, for `receive`: neither end waits for the other.
+
+        Raises:
+            OSError: the nursery is gone.
+            DeadlineError: it takes nothing any more.
+        """
         self._socket.send(source.encode(), _SUBMIT_TIMEOUT_S)
 
     def receive(self) -> list[Compiled]:

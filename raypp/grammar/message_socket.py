@@ -1,7 +1,7 @@
-"""Whole messages over a stream socket, between the driver and the grammar process: a length, then the bytes.
+"""Whole messages over a stream socket: a length, then the bytes. Driver, grammar process and nursery talk by it.
 
-A step brings one message each way. So a message costs one call of the system at either end, no thread, and nothing that
-is made anew; whoever waits does so for the socket together with everything else.
+A step brings one message each way between the first two. So a message costs one call of the system at either end, no
+thread, and nothing that is made anew; whoever waits does so for the socket together with everything else.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
     except RequestError as error:
         _refuse_all(driver, error)
         return
-    driver.send(encode(Ready()))
     texts = Texts(vocabulary, source.vocab_size, nursery.submit, reply)
     reader = ThreadPoolExecutor(1, "deserialize")
     done: SimpleQueue[tuple[str, Any]] = SimpleQueue()
@@ -58,6 +57,7 @@ def main(file_descriptor: int, settings: dict[str, Any]) -> None:
     for source_of_news in (driver, nursery, woken):
         sources.register(source_of_news, select.EPOLLIN)
     try:
+        driver.send(encode(Ready()))
         while True:
             for ready, _ in sources.poll():
                 if ready == driver.fileno():

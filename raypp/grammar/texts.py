@@ -75,7 +75,7 @@ class Texts:
                     self._compiled.move_to_end(source)
                     self._begin(order, self._compiled[source])
                     return
-                is_new = source not in self._opening  # else it is compiled by now, if only for texts that were closed
+                is_new = source not in self._opening  # else it is being compiled, if only for texts that were closed
                 self._opening[source].append(order)
                 if is_new:
                     self._compile_source(source)

@@ -56,17 +56,16 @@ def tune_decode(
     the price of combining them. `query_floats` are those of a program's queries, which say how large tiles may be.
     """
     num_pairs, num_processors = max(1, num_rows * num_kv_heads), device.num_processors
-    num_warps = 4 if query_floats <= _MOST_FLOATS_OF_FEW_WARPS else 8
     if query_len > 1:
         num_splits = _power_of_2(num_processors / num_pairs, most=_MAX_SPLITS // 2)
         is_large = num_splits == 1 and query_floats <= _MOST_FLOATS_OF_LARGE_TILES
+        num_warps = 4 if query_floats <= _MOST_FLOATS_OF_FEW_WARPS else 8
         return DecodeTuning(num_splits, 128 if is_large else 64, num_warps, num_stages=2)
     if num_pairs > 2 * num_processors:
         rounds = num_pairs / (_PROGRAMS_AT_ONCE * num_processors)
-        num_splits = 2 if 1 < rounds <= 1.25 else 1  # of a last round most would be idle
-        return DecodeTuning(num_splits, num_warps=num_warps, num_stages=2)
+        return DecodeTuning(2 if 1 < rounds <= 1.25 else 1, num_stages=2)  # of a last round most would be idle
     num_splits = _power_of_2(2 * num_processors / num_pairs, most=_MAX_SPLITS)
-    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits, num_warps=num_warps)
+    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits)
 
 
 def _power_of_2(wanted: float, most: int) -> int:

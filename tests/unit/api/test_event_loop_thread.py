@@ -95,7 +95,6 @@ def test_what_the_loops_own_thread_ends_is_only_begun_there(thread: EventLoopThr
     ended = threading.Event()
 
     async def end() -> None:
-        await asyncio.sleep(0)
         ended.set()
 
     thread.call(lambda: thread.finish(end()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 
+import pytest
+
 from raypp.driver.grammar_process import GrammarProcess, GrammarProcessDied, GrammarSettings
 from raypp.grammar.messages import CloseGrammar
 
@@ -43,5 +45,18 @@ def test_a_death_is_told_once() -> None:
     assert select.select([file_descriptor], [], [], WAIT_S)[0], "whoever waits is woken"
     assert process.receive() == [GrammarProcessDied()]
     assert process.receive() == []
+    assert process.process_id is None
+    process.close()
+
+
+def test_who_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raypp.driver.grammar_process._START_TIMEOUT_S", 0)
+    process = make()
+    process.send(CloseGrammar(1))
+    file_descriptor = process.fileno()
+    assert file_descriptor is not None
+    assert process.receive() == []
+    assert select.select([file_descriptor], [], [], WAIT_S)[0]
+    assert process.receive() == [GrammarProcessDied()]
     assert process.process_id is None
     process.close()

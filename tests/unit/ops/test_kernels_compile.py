@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 STACK_OF_SINES = 32  # the reduction of very large angles keeps a table there
+MOST_SPILLED = 512  # with 16 drafts, or heads of 256
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -41,6 +42,6 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_rotate_qk",
     }
     for kernel in kernels:
-        allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else 0
-        assert kernel["is_wide"] or kernel["stack_bytes"] <= allowed, kernel
+        allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED if kernel["is_wide"] else 0
+        assert kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= 227 << 10, kernel

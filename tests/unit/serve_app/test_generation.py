@@ -228,8 +228,14 @@ def slow_app():
 
 def wait_until_idle(app: RunningApp) -> dict[str, Any]:
     """Wait until nothing runs or waits, and return the stats."""
-    app.wait_until(lambda: not app.stats()["num_running"] and not app.stats()["num_waiting"], "nothing runs or waits")
-    return app.stats()
+    seen: dict[str, Any] = {}
+
+    def is_idle() -> bool:
+        seen.update(app.stats())
+        return not seen["num_running"] and not seen["num_waiting"]
+
+    app.wait_until(is_idle, "nothing runs or waits")
+    return seen
 
 
 @pytest.mark.parametrize("stream", [True, False])

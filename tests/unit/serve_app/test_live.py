@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+import pytest
 from running_app import RunningApp
+
+from raypp.api.async_llm import AsyncLLM
+from serve_app.live import _SHOWN, LiveFeed
 
 
 def frames_of(http: httpx.Client, count: int) -> list[dict[str, Any]]:
@@ -57,3 +63,26 @@ def test_viewers_share_what_is_asked(app: RunningApp) -> None:
 def test_a_wrong_number_of_frames_is_refused(http: httpx.Client) -> None:
     assert http.get("/live", params={"frames": 0}).status_code == 400
     assert http.get("/live", params={"frames": "x"}).status_code == 400
+
+
+def test_a_clock_that_is_set_back_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 5000.0
+    asked_us: list[int] = []
+
+    class Engine:
+        async def stats(self, *, spans_after_us: int) -> dict[str, Any]:
+            asked_us.append(spans_after_us)
+            span = [0, len(asked_us), now_s * 1e6 - 5, now_s * 1e6, 0, 1, 1]
+            spans = [span] if span[3] > spans_after_us else []
+            return {**dict.fromkeys(_SHOWN, 0), "active_s": 0.0, "stages": [{"busy_s": 0.0}], "spans": spans}
+
+    async def look() -> None:
+        nonlocal now_s
+        async for _ in LiveFeed(cast("AsyncLLM", Engine()), period_s=0.001).events(6):
+            if len(asked_us) == 3:
+                now_s = 1000.0
+
+    monkeypatch.setattr("serve_app.live.time", SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic))
+    asyncio.run(look())
+    assert asked_us[0] == 4999e6
+    assert asked_us[-1] == 1000e6, "what comes after is asked for, not what came before"
