@@ -32,7 +32,7 @@ from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.backend import choose_kernels
 from raypp.ops.cuda_kernels import CudaProjection
-from raypp.ops.kernels.choose import OwnProduct
+from raypp.ops.kernels.choose import OwnProduct, input_type_in_8_bits
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, project, quantize
 from raypp.ops.kernels.workspace import Workspace
@@ -53,18 +53,27 @@ class Kind(NamedTuple):
     has_norm: bool  # before, in the same launch up to `FEW_ROWS` rows
     is_gated: bool = False
     has_residual: bool = False
-    reads_half: bool = False  # float16, as products in 8 bits behind a norm or a gate
+    reads: torch.dtype = BF16
+    writes: torch.dtype = BF16
 
 
 def kinds(num_rows: int, in_8_bits: bool) -> tuple[Kind, ...]:
-    """Return those of a layer's products, or of a head's."""
+    """Return those of a layer's products, or of a head's. All numbers of rows that fill a tile alike have the same."""
     is_few = num_rows <= FEW_ROWS
+    num_rows = num_rows if is_few else _tile(num_rows, in_8_bits)
     gate_up, norm = Kind(num_rows, in_8_bits, is_few, is_gated=True), Kind(num_rows, in_8_bits, is_few)
-    plain, add = Kind(num_rows, in_8_bits, False), Kind(num_rows, in_8_bits, False, has_residual=True)
+    add = Kind(num_rows, in_8_bits, False, has_residual=True)
     if not in_8_bits:
         return gate_up, norm, add
-    half = tuple(kind._replace(reads_half=True) for kind in (gate_up, norm, add))
-    return (*(half if not is_few else (gate_up, norm, half[2])), plain, add)
+    normed, other = (input_type_in_8_bits(num_rows, is_normed=is_normed) or BF16 for is_normed in (True, False))
+    behind_join = Kind(num_rows, in_8_bits, False, reads=normed)
+    if not is_few:
+        gate_up, norm = gate_up._replace(reads=normed), norm._replace(reads=normed)
+    return gate_up._replace(writes=other), norm, add._replace(reads=other), behind_join
+
+
+def _tile(num_rows: int, in_8_bits: bool) -> int:
+    return max(16 if in_8_bits else 8, 1 << (num_rows - 1).bit_length())
 
 
 class Tuned(Protocol):
@@ -85,18 +94,20 @@ def candidates(num_rows: int, is_gated: bool, in_8_bits: bool) -> Iterator[Tunin
             for num_stages in (1, 3):
                 yield Tuning(max(1, outputs // halves), inputs, num_stages=num_stages)
         return
-    tile = max(8, 1 << (num_rows - 1).bit_length())
-    cuts = [(32, 128, 5), (32, 256, 2), (32, 256, 3), (64, 64, 6), (64, 128, 3), (64, 128, 4), (64, 256, 3)]
-    cuts += [(128, 128, 3)]
-    if in_8_bits:
-        cuts += [(32, 128, 4), (64, 256, 4), (64, 512, 3)]
+    tile = _tile(num_rows, in_8_bits)
+    cuts = [(64, 64, 6), (64, 128, 4), (64, 256, 3), (128, 128, 3)]
+    if in_8_bits:  # fewer outputs than 64 are not multiplied as they are
+        cuts += [(64, 128, 6), (64, 256, 4), (128, 128, 5), (128, 256, 2)]
+    else:
+        cuts += [(32, 128, 5), (32, 256, 2), (32, 256, 3), (64, 128, 3)]
     for outputs, inputs, num_stages in cuts:
-        num_bytes = (outputs * halves * element_bytes + 2 * tile) * inputs * num_stages
+        num_bytes = (outputs * halves + tile) * element_bytes * inputs * num_stages
         if num_bytes > SHARED_BYTES:
             continue
-        for num_warps in (2, 4) if in_8_bits else (4,):
-            for num_splits in (1,) if is_gated else (1, 2, 3, 4):
-                yield Tuning(outputs, inputs, num_splits, num_warps=num_warps, num_stages=num_stages)
+        for num_splits in (1,) if is_gated else (1, 2, 3, 4):
+            yield Tuning(outputs, inputs, num_splits, num_stages=num_stages)
+            if outputs == 128:
+                yield Tuning(outputs, inputs, num_splits, num_warps=8, num_stages=num_stages)
 
 
 def compile_all(jobs: Iterable[tuple[Kind, Tuning]]) -> None:
@@ -107,11 +118,13 @@ def compile_all(jobs: Iterable[tuple[Kind, Tuning]]) -> None:
     weight = torch.ones(1024, 1024, device=torch_device, dtype=BF16)
     for kind, tuning in jobs:
         weights = Weights(weight, None, 1e-6 if kind.has_norm else None, kind.is_gated)
-        x = torch.zeros(kind.num_rows, 1024, device=torch_device, dtype=torch.float16 if kind.reads_half else BF16)
+        weights = quantize(weights) if kind.in_8_bits else weights
+        x = torch.zeros(kind.num_rows, 1024, device=torch_device, dtype=kind.reads)
         residual = torch.zeros_like(x, dtype=BF16) if kind.has_residual else None
-        result = torch.float16 if kind.in_8_bits and kind.is_gated else BF16
         try:
-            project(x, quantize(weights) if kind.in_8_bits else weights, residual, tuning, device, workspace, result)
+            project(
+                x, quantize(weights) if kind.in_8_bits else weights, residual, tuning, device, workspace, kind.writes
+            )
         except Exception as error:
             print(f"   {kind}, {tuning}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
 
@@ -164,7 +177,7 @@ class TunedHead:
         head = self._drafts.head
         mlp = head._mlp
         found = {"gate_up": mlp._gate_up, "lm_head": head._logits, "down": mlp._down}
-        found |= {"qkv": head._qkv, "output": head._output}
+        found |= {"qkv": head._joined._projection, "output": head._output}
         self.products = {
             product: [getattr(projection, "__self__", projection)] for product, projection in found.items()
         }
@@ -229,12 +242,12 @@ def main() -> None:
     args = parser.parse_args()
     require_gpu()
     started = time.monotonic()
-    found = [
-        kind
+    found = {
+        kind: None
         for num_rows in args.rows
         for in_8_bits in {is_head(MODELS / name) for name in args.models}
         for kind in kinds(num_rows, in_8_bits)
-    ]
+    }
     jobs = [(kind, cut) for kind in found for cut in candidates(kind.num_rows, kind.is_gated, kind.in_8_bits)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:

@@ -48,7 +48,7 @@ _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 _GPU_LAYER_MS = 0.035  # of a decode layer beyond reading its weights, 8 to 64 rows
 _GPU_HEAD_MS = 0.05  # of norm, LM head, choosing tokens and writing what is fed back, likewise
 _GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besides its token, 8 to 32 rows
-_GPU_PROPOSAL_MS = 0.115  # of a draft by a head beyond reading its weights, 8 to 32 rows
+_GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
 def estimated_costs(

@@ -25,7 +25,7 @@ from raypp.models.mlp import GatedMLP
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import JoinedNorms, KernelSet, Projection, TokenChoice
+from raypp.ops.backend import JoinedProjection, KernelSet, Projection, TokenChoice
 from raypp.ops.rotary import Rotation
 
 
@@ -73,7 +73,7 @@ class DraftHead:
         self._target = target
         self._kernels = kernels = kernels.in_8_bits() if config.has_8_bit_weights else kernels
         self._choice = choice
-        layer, hidden, eps = config.layer, config.layer.hidden_size, config.layer.rms_norm_eps
+        layer, hidden = config.layer, config.layer.hidden_size
         self.qkv_size = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
         self._embedding = (
             weights.tensor("embed_tokens.weight", config.target_vocab_size, hidden)
@@ -82,19 +82,9 @@ class DraftHead:
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
         self._fc = kernels.linear(weights.tensor("fc.weight", hidden, config.fc_inputs), fc_bias)
-        of_layer = weights.below(config.layer_prefix)
-        self._read_layer(of_layer)
+        self._read_layer(weights.below(config.layer_prefix))
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
-        self._joined: JoinedNorms | None = None  # of eagle3
-        self._input_norm: Projection | None = None  # of eagle, if it has one
-        if config.has_input_norm:
-            norm_weight = of_layer.tensor("input_layernorm.weight", hidden)
-            if config.kind == "eagle3":
-                state_weight = of_layer.tensor("hidden_norm.weight", hidden)
-                self._joined = kernels.joined_norms(self._embedding, norm_weight, state_weight, eps)
-            else:
-                self._input_norm = kernels.norm(norm_weight, eps)
         self._inverse_frequencies = inverse_frequencies(layer.head_dim, layer.rope).to(weights.device)
 
     def _read_layer(self, weights: WeightReader) -> None:
@@ -111,11 +101,31 @@ class DraftHead:
             q_norm, k_norm = (attention.tensor(f"{name}_norm.weight", layer.head_dim) for name in "qk")
             norm = HeadNorm(q_norm, k_norm, eps)
         names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        self._qkv = kernels.linear(attention.stacked(names, rows, config.attention_inputs), qkv_bias)
+        qkv = attention.stacked(names, rows, config.attention_inputs)
+        self._read_entry(weights, qkv, qkv_bias)
         self._attention = kernels.attention(Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim, norm))
         self._output = kernels.add_linear(attention.tensor("o_proj.weight", hidden, q_size), output_bias)
         mlp_norm = weights.tensor("post_attention_layernorm.weight", hidden)
         self._mlp = GatedMLP(layer, mlp_norm, weights.below("mlp."), kernels)
+
+    def _read_entry(self, weights: WeightReader, qkv: torch.Tensor, qkv_bias: torch.Tensor | None) -> None:
+        config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps
+        self._qkv: Projection | None = None  # of eagle
+        self._joined: JoinedProjection | None = None  # of eagle3
+        self._state_norm: Projection | None = None  # of eagle3, if the normalized state is what the layer adds to
+        input_norm = state_norm = None
+        if config.has_input_norm:
+            input_norm = weights.tensor("input_layernorm.weight", config.layer.hidden_size)
+        if config.kind == "eagle3":
+            state_norm = weights.tensor("hidden_norm.weight", config.layer.hidden_size)
+            assert input_norm is not None
+            self._joined = kernels.joined_norms_linear(self._embedding, (input_norm, state_norm), eps, qkv, qkv_bias)
+            if config.norm_before_residual:
+                self._state_norm = kernels.norm(state_norm, eps)
+        elif input_norm is not None:
+            self._qkv = kernels.norm_linear(input_norm, eps, qkv, qkv_bias)
+        else:
+            self._qkv = kernels.linear(qkv, qkv_bias)
 
     def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
         config, kernels = self.config, self._kernels
@@ -140,13 +150,12 @@ class DraftHead:
 
     def enter(self, states: torch.Tensor, token_ids: torch.Tensor) -> Entered:
         """Return tokens ready for attention. Shapes: states [T, H]; token_ids [T], each the one after its state's."""
-        if self._joined is None:
-            residual = self._fc(torch.cat((F.embedding(token_ids, self._embedding), states), 1))
-            return Entered(residual, self._qkv(residual if self._input_norm is None else self._input_norm(residual)))
-        both, residual = self._joined(token_ids, states), states
-        if self.config.norm_before_residual:
-            residual = torch.empty_like(states).copy_(both[:, states.shape[1] :])
-        return Entered(residual, self._qkv(both))
+        if self._joined is not None:
+            residual = states if self._state_norm is None else self._state_norm(states)
+            return Entered(residual, self._joined(token_ids, states))
+        assert self._qkv is not None
+        residual = self._fc(torch.cat((F.embedding(token_ids, self._embedding), states), 1))
+        return Entered(residual, self._qkv(residual))
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""

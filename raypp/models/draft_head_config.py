@@ -74,7 +74,7 @@ class DraftHeadConfig:
         return elements * dtype_bytes + rounded
 
     def drafting_bytes(self, num_drafts: int, dtype_bytes: int) -> int:
-        """Return the bytes of weights that are read to propose so many drafts, for up to 32 rows."""
+        """Return the bytes of weights that are read to propose so many drafts, for up to 64 rows."""
         num_fc = num_drafts if self.kind == "eagle" else 1  # eagle3 joins states of the target alone
         others = self._vector_elements + (0 if self.has_lm_head else self.target_vocab_size * self.layer.hidden_size)
         own = sum(self._bytes_read(product, dtype_bytes) for product in self._step_products)

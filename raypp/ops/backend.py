@@ -41,11 +41,11 @@ class AddedProjection(Protocol):
         """Return residual + x W^T, [T, H]. Shapes: x [T, K] contiguous; residual [T, H], may be overwritten."""
 
 
-class JoinedNorms(Protocol):
-    """Tokens and states side by side, each normalized: what a draft head's layer reads."""
+class JoinedProjection(Protocol):
+    """A product of tokens and states side by side, each normalized: how a draft head's layer begins."""
 
     def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, 2 H], for a projection of the same set. Shapes: token_ids [T] int32 or int64; states [T, H]."""
+        """Return [T, N]. Shapes: token_ids [T] int32 or int64; states [T, H] contiguous."""
 
 
 class Attention(Protocol):
@@ -80,8 +80,8 @@ class KernelSet(Protocol):
     def in_8_bits(self) -> KernelSet:
         """Return a set that shares its attention with this one, and reads fewer bytes where products have few rows.
 
-        There it rounds weights to 8 bits, where the device has kernels for that; for more rows it keeps them as they
-        are. For what may be slightly wrong.
+        There it rounds weights to 8 bits, where the device has kernels for that, and often what they multiply; for more
+        rows both stay as they are. For what may be slightly wrong.
         """
 
     @property
@@ -108,12 +108,18 @@ class KernelSet(Protocol):
     def norm(self, weight: torch.Tensor, eps: float) -> Projection:
         """Return the norm of rows by itself. Shapes: weight [K]."""
 
-    def joined_norms(
-        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
-    ) -> JoinedNorms:
-        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states).
+    def joined_norms_linear(
+        self,
+        embedding: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> JoinedProjection:
+        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b.
 
-        Shapes: embedding [V, H]; token_weight, state_weight [H], the norms' own.
+        Shapes: embedding [V, H]; norm_weights [H] each, the tokens' first; weight [N, 2 H]; bias [N]. The weight
+        belongs to the projection from then on and may be changed.
         """
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:

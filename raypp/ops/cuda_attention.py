@@ -140,14 +140,20 @@ class CudaAttention:
         kv_cache: torch.Tensor,
         batch: AttentionBatch,
         out: torch.Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return one layer's output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
+        """Return one layer's output, [T, Hq * D], as `dtype` where one of own kernels makes all of it.
+
+        See `raypp.ops.backend.Attention`.
+        """
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
         num_decode_tokens = num_rows * query_len
-        if out is None:
-            out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=qkv.dtype, device=qkv.device)
-        out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
         is_decode_only = num_decode_tokens == len(qkv) and batch.padded_out is None
+        if out is None:
+            is_own = is_decode_only and self._fused_decode is not None
+            dtype = dtype if dtype is not None and is_own else qkv.dtype
+            out = torch.empty(len(qkv), heads.num_heads * heads.head_dim, dtype=dtype, device=qkv.device)
+        out_heads = out.view(len(qkv), heads.num_heads, heads.head_dim)
         if self._fused_decode is not None and num_decode_tokens <= MAX_FUSED_TOKENS and is_decode_only:
             self._fused_decode.from_projection(
                 qkv, heads, by, batch.slot_mapping, kv_cache, batch.seq_lens, batch.block_tables, query_len, out_heads

@@ -11,10 +11,11 @@ from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
 from raypp.ops.cuda_attention import CudaAttention
-from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS, OwnProduct, own_product
+from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
 from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.narrow import narrow
 from raypp.ops.kernels.norm import join_norms, rms_norm
 from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project, quantize
 from raypp.ops.kernels.workspace import Workspace
@@ -90,12 +91,18 @@ class CudaKernels:
         """Return the norm of rows by itself."""
         return Norm(weight, eps, self._device)
 
-    def joined_norms(
-        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
-    ) -> JoinedNorms:
-        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states)."""
-        most_half_rows = MAX_ROWS_IN_8_BITS if self._has_8_bits and self._dtype == torch.bfloat16 else 0
-        return JoinedNorms(embedding, token_weight, state_weight, eps, self._device, most_half_rows)
+    def joined_norms_linear(
+        self,
+        embedding: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> JoinedNormsLinear:
+        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
+        for columns, norm_weight in zip(weight.chunk(2, 1), norm_weights, strict=True):
+            fold_norm(columns, norm_weight)
+        return JoinedNormsLinear(embedding, eps, self._projection(Weights(weight, bias)), self._device)
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b."""
@@ -127,7 +134,7 @@ class CudaKernels:
                 decode=self._decode,
             )
             self._attention.append(attention)
-        return LayerAttention(self._attention[0], heads)
+        return LayerAttention(self._attention[0], heads, self._has_8_bits)
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
         """Return the step's rotation, float32."""
@@ -148,9 +155,10 @@ class CudaKernels:
 class LayerAttention:
     """One layer's part of the attention that all share."""
 
-    def __init__(self, attention: CudaAttention, heads: Heads) -> None:
+    def __init__(self, attention: CudaAttention, heads: Heads, is_before_8_bits: bool) -> None:
         self._attention = attention
         self._heads = heads
+        self._is_before_8_bits = is_before_8_bits
 
     def __call__(
         self,
@@ -161,7 +169,8 @@ class LayerAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        return self._attention.run(qkv, self._heads, by, kv_cache, batch, out)
+        dtype = input_type_in_8_bits(len(qkv)) if self._is_before_8_bits else None
+        return self._attention.run(qkv, self._heads, by, kv_cache, batch, out, dtype)
 
     def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache."""
@@ -181,38 +190,19 @@ class Norm:
         return rms_norm(x, self._weight, self._eps, self._device)
 
 
-class JoinedNorms:
-    """Tokens and states side by side, each normalized; up to some rows as float16, for a product in 8 bits."""
+class JoinedNormsLinear:
+    """Tokens and states side by side, each normalized, then a product into whose weight both norms' are folded."""
 
-    def __init__(
-        self,
-        embedding: torch.Tensor,
-        token_weight: torch.Tensor,
-        state_weight: torch.Tensor,
-        eps: float,
-        device: Device,
-        most_half_rows: int,
-    ) -> None:
+    def __init__(self, embedding: torch.Tensor, eps: float, projection: CudaProjection, device: Device) -> None:
         self._embedding = embedding
-        self._token_weight = token_weight
-        self._state_weight = state_weight
         self._eps = eps
+        self._projection = projection
         self._device = device
-        self._most_half_rows = most_half_rows
 
     def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, 2 H]. Shapes: states [T, H] contiguous."""
-        dtype = torch.float16 if len(states) <= self._most_half_rows else states.dtype
-        return join_norms(
-            self._embedding,
-            token_ids,
-            self._token_weight,
-            states,
-            self._state_weight,
-            self._eps,
-            self._device,
-            dtype,
-        )
+        """Return [T, N]. Shapes: token_ids [T]; states [T, H] contiguous."""
+        dtype = self._projection.input_type(len(states), is_normed=True)
+        return self._projection(join_norms(self._embedding, token_ids, states, self._eps, self._device, dtype))
 
 
 class SeparateNorm:
@@ -245,9 +235,10 @@ class CudaProjection:
         self._weights = weights
         self._device = device
         self._workspace = workspace
+        self._is_in_8_bits = in_8_bits is not None
         self._own: dict[int, OwnProduct] = {}
         for num_rows in range(1, MAX_ROWS + 1):
-            own = own_product(num_rows, in_8_bits or weights, device) or own_product(num_rows, weights, device)
+            own = own_product(num_rows, in_8_bits or weights, device)
             if own is not None:
                 self._own[num_rows] = own
                 workspace.reserve(partial_floats(num_rows, own.weights, own.tuning))
@@ -257,19 +248,23 @@ class CudaProjection:
         """The most rows for which an own kernel is chosen; 0 if the library takes all."""
         return max(self._own, default=0)
 
+    def input_type(self, num_rows: int, *, is_normed: bool) -> torch.dtype:
+        """Return the type of which so many rows had best come."""
+        dtype = input_type_in_8_bits(num_rows, is_normed=is_normed) if self._is_in_8_bits else None
+        return dtype or self._weights.weight.dtype
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, own, dtype = self._weights, self._own.get(len(x)), self._weights.weight.dtype
-        in_8_bits = own is not None and own.weights.scale is not None and dtype == torch.bfloat16
+        weights, own, num_rows = self._weights, self._own.get(len(x)), len(x)
         if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
-            x = rms_norm(x, None, weights.norm_eps, self._device, torch.float16 if in_8_bits else dtype)
+            x = rms_norm(x, None, weights.norm_eps, self._device, self.input_type(num_rows, is_normed=True))
         if own is not None:
-            # What comes behind a gate has as many rows, and is in 8 bits as well.
-            result = torch.float16 if in_8_bits and weights.is_gated else dtype
-            return project(x, own.weights, None, own.tuning, self._device, self._workspace, result)
-        y = F.linear(x.to(dtype), weights.weight, weights.bias)
+            # What comes behind a gate has as many rows, and is in 8 bits if this is.
+            dtype = self.input_type(num_rows, is_normed=False) if weights.is_gated else weights.weight.dtype
+            return self._project(own, x, None, dtype)
+        y = F.linear(x.to(weights.weight.dtype), weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -279,10 +274,18 @@ class CudaProjection:
             return residual + F.linear(x, weights.weight, weights.bias)
         own = self._own.get(len(x))
         if own is not None:
-            return project(x, own.weights, residual, own.tuning, self._device, self._workspace, residual.dtype)
+            return self._project(own, x, residual, residual.dtype)
         # The library adds in the product's own kernel.
         residual = residual.addmm_(x.to(residual.dtype), weights.weight.t())
         return residual if weights.bias is None else residual.add_(weights.bias)
+
+    def _project(
+        self, own: OwnProduct, x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        read_as = self.input_type(len(x), is_normed=False)
+        if read_as.itemsize == 1 < x.element_size():
+            x = narrow(x, read_as, self._device)
+        return project(x, own.weights, residual, own.tuning, self._device, self._workspace, dtype)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights

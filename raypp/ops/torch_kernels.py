@@ -55,11 +55,17 @@ class TorchKernels:
         """Return the norm of rows by itself."""
         return RMSNorm(weight, eps)
 
-    def joined_norms(
-        self, embedding: torch.Tensor, token_weight: torch.Tensor, state_weight: torch.Tensor, eps: float
-    ) -> JoinedNorms:
-        """Return (token_ids, states) -> norm(embedding[token_ids]) beside norm(states)."""
-        return JoinedNorms(embedding, RMSNorm(token_weight, eps), RMSNorm(state_weight, eps))
+    def joined_norms_linear(
+        self,
+        embedding: torch.Tensor,
+        norm_weights: tuple[torch.Tensor, torch.Tensor],
+        eps: float,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> JoinedNormsLinear:
+        """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
+        token_norm, state_norm = (RMSNorm(norm_weight, eps) for norm_weight in norm_weights)
+        return JoinedNormsLinear(embedding, token_norm, state_norm, self.linear(weight, bias))
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Return x -> x W^T + b."""
@@ -108,18 +114,19 @@ class TorchTokenChoice:
         return sample(logits, temperature, seeds, positions, truncation)
 
 
-class JoinedNorms:
-    """Tokens and states side by side, each normalized."""
+class JoinedNormsLinear:
+    """Tokens and states side by side, each normalized, then product."""
 
-    def __init__(self, embedding: torch.Tensor, token_norm: RMSNorm, state_norm: RMSNorm) -> None:
+    def __init__(self, embedding: torch.Tensor, token_norm: RMSNorm, state_norm: RMSNorm, linear: Linear) -> None:
         self._embedding = embedding
         self._token_norm = token_norm
         self._state_norm = state_norm
+        self._linear = linear
 
     def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Return [T, 2 H]."""
+        """Return [T, N]. Shapes: token_ids [T]; states [T, H]."""
         tokens = F.embedding(token_ids, self._embedding)
-        return torch.cat((self._token_norm(tokens), self._state_norm(states)), 1)
+        return self._linear(torch.cat((self._token_norm(tokens), self._state_norm(states)), 1))
 
 
 class NormLinear:

@@ -20,7 +20,7 @@ from raypp.ops.backend import choose_kernels
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
-from raypp.ops.kernels.choose import MAX_ROWS, choose_projection
+from raypp.ops.kernels.choose import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm
@@ -39,6 +39,12 @@ needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="f
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 1024), (7, 4096), (300, 5120), (16, 896)])
 def test_norms(dtype, num_tokens, size):
     checks.check_norms(dtype, num_tokens, size)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "size"), [(3, 12288), (40, 8192)])
+def test_fewer_bits(dtype, num_tokens, size):
+    checks.check_narrow(dtype, num_tokens, size)
 
 
 @pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
@@ -92,7 +98,7 @@ def test_decode_inputs(num_rows, query_len):
     checks.check_decode_inputs(num_rows, query_len, num_rows, 2049)
 
 
-def _check_projections(num_rows, num_outputs, num_inputs, tuning, *, is_gated, has_8_bits=False):
+def _check_projections(num_rows, num_outputs, num_inputs, tuning, *, is_gated, has_8_bits=False, reads=None):
     for has_norm, has_bias in itertools.product((False, True), repeat=2):
         if has_norm and num_rows > FEW_ROWS:
             continue  # it is a launch of its own
@@ -107,6 +113,7 @@ def _check_projections(num_rows, num_outputs, num_inputs, tuning, *, is_gated, h
             has_bias=has_bias,
             has_residual=not is_gated,
             has_8_bits=has_8_bits,
+            reads=reads,
         )
 
 
@@ -118,7 +125,7 @@ def test_projections(num_rows, num_outputs, num_inputs, is_gated):
     _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 16, 17, 33, 64])
 @pytest.mark.parametrize(
     ("num_outputs", "num_inputs", "is_gated"),
     [(6144, 8192, False), (4096, 12288, False), (12288, 4096, True), (32000, 4096, False), (896, 4864, False)],
@@ -129,7 +136,8 @@ def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
     shape = Weights(torch.empty(rows, num_inputs, dtype=torch.float8_e4m3fn), is_gated=is_gated, scale=torch.ones(rows))
     tuning = choose_projection(num_rows, shape, Device.of(CUDA))
     assert tuning is not None
-    _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated, has_8_bits=True)
+    for reads in {None, *(input_type_in_8_bits(num_rows, is_normed=is_normed) for is_normed in (True, False))}:
+        _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated, has_8_bits=True, reads=reads)
 
 
 def test_in_8_bits_some_rows_are_rounded_and_many_are_not():

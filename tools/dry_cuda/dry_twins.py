@@ -14,17 +14,25 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
+def _store(into: torch.Tensor, value: torch.Tensor) -> None:
+    largest = torch.finfo(into.dtype).max
+    into.copy_(value.clamp(-largest, largest) if into.dtype.itemsize == 1 else value)
+
+
+def _narrow(a: SimpleNamespace) -> None:
+    _store(a.y, a.x.float())
+
+
 def _rms_norm(a: SimpleNamespace) -> None:
     value = a.x.float()
     value = value * torch.rsqrt(value.square().mean(-1, keepdim=True) + a.eps)
-    a.y.copy_(value * a.weight.float() if a.HAS_WEIGHT else value)
+    _store(a.y, value * a.weight.float() if a.HAS_WEIGHT else value)
 
 
 def _join_norms(a: SimpleNamespace) -> None:
-    pairs = ((a.embedding[a.token_ids.long()], a.token_weight), (a.states, a.state_weight))
-    for side, (x, weight) in zip(a.y.chunk(2, -1), pairs, strict=True):
+    for side, x in zip(a.y.chunk(2, -1), (a.embedding[a.token_ids.long()], a.states), strict=True):
         value = x.float()
-        side.copy_(value * torch.rsqrt(value.square().mean(-1, keepdim=True) + a.eps) * weight.float())
+        _store(side, value * torch.rsqrt(value.square().mean(-1, keepdim=True) + a.eps))
 
 
 def _silu_and_mul(a: SimpleNamespace) -> None:
@@ -102,7 +110,7 @@ def _decode_attention(a: SimpleNamespace) -> None:
     queries = q.reshape(num_rows, query_len, num_heads, a.D).transpose(1, 2).float()
     scale = a.scale_log2 / math.log2(math.e)
     attended = scaled_dot_product_attention(queries, keys, values, attn_mask=seen.unsqueeze(1), scale=scale)
-    a.out.copy_(attended.transpose(1, 2).reshape(a.out.shape))
+    _store(a.out, attended.transpose(1, 2).reshape(a.out.shape))
 
 
 def _rotate_qk(a: SimpleNamespace) -> None:
@@ -159,6 +167,7 @@ def _project_few(a: SimpleNamespace) -> None:
 
 def _project_rows(a: SimpleNamespace) -> None:
     assert a.num_rows == len(a.x)
+    assert not a.HAS_SCALE or a.x.dtype.itemsize == 1
     _project(a, has_norm=False, has_scale=a.HAS_SCALE)
 
 
@@ -179,7 +188,7 @@ def _project(a: SimpleNamespace, has_norm: bool, has_scale: bool) -> None:
         y = gate * torch.sigmoid(gate) * up
     if a.HAS_RESIDUAL:
         y = y + a.residual.float()
-    a.y.copy_(y)
+    _store(a.y, y)
 
 
 def _best(a: SimpleNamespace) -> None:
@@ -201,6 +210,7 @@ def _draw(a: SimpleNamespace) -> None:
 TWINS: dict[str, Callable[[Any], None]] = {
     function.__name__: function
     for function in (
+        _narrow,
         _rms_norm,
         _join_norms,
         _silu_and_mul,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 import triton
 
 from raypp.ops.kernels.launch import Device
@@ -16,8 +17,8 @@ from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights
 MAX_ROWS = 64
 """Beyond, the library computes."""
 
-MAX_ROWS_IN_8_BITS = 32
-"""Of weights in 8 bits; with more rows converting them takes as long as reading 16."""
+MAX_ROWS_IN_8_BITS = 64
+"""Beyond, the library multiplies weights as they were before they were rounded."""
 
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
@@ -47,6 +48,19 @@ class OwnProduct:
     def of(cls, weights: Weights, num_rows: int, tuning: Tuning) -> OwnProduct:
         """Return a product that normalizes itself where so many rows may."""
         return cls(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
+
+
+def input_type_in_8_bits(num_rows: int, *, is_normed: bool = False) -> torch.dtype | None:
+    """Return the type of which x of a product in 8 bits had best come; None: of the model's.
+
+    Where tensor cores multiply, in 8 bits as well: with a bit more of precision where a norm has just given it a root
+    mean square of 1, else with float16's range.
+    """
+    if num_rows > MAX_ROWS_IN_8_BITS:
+        return None
+    if num_rows <= FEW_ROWS:
+        return torch.float16
+    return torch.float8_e4m3fn if is_normed else torch.float8_e5m2
 
 
 def own_product(num_rows: int, weights: Weights, device: Device) -> OwnProduct | None:
@@ -90,18 +104,18 @@ def _tune_few(weights: Weights) -> Tuning:
 
 
 def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 64 outputs, split along K until every processor has three programs: half the bytes, half the time.
+    """Strips of 64 outputs at least, which tensor cores take as they are; wider ones where there are enough of them.
 
-    From nine rows on two warps: with four, Triton takes the instructions of a whole warp group, and for them reads and
-    converts the weight two bytes at a time.
+    Others are split along K until every processor has three programs: half the bytes of 16 bits take half the time.
     """
-    num_strips = triton.cdiv(weights.num_outputs, 64)
-    num_pieces = triton.cdiv(weights.num_inputs, 256)
-    num_splits = min(_MAX_SPLITS, 3 * device.num_processors // num_strips, num_pieces // 2)
-    num_splits = 1 if weights.is_gated else max(1, num_splits)
-    if num_rows > 8:
-        return Tuning(32 if weights.is_gated else 64, inputs=128, num_splits=num_splits, num_warps=2, num_stages=4)
-    return Tuning(64, inputs=256 if num_splits > 1 else 128, num_splits=num_splits, num_stages=4)
+    if weights.is_gated:
+        return Tuning(outputs=64, inputs=128, num_stages=4)
+    num_programs, num_strips = device.num_processors, triton.cdiv(weights.num_outputs, 64)
+    if num_strips >= 3 * num_programs:
+        return Tuning(outputs=128, inputs=128, num_stages=3)
+    is_small = num_rows <= 32
+    num_splits = min(_MAX_SPLITS, (3 if is_small else 1) * num_programs // num_strips, weights.num_inputs // 512)
+    return Tuning(outputs=64, inputs=256, num_splits=max(1, num_splits), num_stages=3 if is_small else 4)
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:

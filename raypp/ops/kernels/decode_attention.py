@@ -20,6 +20,7 @@ import triton.language as tl
 
 from raypp.ops.attention import Heads
 from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.narrow import as_stored
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.rotary import Rotation
 
@@ -119,7 +120,7 @@ class TritonDecode:
 
         Shapes: q, out [R * query_len, Hq, D] contiguous; kv_cache [2, num_blocks, Hk, block_size, D], this step's
         tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous. Lengths
-        past the table's end are cut there.
+        past the table's end are cut there. `out` may be of fewer bits.
         """
         self._launch(q, None, kv_cache, seq_lens, block_tables, query_len, scale, out, tuning)
 
@@ -201,6 +202,7 @@ class TritonDecode:
             SPLITS=tuning.num_splits,
             IS_PROJECTION=fresh is not None,
             HAS_NORM=norm is not None,
+            CLAMPS=out.dtype != kv_cache.dtype,
             OVERLAPS=self._device.has_dependent_launch,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
@@ -291,6 +293,7 @@ def _decode_attention(
     SPLITS: tl.constexpr,
     IS_PROJECTION: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     PART: tl.constexpr = FILLED * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
@@ -361,7 +364,7 @@ def _decode_attention(
                     queries, new_keys, new_values, sees, scale_log2, highest, total, weighted
                 )
         if num_parts == 1:
-            tl.store(out + cell, (weighted / total[:, None]).to(out.dtype.element_ty), mask=cell_mask)
+            tl.store(out + cell, as_stored(weighted / total[:, None], out, CLAMPS), mask=cell_mask)
         else:
             pair = row * NUM_KV_HEADS + kv_head
             parts = partial + (pair * SPLITS).to(tl.int64) * PART
@@ -392,5 +395,5 @@ def _decode_attention(
                     most = new_most
                 token_head = (first_token + of_query // GROUP) * (GROUP * NUM_KV_HEADS) + kv_head * GROUP
                 out_cell = (token_head + of_query % GROUP) * D + of_column
-                result = (value_sum / tl.where(is_element, weight_sum, 1.0)).to(out.dtype.element_ty)
-                tl.store(out + out_cell, result, mask=is_element & (of_column < D))
+                result = value_sum / tl.where(is_element, weight_sum, 1.0)
+                tl.store(out + out_cell, as_stored(result, out, CLAMPS), mask=is_element & (of_column < D))

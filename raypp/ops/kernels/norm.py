@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.kernels.half import as_stored
 from raypp.ops.kernels.launch import Device, start
+from raypp.ops.kernels.narrow import as_stored
 
 
 def rms_norm(
@@ -30,6 +30,7 @@ def rms_norm(
         eps,
         size,
         HAS_WEIGHT=weight is not None,
+        CLAMPS=y.dtype != x.dtype,
         **_of_rows(size, device),
     )
     return y
@@ -38,16 +39,14 @@ def rms_norm(
 def join_norms(
     embedding: torch.Tensor,
     token_ids: torch.Tensor,
-    token_weight: torch.Tensor,
     states: torch.Tensor,
-    state_weight: torch.Tensor,
     eps: float,
     device: Device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return norm(embedding[token_ids]) beside norm(states), [T, 2 H], as `dtype` (float16), else the states'.
+    """Return embedding[token_ids] beside states, each normalized, [T, 2 H], as `dtype`, else the states'.
 
-    Shapes: embedding [V, H]; token_ids [T]; states [T, H] contiguous; weights [H].
+    Shapes: embedding [V, H]; token_ids [T]; states [T, H] contiguous. The norms have no weights.
     """
     num_tokens, size = states.shape
     y = torch.empty(num_tokens, 2 * size, dtype=dtype or states.dtype, device=states.device)
@@ -56,9 +55,7 @@ def join_norms(
     _join_norms[(num_tokens, 2)](
         embedding,
         token_ids,
-        token_weight,
         states,
-        state_weight,
         y,
         eps,
         size,
@@ -87,7 +84,17 @@ def _normalized(row, column, inside, size, eps):
 
 
 @triton.jit
-def _rms_norm(x, weight, y, eps, size, BLOCK: tl.constexpr, HAS_WEIGHT: tl.constexpr, OVERLAPS: tl.constexpr):
+def _rms_norm(
+    x,
+    weight,
+    y,
+    eps,
+    size,
+    BLOCK: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
     column = tl.arange(0, BLOCK)
     inside = column < size
     row = tl.program_id(0).to(tl.int64) * size
@@ -97,16 +104,14 @@ def _rms_norm(x, weight, y, eps, size, BLOCK: tl.constexpr, HAS_WEIGHT: tl.const
     value = _normalized(x + row, column, inside, size, eps)
     if HAS_WEIGHT:
         value *= factor
-    tl.store(y + row + column, value.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row + column, as_stored(value, y, CLAMPS), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ids"])  # an element per program
 def _join_norms(
     embedding,
     token_ids,
-    token_weight,
     states,
-    state_weight,
     y,
     eps,
     size,
@@ -117,13 +122,9 @@ def _join_norms(
     token, side = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < size
-    weight = token_weight
-    if side == 1:
-        weight = state_weight
-    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
     source = states + token * size
     if side == 0:
         source = embedding + tl.load(token_ids + token).to(tl.int64) * size
-    value = _normalized(source, column, inside, size, eps) * factor
+    value = _normalized(source, column, inside, size, eps)
     tl.store(y + (2 * token + side) * size + column, as_stored(value, y, CLAMPS), mask=inside)

@@ -7,8 +7,9 @@
 With a norm, which one or two rows alone may have, the norm's weight g is part of the product's weight already
 (`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
 rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.kernels.launch`). A weight in 8 bits is converted on the way,
-exactly, and each output multiplied by its scale.
+before the previous kernel has finished (see `raypp.ops.kernels.launch`). With a weight in 8 bits each output is
+multiplied by its scale; element by element it is converted on the way, exactly, and tensor cores multiply it with x in
+8 bits: there converting would take longer than reading.
 
 Twin: `raypp.ops.reference.linear`.
 """
@@ -22,8 +23,8 @@ import triton
 import triton.language as tl
 
 from raypp.ops.kernels.gate import silu
-from raypp.ops.kernels.half import as_stored, within_float16
 from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.narrow import as_stored
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.quantize import quantize_rows
 
@@ -92,7 +93,7 @@ def partial_floats(num_rows: int, weights: Weights, tuning: Tuning) -> int:
     if tuning.num_splits == 1:
         return 0
     num_strips = triton.cdiv(weights.num_outputs, tuning.outputs)
-    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows))
+    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows, weights))
 
 
 def project(
@@ -106,7 +107,8 @@ def project(
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N], as `dtype`, else x's.
 
-    All three may be of types of their own; as float16, a product in 8 bits keeps within its range.
+    All three may be of types of their own. A product in 8 bits keeps within the range of y's; with more than few rows
+    its x is in 8 bits as well.
 
     Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
@@ -124,7 +126,7 @@ def project(
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
-        "CLAMPS": y.dtype == torch.float16 and weights.scale is not None,
+        "CLAMPS": y.dtype != torch.bfloat16 and weights.scale is not None,
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
         **device.launch_options,
@@ -148,6 +150,7 @@ def project(
             **flags,
         )
         return y
+    assert weights.scale is None or x.element_size() == 1, "tensor cores multiply what is alike"
     assert weights.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
     assert tuning.num_splits == 1 or not weights.is_gated
     _project_rows[(num_programs, tuning.num_splits)](
@@ -159,7 +162,7 @@ def project(
         workspace.counters,
         num_rows,
         HAS_SCALE=weights.scale is not None,
-        ROWS=_padded(num_rows),
+        ROWS=_padded(num_rows, weights),
         OUTPUTS=tuning.outputs,
         INPUTS=tuning.inputs,
         SPLITS=tuning.num_splits,
@@ -169,9 +172,9 @@ def project(
     return y
 
 
-def _padded(num_rows: int) -> int:
-    """Return the rows of a tile: 8 is the least that tensor cores take on that side of a product."""
-    return max(8, int(triton.next_power_of_2(num_rows)))
+def _padded(num_rows: int, weights: Weights) -> int:
+    """Return the rows of a tile: the least on that side of a product that tensor cores take of this type."""
+    return max(8 if weights.scale is None else 16, int(triton.next_power_of_2(num_rows)))
 
 
 @triton.jit
@@ -307,22 +310,6 @@ def _project_few(
         tl.store(y + row * num_outputs + output, as_stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
 
 
-@triton.jit
-def _added(total, piece, value, HAS_SCALE: tl.constexpr):
-    """Return sums with the products of one more piece, of the weight's rows and of x's.
-
-    A weight in 8 bits meets float16, to which a GPU converts two elements by one instruction, and to bfloat16 by three.
-    So does x, which had best come as float16: every warp converts all of it.
-    """
-    if HAS_SCALE and value.dtype == tl.bfloat16:
-        result = tl.dot(piece.to(tl.float16), tl.trans(within_float16(value.to(tl.float32))), total)
-    elif HAS_SCALE:
-        result = tl.dot(piece.to(value.dtype), tl.trans(value), total)
-    else:
-        result = tl.dot(piece, tl.trans(value), total)
-    return result
-
-
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
@@ -383,13 +370,13 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = _added(total, piece, value, HAS_SCALE)
+        total = tl.dot(piece, tl.trans(value), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = _added(up_total, up_piece, value, HAS_SCALE)
-    total = _added(total, first_piece, first_value, HAS_SCALE)
+            up_total = tl.dot(up_piece, tl.trans(value), up_total)
+    total = tl.dot(first_piece, tl.trans(first_value), total)
     if HAS_GATE:
-        up_total = _added(up_total, first_up_piece, first_value, HAS_SCALE)
+        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
     total, up_total = tl.trans(total), tl.trans(up_total)
 
     is_last = True

@@ -20,8 +20,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.kernels import decode_attention, decode_inputs, gate, heads, norm, projection, sampling, vision_heads
-from raypp.ops.kernels.choose import own_product
+from raypp.ops.kernels import (
+    decode_attention,
+    decode_inputs,
+    gate,
+    heads,
+    narrow,
+    norm,
+    projection,
+    sampling,
+    vision_heads,
+)
+from raypp.ops.kernels.choose import input_type_in_8_bits, own_product
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.workspace import Workspace
 
@@ -89,7 +99,10 @@ def call_all(workspace: Workspace) -> None:
     integers = torch.zeros(32, dtype=torch.int64)
     hidden = torch.zeros(32, 4096, dtype=BF16)
     norm.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
-    norm.join_norms(hidden, integers, hidden[0], hidden, hidden[0], 1e-6, DEVICE, torch.float16)
+    norm.rms_norm(hidden, None, 1e-6, DEVICE, torch.float8_e4m3fn)
+    for dtype in (torch.float16, torch.float8_e4m3fn):
+        norm.join_norms(hidden, integers, hidden, 1e-6, DEVICE, dtype)
+    narrow.narrow(hidden, torch.float8_e5m2, DEVICE)
     gate.silu_and_mul(hidden, DEVICE)
     by = heads.rotation_table(integers, torch.ones(64), DEVICE)
     heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)
@@ -99,13 +112,15 @@ def call_all(workspace: Workspace) -> None:
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
         decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
-    narrow = torch.empty(896, 3072, dtype=BF16)
+        if query_len == 1:  # a draft head's
+            decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q, dtype=input_type_in_8_bits(rows)))
+    odd = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for weights in (
         projection.Weights(small, None, 1e-6),
         projection.Weights(small, None, 1e-6, is_gated=True),
         projection.Weights(small),
-        projection.Weights(narrow),
+        projection.Weights(odd),
         projection.Weights(large, None, 1e-6, is_gated=True),
         projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
         in_8_bits(32000, 4096, 1e-6),  # a draft head's products
@@ -116,10 +131,10 @@ def call_all(workspace: Workspace) -> None:
         for rows in (1, 2, 3, 8, 9, 16, 32, 64):
             own = own_product(rows, weights, DEVICE)
             if own is not None:
-                # In 8 bits norms and gates hand float16 on.
-                is_normed = weights.norm_eps is not None and own.weights.norm_eps is None
-                x_type = torch.float16 if weights.scale is not None and is_normed else BF16
-                y_type = torch.float16 if weights.scale is not None and weights.is_gated else BF16
+                x_type = y_type = BF16
+                if weights.scale is not None:
+                    x_type = input_type_in_8_bits(rows, is_normed=weights.num_inputs < 12288) or BF16
+                    y_type = input_type_in_8_bits(rows) or BF16 if weights.is_gated else BF16
                 x = torch.empty(rows, weights.num_inputs, dtype=x_type)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)

@@ -40,6 +40,10 @@ def test_every_cut_has_room_in_the_workspace(num_processors, num_kv_heads):
                     assert num_rows * num_kv_heads * num_splits * queries * (128 + 2) <= num_floats
 
 
+def test_fewer_bits():
+    checks.check_narrow(EXACT, 3, 700)
+
+
 def test_joined_norms():
     checks.check_joined_norms(EXACT, 3, 100)
 
@@ -104,6 +108,15 @@ def test_projections(num_rows):
                 has_residual=has_residual,
                 has_8_bits=has_8_bits,
             )
+
+
+@pytest.mark.parametrize("reads", checks.NARROW)
+def test_projections_of_8_bits_in_8_bits(reads):
+    for is_gated, num_splits in ((True, 1), (False, 1), (False, 3)):
+        tuning = Tuning(16, 32, num_splits)
+        checks.check_projection(
+            EXACT, 5, 40, 200, tuning, is_gated=is_gated, has_residual=not is_gated, has_8_bits=True, reads=reads
+        )
 
 
 @pytest.mark.parametrize("num_inputs", [32, 64, 80, 200])

@@ -28,6 +28,7 @@ def test_kernels_compile_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout.splitlines()[-1])
     assert {kernel["kernel"] for kernel in kernels} == {
+        "_narrow",
         "_rms_norm",
         "_join_norms",
         "_silu_and_mul",
