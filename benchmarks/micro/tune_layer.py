@@ -6,8 +6,9 @@
 Measured alone, over and over, a product overlaps with itself: the best cuts then are not the best ones between norms,
 attention and other products. So every candidate is timed inside of whole layers (one query token per row, `--context`
 tokens of KV cache), of a draft head inside of what proposes `NUM_DRAFTS` drafts. Products are tuned one after the
-other, each with the best of those before. `library` is cuBLAS with a norm and a gate of their own. Kernels are compiled
-before, by as many processes as there are processors. The last line is JSON: microseconds per layer or draft.
+other, each with the best of those before. `library` is cuBLAS with a norm and a gate of their own; in a head it gets
+8 bits, too, and widens them. Kernels are compiled before, by as many processes as there are processors. The last line
+is JSON: microseconds per layer or draft.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def candidates(num_rows: int, is_gated: bool, in_8_bits: bool) -> Iterator[Tunin
     else:
         cuts += [(32, 128, 5), (32, 256, 2), (32, 256, 3), (64, 128, 3)]
     for outputs, inputs, num_stages in cuts:
-        num_bytes = (outputs * halves + tile) * element_bytes * inputs * num_stages
+        num_bytes = (outputs * halves + tile) * element_bytes * inputs * (num_stages + is_gated)
         if num_bytes > SHARED_BYTES:
             continue
         for num_splits in (1,) if is_gated else (1, 2, 3, 4):
@@ -122,9 +123,7 @@ def compile_all(jobs: Iterable[tuple[Kind, Tuning]]) -> None:
         x = torch.zeros(kind.num_rows, 1024, device=torch_device, dtype=kind.reads)
         residual = torch.zeros_like(x, dtype=BF16) if kind.has_residual else None
         try:
-            project(
-                x, quantize(weights) if kind.in_8_bits else weights, residual, tuning, device, workspace, kind.writes
-            )
+            project(x, weights, residual, tuning, device, workspace, kind.writes)
         except Exception as error:
             print(f"   {kind}, {tuning}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
 

@@ -21,7 +21,7 @@ from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
-_FP8_CAPABILITY = (8, 9)  # of GPUs that convert from float8_e4m3fn
+_FP8_CAPABILITY = (8, 9)  # of GPUs that multiply float8_e4m3fn
 _LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
 _FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 

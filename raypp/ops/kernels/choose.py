@@ -106,16 +106,17 @@ def _tune_few(weights: Weights) -> Tuning:
 def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
     """Strips of 64 outputs at least, which tensor cores take as they are; wider ones where there are enough of them.
 
-    Others are split along K until every processor has three programs: half the bytes of 16 bits take half the time.
+    Others are split along K until every processor has three programs, for half the bytes of 16 bits take half the
+    time; with more than 32 rows, one.
     """
     if weights.is_gated:
         return Tuning(outputs=64, inputs=128, num_stages=4)
     num_programs, num_strips = device.num_processors, triton.cdiv(weights.num_outputs, 64)
     if num_strips >= 3 * num_programs:
         return Tuning(outputs=128, inputs=128, num_stages=3)
-    is_small = num_rows <= 32
-    num_splits = min(_MAX_SPLITS, (3 if is_small else 1) * num_programs // num_strips, weights.num_inputs // 512)
-    return Tuning(outputs=64, inputs=256, num_splits=max(1, num_splits), num_stages=3 if is_small else 4)
+    most = (3 if num_rows <= 32 else 1) * num_programs // num_strips
+    num_splits = max(1, min(_MAX_SPLITS, most, weights.num_inputs // 512))
+    return Tuning(outputs=64, inputs=256, num_splits=num_splits, num_stages=3)
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:

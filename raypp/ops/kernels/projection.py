@@ -126,7 +126,7 @@ def project(
         "HAS_BIAS": weights.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
-        "CLAMPS": y.dtype != torch.bfloat16 and weights.scale is not None,
+        "CLAMPS": weights.scale is not None and (y.dtype == torch.float16 or y.element_size() == 1),
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
         **device.launch_options,

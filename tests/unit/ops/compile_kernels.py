@@ -133,7 +133,9 @@ def call_all(workspace: Workspace) -> None:
             if own is not None:
                 x_type = y_type = BF16
                 if weights.scale is not None:
-                    x_type = input_type_in_8_bits(rows, is_normed=weights.num_inputs < 12288) or BF16
+                    is_normed = weights.num_inputs < 12288
+                    if own.weights.norm_eps is None:
+                        x_type = input_type_in_8_bits(rows, is_normed=is_normed) or BF16
                     y_type = input_type_in_8_bits(rows) or BF16 if weights.is_gated else BF16
                 x = torch.empty(rows, weights.num_inputs, dtype=x_type)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
