@@ -15,7 +15,7 @@ import random
 import time
 from typing import Any
 
-from decode_point import engine_settings, measure_point, stage_times
+from decode_point import engine_settings, measure_point
 from report import print_report, resolved_config
 from workload import random_prompts, seconds_for
 
@@ -72,7 +72,7 @@ def main() -> None:
             )
     lanes = read_chrome_trace(args.trace) if args.trace else []
     for point in points:
-        point.stages = stage_times(lanes, point.windows_ns)
+        point.note_trace(lanes)
         figures[f"{point.num_requests} requests"] = point.figures()
         if args.trace:
             print(f"{point.num_requests:4d} requests, per step and stage: {point.stages}")

@@ -2,10 +2,9 @@
 
 ITL = (time for `output_len` tokens - time for 1) / (output_len - 1), both the median over some runs, and both until all
 requests have theirs. Where requests take different numbers of steps, as with speculation, that is the slowest one's
-time per token. TPOT is the mean one's: the mean time until a request has its last of `output_len` tokens, less the same
-for half as many, by the tokens between. In both runs prompts take as long, and requests whose prompts come first are as
-far ahead. What device and host took per step and stage comes from the engine's trace, which is there when the engine
-has closed.
+time per token. TPOT is that of the mean one: the time of a step while all requests decode, by the tokens that a step
+yields on average. How long steps take, and device and host per step and stage, comes from the engine's trace, which is
+there when the engine has closed.
 """
 
 from __future__ import annotations
@@ -33,12 +32,14 @@ class DecodePoint:
     """For one token each."""
     runs_s: list[float] = field(default_factory=list)
     """For all tokens."""
-    mean_runs_s: list[float] = field(default_factory=list)
-    """Until a request had all of its tokens, in the mean."""
-    mean_halves_s: list[float] = field(default_factory=list)
-    """Until it had `num_half` tokens."""
     windows_ns: list[tuple[int, int]] = field(default_factory=list)
     """When those of `runs_s` ran, by the clock of traces."""
+    steady_ns: list[tuple[int, int]] = field(default_factory=list)
+    """When all requests of them decoded."""
+    tokens_per_step: list[float] = field(default_factory=list)
+    """That a request got in them."""
+    step_ms: float | None = None
+    """Of a request, see `note_trace`."""
     stages: list[dict[str, float]] = field(default_factory=list)
     """Medians over steps, see `stage_times`."""
 
@@ -53,15 +54,9 @@ class DecodePoint:
         return (statistics.median(self.runs_s) - self.first_token_s) / (self.output_len - 1) * 1e3
 
     @property
-    def tpot_ms(self) -> float:
-        """Time per output token, of a request in the mean, in the second half of its tokens."""
-        seconds = statistics.median(self.mean_runs_s) - statistics.median(self.mean_halves_s)
-        return seconds / (self.output_len - self.num_half) * 1e3
-
-    @property
-    def num_half(self) -> int:
-        """Half of the tokens."""
-        return max(1, self.output_len // 2)
+    def tpot_ms(self) -> float | None:
+        """Time per output token, of a request in the mean; None without a trace."""
+        return None if self.step_ms is None else self.step_ms / statistics.fmean(self.tokens_per_step)
 
     @property
     def tokens_per_s(self) -> float:
@@ -72,15 +67,23 @@ class DecodePoint:
         """Return all of it as plain data."""
         return {
             "itl_ms": round(self.itl_ms, 4),
-            "tpot_ms": round(self.tpot_ms, 4),
+            **({} if self.tpot_ms is None else {"tpot_ms": round(self.tpot_ms, 4)}),
             "first_token_ms": round(self.first_token_s * 1e3, 2),
             "tokens_per_s": round(self.tokens_per_s, 1),
             "first_runs_s": [round(seconds, 4) for seconds in self.first_runs_s],
             "runs_s": [round(seconds, 4) for seconds in self.runs_s],
-            "mean_runs_s": [round(seconds, 4) for seconds in self.mean_runs_s],
-            "mean_halves_s": [round(seconds, 4) for seconds in self.mean_halves_s],
+            "tokens_per_step": [round(tokens, 4) for tokens in self.tokens_per_step],
+            "step_ms": None if self.step_ms is None else round(self.step_ms, 4),
             "stages": self.stages,
         }
+
+    def note_trace(self, lanes: Sequence[Lane]) -> None:
+        """Take from the engine's trace how long steps took."""
+        self.stages = stage_times(lanes, self.windows_ns)
+        between_ms = _between_forwards_ms(lanes, self.steady_ns)
+        if between_ms is not None:  # as many cohorts as stages take turns, unless there are fewer requests
+            num_stages = sum(lane.name != DRIVER_LANE for lane in lanes)
+            self.step_ms = between_ms * min(self.num_requests, num_stages)
 
 
 def engine_settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -109,12 +112,11 @@ def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, 
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         point.first_runs_s.append(seconds_for(llm, prompts, 1))
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
-        point.mean_halves_s.append(time_for(llm, prompts, point.num_half).mean_s)
-        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         begun_ns = now_ns()
         took = time_for(llm, prompts, output_len)
         point.runs_s.append(took.all_s)
-        point.mean_runs_s.append(took.mean_s)
+        point.steady_ns.append(took.steady_ns)
+        point.tokens_per_step.append(took.tokens_per_step)
         point.windows_ns.append((begun_ns, now_ns()))
     return point
 
@@ -135,3 +137,14 @@ def stage_times(lanes: Sequence[Lane], windows_ns: Sequence[tuple[int, int]]) ->
                 times[event.name].append(event.end_ns - event.start_ns)
         found.append({f"{name}_us": round(statistics.median(spans) / 1e3, 1) for name, spans in times.items() if spans})
     return found
+
+
+def _between_forwards_ms(lanes: Sequence[Lane], windows_ns: Sequence[tuple[int, int]]) -> float | None:
+    """Return the mean time from forward to forward of the last stage, the median of the windows'; None without any."""
+    starts = [event.start_ns for event in lanes[-1].events if event.name == FORWARD] if lanes else []
+    means = []
+    for begun, ended in windows_ns:
+        within = [start_ns for start_ns in starts if begun <= start_ns < ended]
+        if len(within) > 1:
+            means.append((within[-1] - within[0]) / (len(within) - 1) / 1e6)
+    return statistics.median(means) if means else None

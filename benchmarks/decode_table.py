@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_engines import PARTS, EngineRun, engine_runs, predicted_point_s, predicted_s
-from decode_point import DecodePoint, engine_settings, measure_point, stage_times
+from decode_point import DecodePoint, engine_settings, measure_point
 from decode_verdicts import print_point, print_speculation, print_verdicts
 from kernel_cache import count_cached_files, use_empty_caches
 from report import GrowingReport, resolved_config
@@ -114,7 +114,7 @@ class Table:
     def _add_stage_times(self, figures: dict[str, Any], points: list[DecodePoint], trace: Path) -> None:
         lanes = read_chrome_trace(trace)
         for point in points:
-            point.stages = stage_times(lanes, point.windows_ns)
+            point.note_trace(lanes)
             figures[f"{point.num_requests} requests"] = point.figures()
             times = "; ".join(
                 ", ".join(f"{name.removesuffix('_us')} {us / 1e3:.3f} ms" for name, us in stage.items())

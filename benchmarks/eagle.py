@@ -8,21 +8,21 @@ Three engines one after the other, all with prompts of random ids, greedy, EOS i
     verify   K drafts per step from n-grams, which cost next to nothing, accepted at the forced rate
     eagle    K drafts per step from the head, accepted at the same rate
 
-Drafting costs per step what `eagle` takes longer than `verify`: time per output token, of the mean request, times
-tokens per row and step. What the device takes per step and stage, drafting included, is told beside. The last line is
-JSON.
+Drafting costs per step what `eagle` takes longer than `verify`, both while all requests decode (`decode_point.py`).
+What the device takes per step and stage, drafting included, is told beside. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from decode_point import measure_point, stage_times
+from decode_point import DecodePoint, measure_point
 from report import GrowingReport, resolved_config
 from workload import model_settings, random_prompts, seconds_for
 
@@ -44,23 +44,26 @@ def engines(head: str, weights: str, num_drafts: int, rate: float) -> dict[str, 
 
 
 def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport) -> dict[int, dict[str, Any]]:
-    """Return, per number of requests, time per output token, tokens per row and step, and so the time of a step."""
+    """Return, per number of requests, time per output token, tokens per row and step, and the time of a step."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        figures, windows = _measure({**settings, "trace": str(trace)}, args, report)
+        points = _points({**settings, "trace": str(trace)}, args, report)
         lanes = read_chrome_trace(trace)
-    for count, figures_of_point in figures.items():
-        stages = stage_times(lanes, windows[count])
-        figures_of_point["forward_ms"] = [round(stage.get("forward_us", 0) / 1e3, 3) for stage in stages]
-        print(f"   {count:4d} requests: per step and stage {figures_of_point['forward_ms']} ms", flush=True)
+    figures = {}
+    for point in points:
+        point.note_trace(lanes)
+        figures[point.num_requests] = point.figures()
+        forwards = [round(stage.get("forward_us", 0) / 1e3, 3) for stage in point.stages]
+        print(
+            f"   {point.num_requests:4d} requests: {point.tpot_ms:.3f} ms per token, of the slowest request "
+            f"{point.itl_ms:.3f}; {statistics.fmean(point.tokens_per_step):.2f} tokens per step of {point.step_ms:.3f} "
+            f"ms; per stage {forwards} ms",
+            flush=True,
+        )
     return figures
 
 
-def _measure(
-    settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport
-) -> tuple[dict[int, dict[str, Any]], dict[int, list[tuple[int, int]]]]:
-    figures: dict[int, dict[str, Any]] = {}
-    windows: dict[int, list[tuple[int, int]]] = {}
+def _points(settings: dict[str, Any], args: argparse.Namespace, report: GrowingReport) -> list[DecodePoint]:
     begun = time.perf_counter()
     with LLM(**settings) as llm:
         report.note_config(resolved_config(llm))
@@ -74,26 +77,7 @@ def _measure(
         )
         warm_up = random_prompts(max(args.requests), args.input_len, llm.plan()["vocab_size"], random.Random(-1))
         seconds_for(llm, warm_up, WARM_UP_TOKENS)
-        for count in args.requests:
-            before = llm.stats()
-            point = measure_point(llm, count, args.input_len, args.output_len, args.runs)
-            after = llm.stats()
-            rows = after["num_verified_rows"] - before["num_verified_rows"]
-            accepted = after["num_accepted_tokens"] - before["num_accepted_tokens"]
-            length = 1 + accepted / rows if rows else 1.0
-            windows[count] = point.windows_ns
-            figures[count] = {
-                "tpot_ms": point.tpot_ms,
-                "itl_ms": point.itl_ms,
-                "tokens_per_step": length,
-                "step_ms": point.tpot_ms * length,
-            }
-            print(
-                f"   {count:4d} requests: {point.tpot_ms:.3f} ms per token, of the slowest request {point.itl_ms:.3f}; "
-                f"{length:.2f} tokens per step",
-                flush=True,
-            )
-    return figures, windows
+        return [measure_point(llm, count, args.input_len, args.output_len, args.runs) for count in args.requests]
 
 
 def main() -> None:
@@ -108,7 +92,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--mode", default="full", help="graphs")
     parser.add_argument("--out", type=Path, help="write the report there")
     args = parser.parse_args()

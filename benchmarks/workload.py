@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypp import LLM, SamplingParams
+from raypp.tracing import now_ns
 from raypp.types import TokensPrompt
 
 _SHAPES = Path(__file__).parent / "models"
@@ -41,19 +41,24 @@ class Took(NamedTuple):
 
     all_s: float
     """Until the last one had its last token."""
-    mean_s: float
-    """Until a request had its last token, in the mean."""
+    steady_ns: tuple[int, int]
+    """From when all had their first token until one had its last, by the clock of traces."""
+    tokens_per_step: float
+    """Of a request, after its first one, in the mean."""
 
 
 def time_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> Took:
     """Return how long requests take, all sent at once, for that many tokens each."""
-    begun = time.perf_counter()
+    begun, epoch_ns = time.perf_counter(), time.time_ns() - now_ns()
     outputs = llm.generate(prompts, exactly(num_tokens))
     all_s = time.perf_counter() - begun
     assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
-    finished = [output.metrics.finish_time_s for output in outputs]
-    ended = [time_s for time_s in finished if time_s is not None]
-    return Took(all_s, all_s - (max(ended) - statistics.fmean(ended)))
+    metrics = [output.metrics for output in outputs]
+    last_first = max(each.first_token_time_s or 0.0 for each in metrics)
+    first_last = min(each.finish_time_s or 0.0 for each in metrics)
+    steady_ns = round(last_first * 1e9) - epoch_ns, round(first_last * 1e9) - epoch_ns
+    num_steps = sum(num_tokens - 1 - each.num_accepted_tokens for each in metrics)
+    return Took(all_s, steady_ns, len(prompts) * (num_tokens - 1) / max(1, num_steps))
 
 
 def seconds_for(llm: LLM, prompts: list[TokensPrompt], num_tokens: int) -> float:

@@ -63,7 +63,7 @@ class ThreadedEngine:
         )
         failures = FailureReports()
         self._pipeline = ChannelPipeline(channel, health, failures)
-        self.scheduler = Scheduler(plan.scheduler_limits())
+        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
         """To look at once the engine is closed."""
         self._links: list[Any] = []
         loops, encoder = self._stage_loops(channel, factory)

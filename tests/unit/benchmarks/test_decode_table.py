@@ -1,12 +1,14 @@
 """What the decode table measures, and what it says of figures."""
 
 import argparse
+import random
 
 import pytest
 from decode_engines import PARTS, engine_runs, predicted_s
 from decode_point import DecodePoint, measure_point, stage_times
 from decode_verdicts import print_speculation, print_verdicts
 from peer import COMPARED, on_line
+from workload import random_prompts, time_for
 
 from raypp import LLM
 from raypp.testing import launch_in_threads
@@ -23,7 +25,22 @@ def test_a_point_is_measured_on_an_engine():
     assert len(point.runs_s) == len(point.first_runs_s) == len(point.windows_ns) == 2
     figures = point.figures()
     assert figures["tokens_per_s"] > 0
-    assert len(figures["mean_halves_s"]) == len(figures["mean_runs_s"]) == 2
+    assert "tpot_ms" not in figures, "no trace has been read"
+    assert point.tokens_per_step == [1.0, 1.0]
+    assert all(begun < ended for begun, ended in point.steady_ns)
+
+
+def test_a_step_yields_what_is_accepted_and_one_more():
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "forced_acceptance_rate": 0.7}
+    settings = {"enable_prefix_caching": False, "speculative": drafts}
+    with LLM("tiny", num_stages=2, launch=launch_in_threads, **settings) as llm:
+        before = llm.stats()
+        took = time_for(llm, random_prompts(4, 9, 4000, random.Random(0)), 60)
+        after = llm.stats()
+    num_rows, num_accepted = (after[name] - before[name] for name in ("num_verified_rows", "num_accepted_tokens"))
+    assert took.tokens_per_step == pytest.approx(4 * 59 / num_rows)
+    assert num_rows + num_accepted == 4 * 59
+    assert took.tokens_per_step > 1.5
 
 
 def test_time_per_token_leaves_the_first_one_out():
@@ -32,13 +49,18 @@ def test_time_per_token_leaves_the_first_one_out():
     assert point.tokens_per_s == pytest.approx(44 / 1.2)
 
 
-def test_time_per_token_of_the_mean_request_knows_no_head_start():
-    """Four requests whose prompts come one after the other, all of them 100 ms a token from then on."""
-    first_s = [0.1, 0.2, 0.3, 0.4]
-    mean_s = {count: sum(first + 0.1 * (count - 1) for first in first_s) / 4 for count in (5, 11)}
-    runs = {"mean_runs_s": [mean_s[11]] * 3, "mean_halves_s": [mean_s[5]] * 3}
-    point = DecodePoint(4, 11, first_runs_s=[first_s[-1]] * 3, runs_s=[first_s[-1] + 1.0] * 3, **runs)
-    assert point.tpot_ms == pytest.approx(point.itl_ms) == pytest.approx(100)
+def test_time_per_token_of_the_mean_request_is_that_of_its_steps():
+    """Two cohorts take turns, 3 ms each; outside of the window, where prompts are computed, forwards take longer."""
+    starts_ms = [0, 50, 100, *range(103, 160, 3), 200]
+    forwards = [TraceEvent(FORWARD, i, start * 10**6, start * 10**6 + 1) for i, start in enumerate(starts_ms)]
+    lanes = [Lane(DRIVER_LANE, []), Lane("stage 0", []), Lane("stage 1", forwards)]
+    for num_requests, tpot_ms in ((16, 2.0), (1, 1.0)):
+        point = DecodePoint(num_requests, 11, [0.1], [1.1], steady_ns=[(100 * 10**6, 158 * 10**6)])
+        point.tokens_per_step = [2.9, 3.1]
+        assert point.tpot_ms is None
+        point.note_trace(lanes)
+        assert point.tpot_ms == pytest.approx(tpot_ms)
+        assert point.figures()["step_ms"] == pytest.approx(3 * tpot_ms)
 
 
 def test_stage_times_are_those_of_the_windows():
