@@ -12,7 +12,7 @@ import torch
 import triton
 
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 
 MAX_ROWS = 64
 """Beyond, the library computes."""
@@ -75,6 +75,16 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
         return _tune_row(weights)
     if num_rows <= FEW_ROWS:
         return _tune_few(weights)
+    tuning = _tune_strips(num_rows, weights, device)
+    while (
+        tuning is not None and tuning.num_stages > 1 and shared_bytes(num_rows, weights, tuning) > device.shared_bytes
+    ):
+        tuning = replace(tuning, num_stages=tuning.num_stages - 1)
+    return tuning
+
+
+def _tune_strips(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
+    """With tensor cores."""
     if weights.scale is not None:
         return _tune_rows_in_8_bits(num_rows, weights, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
     if weights.is_gated:

@@ -12,7 +12,7 @@ running softmax, Flash-Decoding (Dao et al. 2023) for the splits. Twin: `raypp.o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -211,8 +211,12 @@ class TritonDecode:
 
     def cut(self, num_rows: int, query_len: int) -> DecodeTuning:
         """Return how so many rows of so many tokens are cut."""
-        query_floats = self._filled(query_len) * triton.next_power_of_2(self._head_dim)
-        return tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
+        block_d = triton.next_power_of_2(self._head_dim)
+        query_floats = self._filled(query_len) * block_d
+        tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
+        pair_bytes = 4 * tuning.tile_tokens * block_d  # keys and values, of 16 bits
+        most_stages = max(1, self._device.shared_bytes // pair_bytes)
+        return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
     def _filled(self, query_len: int) -> int:
         """Return the queries of a program, without those that only fill a tile."""

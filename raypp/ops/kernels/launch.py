@@ -24,11 +24,13 @@ class Device:
         torch_device: Where tensors are.
         num_processors: Streaming multiprocessors.
         has_dependent_launch: Whether kernels overlap as above.
+        shared_bytes: The most shared memory that a program may have.
     """
 
     torch_device: torch.device
     num_processors: int
     has_dependent_launch: bool
+    shared_bytes: int = 227 << 10  # of compute capability 9.0
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
@@ -36,7 +38,13 @@ class Device:
         if device.type != "cuda":
             return cls(device, num_processors=4, has_dependent_launch=False)
         properties = torch.cuda.get_device_properties(device)
-        return cls(device, properties.multi_processor_count, has_dependent_launch=properties.major >= 9)
+        most = getattr(properties, "shared_memory_per_block_optin", cls.shared_bytes)  # torch's stub does not have it
+        return cls(
+            device,
+            properties.multi_processor_count,
+            has_dependent_launch=properties.major >= 9,
+            shared_bytes=most,
+        )
 
     @property
     def launch_options(self) -> dict[str, bool]:

@@ -96,6 +96,12 @@ def partial_floats(num_rows: int, weights: Weights, tuning: Tuning) -> int:
     return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows, weights))
 
 
+def shared_bytes(num_rows: int, weights: Weights, tuning: Tuning) -> int:
+    """Return the shared memory of a program that multiplies by tensor cores, or a little more."""
+    num_rows_read = tuning.outputs * (2 if weights.is_gated else 1) + _padded(num_rows, weights)
+    return int(num_rows_read * tuning.inputs * weights.weight.element_size() * tuning.num_stages)
+
+
 def project(
     x: torch.Tensor,
     weights: Weights,

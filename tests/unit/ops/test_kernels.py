@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import kernel_checks as checks
 import torch
 
+from raypp.ops.kernels.choose import choose_projection
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning
+from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 from raypp.ops.kernels.workspace import Workspace
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
@@ -38,6 +40,22 @@ def test_every_cut_has_room_in_the_workspace(num_processors, num_kv_heads):
                 num_splits = decode.cut(num_rows, used_len).num_splits
                 if num_splits > 1:
                     assert num_rows * num_kv_heads * num_splits * queries * (128 + 2) <= num_floats
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+def test_every_product_fits_the_shared_memory(shared_kib):
+    """Of compute capability 8.9, 8.0 and 9.0; where there is enough, nothing is cut."""
+    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=shared_kib << 10)
+    roomy = replace(device, shared_bytes=1 << 30)
+    for num_outputs, num_inputs, is_gated in ((6144, 4096, False), (4096, 12288, False), (12288, 2048, True)):
+        shape = num_outputs * (2 if is_gated else 1), num_inputs
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            scale = torch.ones(shape[0]) if dtype.itemsize == 1 else None
+            weights = Weights(torch.empty(shape, dtype=dtype, device="meta"), is_gated=is_gated, scale=scale)
+            for num_rows in range(FEW_ROWS + 1, 65):
+                if (tuning := choose_projection(num_rows, weights, device)) is not None:
+                    assert shared_bytes(num_rows, weights, tuning) <= device.shared_bytes
+                    assert shared_kib < 227 or tuning == choose_projection(num_rows, weights, roomy)
 
 
 def test_fewer_bits():
