@@ -52,6 +52,8 @@ def measure(settings: dict[str, Any], args: argparse.Namespace, report: GrowingR
     figures = {}
     for point in points:
         point.note_trace(lanes)
+        if point.tpot_ms is None:
+            raise SystemExit(f"{point.num_requests} requests never decode all at once: more tokens each are needed")
         figures[point.num_requests] = point.figures()
         forwards = [round(stage.get("forward_us", 0) / 1e3, 3) for stage in point.stages]
         print(

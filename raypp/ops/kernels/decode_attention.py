@@ -215,7 +215,7 @@ class TritonDecode:
         query_floats = self._filled(query_len) * block_d
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
         pair_bytes = 4 * tuning.tile_tokens * block_d  # keys and values, of 16 bits
-        most_stages = max(1, self._device.shared_bytes // pair_bytes)
+        most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
     def _filled(self, query_len: int) -> int:

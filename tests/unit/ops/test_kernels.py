@@ -58,6 +58,18 @@ def test_every_product_fits_the_shared_memory(shared_kib):
                     assert shared_kib < 227 or tuning == choose_projection(num_rows, weights, roomy)
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "shared_kib", "num_stages"), [(128, 227, 2), (256, 227, 2), (128, 99, 2), (256, 99, 1)]
+)
+def test_large_tiles_of_attention_fit_the_shared_memory(head_dim, shared_kib, num_stages):
+    """Compiled they take 16 KiB besides: 80 and 140 KiB with two stages."""
+    device = Device(torch.device("cpu"), 128, has_dependent_launch=False, shared_bytes=shared_kib << 10)
+    decode = TritonDecode(8, 8, head_dim, 5, device, Workspace(torch.device("cpu")))
+    tuning = decode.cut(64, 5)
+    assert tuning.tile_tokens == 128
+    assert tuning.num_stages == num_stages
+
+
 def test_fewer_bits():
     checks.check_narrow(EXACT, 3, 700)
 
