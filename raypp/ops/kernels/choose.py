@@ -76,11 +76,10 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
     if num_rows <= FEW_ROWS:
         return _tune_few(weights)
     tuning = _tune_strips(num_rows, weights, device)
-    while (
-        tuning is not None and tuning.num_stages > 1 and shared_bytes(num_rows, weights, tuning) > device.shared_bytes
-    ):
-        tuning = replace(tuning, num_stages=tuning.num_stages - 1)
-    return tuning
+    if tuning is None:
+        return None
+    most_stages = device.shared_bytes // shared_bytes(num_rows, weights, replace(tuning, num_stages=1))
+    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
 
 
 def _tune_strips(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
