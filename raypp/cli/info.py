@@ -1,10 +1,11 @@
-"""`raypp info`: what an engine would be, without starting it."""
+"""`raypp info`: what an engine would be, without starting it; with `--start` also what its graphs took."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
@@ -16,21 +17,48 @@ def add_parser(commands: Any) -> None:
         "info",
         help="show configuration, plan and hardware",
         description="Show the resolved configuration, the plan of layers and memory per stage, and the hardware. "
-        "Starts nothing.",
+        "Starts nothing, but with --start.",
     )
     add_engine_options(parser)
+    parser.add_argument(
+        "--start",
+        action="store_true",
+        help="also start the engine: how long that takes, and time and memory of its CUDA graphs by stage and mode",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Describe and print."""
-    description = args.doors.describe(engine_config(args))
+    config = engine_config(args)
+    description = args.doors.describe(config)
+    if args.start:
+        begun = time.perf_counter()
+        with args.doors.open_llm(config) as llm:
+            start_s = time.perf_counter() - begun
+            description["started"] = {"seconds": round(start_s, 1), "graphs": _graphs(llm.stats()["stages"])}
     if args.json:
         print(json.dumps(description, indent=2))
     else:
         print("\n".join(_lines(description)))
     return 0
+
+
+def _graphs(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what each stage's recordings took, a row per stage and mode: none on a CPU by default."""
+    return [
+        {
+            "stage_index": stage_index,
+            "mode": mode,
+            "num_graphs": cost["num_graphs"],
+            "seconds": round(cost["seconds"], 2),
+            "gib": round(cost["memory_bytes"] / 2**30, 3),
+            "num_left_out": cost["num_left_out"],
+        }
+        for stage_index, stage in enumerate(stages)
+        for mode, cost in stage["graphs"].items()
+    ]
 
 
 def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -17,6 +17,7 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+EAGLE3 = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 
 
 def _engine(device: str, **settings: object) -> LocalEngine:
@@ -33,10 +34,11 @@ def _prompts(num_prompts: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_text_is_that_of_a_cpu_without_speculation(num_stages):
+@pytest.mark.parametrize("speculative", [NGRAM, EAGLE3], ids=["ngram", "eagle3"])
+def test_text_is_that_of_a_cpu_without_speculation(num_stages, speculative):
     params = [SamplingParams(max_tokens=60, temperature=(0.0, 0.8)[i % 2], seed=i, ignore_eos=True) for i in range(20)]
     expected = _engine("cpu").generate(_prompts(20), params)
-    engine = _engine("cuda", dtype="float32", speculative=NGRAM, num_stages=num_stages, stage_num_gpus=1 / num_stages)
+    engine = _engine("cuda", dtype="float32", speculative=speculative, num_stages=num_stages, stage_num_gpus=1 / num_stages)
     texts = engine.generate(_prompts(20), params)
     equal = sum(text == wanted for text, wanted in zip(texts, expected, strict=True))
     print(f"{equal} of 20 texts equal")

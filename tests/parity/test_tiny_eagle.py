@@ -29,10 +29,16 @@ def prompts() -> list[list[int]]:
     return [ids[len(ids) // 2 : len(ids) // 2 + 100] for ids in texts]
 
 
-def run(prompts: list[list[int]], **settings) -> tuple[list[list[int]], SchedulerStats]:
+def run(
+    prompts: list[list[int]], *, temperatures: tuple[float, ...] = (0.0,), **settings
+) -> tuple[list[list[int]], SchedulerStats]:
+    """Return the texts, prompt by prompt at another of the temperatures."""
     fixed = {"stage_num_threads": 1, "max_model_len": 256, "num_kv_blocks": 400, "max_num_seqs": 16}
     engine = LocalEngine(plan_engine(EngineConfig.from_flat("tiny", **(fixed | settings)), Hardware(1)))
-    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    params = [
+        SamplingParams(max_tokens=60, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
     return engine.generate(prompts, params), engine.stats()
 
 
@@ -41,13 +47,30 @@ def without(prompts) -> list[list[int]]:
     return run(prompts)[0]
 
 
-@pytest.mark.parametrize(("num_stages", "mode"), [(1, "none"), (2, "full"), (4, "none")])
-def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without, num_stages, mode) -> None:
-    text, stats = run(prompts, num_stages=num_stages, mode=mode, speculative=EAGLE3)
-    assert text == without
-    print(f"{num_stages} stages: acceptance length {stats.acceptance_length:.2f}, {stats.accepted_by_position}")
-    assert stats.acceptance_length >= 1.6
-    assert stats.num_missed_rows == 0
+def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without) -> None:
+    """Those of a step are the same, and so is what is accepted of them, wherever the states come from."""
+    accepted = set()
+    for num_stages, mode in ((1, "none"), (2, "full"), (3, "none"), (4, "full")):
+        text, stats = run(prompts, num_stages=num_stages, mode=mode, speculative=EAGLE3)
+        assert text == without
+        print(f"{num_stages} stages: acceptance length {stats.acceptance_length:.2f}, {stats.accepted_by_position}")
+        assert stats.acceptance_length >= 1.6
+        assert stats.num_missed_rows == 0
+        accepted.add(tuple(stats.accepted_by_position))
+    assert len(accepted) == 1, accepted
+
+
+@pytest.mark.parametrize("method", ["eagle3", "auto"])
+def test_sampled_text_is_the_same(prompts, method) -> None:
+    """Rows of chance and rows of none in one batch, with a head whose drafts are accepted often."""
+    temperatures = (0.0, 0.5, 1.0)
+    expected, _ = run(prompts, temperatures=temperatures)
+    for num_drafts, num_stages in ((1, 3), (2, 1), (5, 4), (8, 2)):
+        speculative = EAGLE3 | {"method": method, "num_speculative_tokens": num_drafts}
+        text, stats = run(prompts, temperatures=temperatures, num_stages=num_stages, speculative=speculative)
+        assert text == expected
+        print(f"{method}, {num_drafts} drafts, {num_stages} stages: {stats.num_accepted_tokens} accepted")
+        assert 50 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 SPOILT = {

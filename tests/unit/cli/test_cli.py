@@ -49,6 +49,10 @@ class FakeLLM:
         self.conversations = conversations
         return self.generate([conversation[-1]["content"][-1]["text"] for conversation in conversations], params)
 
+    def stats(self) -> dict[str, Any]:
+        cost = {"num_graphs": 3, "seconds": 0.256, "memory_bytes": 2**28, "num_left_out": 0}
+        return {"stages": [{"graphs": {"piecewise": cost, "full": cost}}, {"graphs": {}}]}
+
     def _answer(self, index: int, prompt: str) -> RequestOutput:
         completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="length")
         return RequestOutput(
@@ -247,6 +251,21 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     table = [line.split() for line in lines[lines.index("  stages") + 1 :]]
     assert table[:3] == [["layers", "kv_bytes", "note"], ["0-9", "12,345,678", "-"], ["9-12", "-", "-"]]
     assert "  num_blocks: 7" in lines
+
+
+def test_info_of_a_started_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    assert main(["info", "--model", "tiny", "--start"], doors=Doors(describe=describe, open_llm=llm.open)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    started = lines[lines.index("started") + 1 :]
+    assert started[0].startswith("  seconds: ")
+    assert started[1] == "  graphs"
+    assert [line.split() for line in started[2:]] == [
+        ["stage_index", "mode", "num_graphs", "seconds", "gib", "num_left_out"],
+        ["0", "piecewise", "3", "0.26", "0.25", "0"],
+        ["0", "full", "3", "0.26", "0.25", "0"],
+    ]
+    assert llm.num_closed == 1
 
 
 def test_python_m_and_a_reader_that_goes_away() -> None:
