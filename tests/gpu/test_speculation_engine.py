@@ -38,7 +38,9 @@ def _prompts(num_prompts: int) -> list[list[int]]:
 def test_text_is_that_of_a_cpu_without_speculation(num_stages, speculative):
     params = [SamplingParams(max_tokens=60, temperature=(0.0, 0.8)[i % 2], seed=i, ignore_eos=True) for i in range(20)]
     expected = _engine("cpu").generate(_prompts(20), params)
-    engine = _engine("cuda", dtype="float32", speculative=speculative, num_stages=num_stages, stage_num_gpus=1 / num_stages)
+    engine = _engine(
+        "cuda", dtype="float32", speculative=speculative, num_stages=num_stages, stage_num_gpus=1 / num_stages
+    )
     texts = engine.generate(_prompts(20), params)
     equal = sum(text == wanted for text, wanted in zip(texts, expected, strict=True))
     print(f"{equal} of 20 texts equal")
