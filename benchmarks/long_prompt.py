@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", help="a folder of benchmarks/models, or what LLM takes")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768])
-    parser.add_argument("--chunks-one", type=int, nargs="+", default=[4096, 8192, 16384], help="on one stage")
+    parser.add_argument("--chunks-one", type=int, nargs="+", default=[8192, 16384, 32768], help="on one stage")
     parser.add_argument("--chunks-two", type=int, nargs="+", default=[_DEFAULT, 1024, 2048], help="on two; 0: default")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--mode", default="none", help="of graphs")

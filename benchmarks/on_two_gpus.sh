@@ -3,11 +3,11 @@
 #
 #   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, some fifteen minutes if all goes well
 #
-# OUT gets a log of every part, and its JSON report, which is the last line of step_overhead's log. Nothing else should run on the machine.
+# OUT gets a log of every part, and its JSON report, which is the last line of the logs of step_overhead and host_calls. Nothing else should run on the machine.
 set -u
 out=${1:?a folder for logs and reports}
 shift
-parts=${*:-graphs_8b graphs_06b others_8b others_06b speculation eagle long_prompt timeline step_overhead online bf16 text_beside_images encoder_actors encoder}
+parts=${*:-graphs_8b graphs_06b others_8b others_06b speculation eagle long_prompt long_prompt_pieces timeline step_overhead host_calls online bf16 text_beside_images encoder_actors encoder}
 here=$(dirname "$0")
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -32,9 +32,11 @@ for part in $parts; do
   others_06b) table 150 qwen3-0.6b --parts even eager --runs 1 --requests 1 16 64 256 ;;
   speculation) table 300 qwen3-8b --parts speculation --requests 1 16 64 256 ;;
   eagle) run 240 eagle.py --out "$out/$part.json" ;;
-  long_prompt) run 240 long_prompt.py --chunks-one 8192 16384 --out "$out/$part.json" ;;
+  long_prompt) run 240 long_prompt.py --out "$out/$part.json" ;;
+  long_prompt_pieces) run 150 long_prompt.py --mode auto --chunks-two 0 1024 --chunks-one 16384 --out "$out/$part.json" ;;
   timeline) run 150 pipeline_timeline.py --out "$out/$part.json" --pictures "$out" ;;
   step_overhead) run 120 step_overhead.py --model qwen3-8b --requests 1 64 ;;
+  host_calls) run 120 step_overhead.py --model qwen3-8b --requests 64 --calls ;;
   online) run 150 online_latency.py --model qwen3-8b --rates 2 8 16 --max-num-batched-tokens 8192 --out "$out/$part.json" ;;
   bf16) run 150 bf16_agreement.py --out "$out/$part.json" ;;
   text_beside_images) run 180 text_beside_images.py --out "$out/$part.json" ;;

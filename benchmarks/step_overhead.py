@@ -2,12 +2,14 @@
 
     python benchmarks/step_overhead.py --num-stages 2
     python benchmarks/step_overhead.py --model qwen3-8b --requests 1 64
+    python benchmarks/step_overhead.py --model qwen3-8b --requests 64 --calls        where the time of the hosts goes
 
 Per token, of one request: the time between two results at the driver, less the forwards of all stages in the same step.
 What is left is planning, messages, links, sampling and the input batch. The host's work per step is to read the plan,
 to queue what is recorded and to hand the result on: at most 150 us on the last stage, 80 us on the others, is the aim.
 On a CPU the host computes, too, and waits for the stage before, so that there it would say nothing. Medians over the
-last steps of a trace, which `--trace` keeps. The last line is JSON.
+last steps of a trace, which `--trace` keeps. `--calls` says of the last of `--requests` which calls take how long, and
+how long the thread waited for a processor or Python's lock. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from host_calls import PROCESSOR, STEP, HostCalls, read_calls
 from report import print_report, resolved_config
 from workload import model_settings, random_prompts, seconds_for
 
@@ -68,6 +71,15 @@ def within(lanes: Sequence[Lane], begun_ns: int, ended_ns: int) -> list[Lane]:
     ]
 
 
+def _spent(kinds: dict[str, dict[str, float]]) -> str:
+    """Return where the time of a step goes: calls, Python between them, and waiting."""
+    step_us, ran_us = kinds[STEP]["us"], kinds[PROCESSOR]["us"]
+    calls = {name: of for name, of in kinds.items() if name not in (STEP, PROCESSOR)}
+    parts = [f"{of['calls']:.0f} {name} {of['us']:.0f} us" for name, of in calls.items()]
+    rest_us = step_us - sum(of["us"] for of in calls.values())
+    return f"{step_us:.0f} us, of which the thread ran {ran_us:.0f}: {', '.join(parts)}, all else {rest_us:.0f} us"
+
+
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,6 +88,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--trace", type=Path, help="where to keep the trace")
+    parser.add_argument("--calls", action="store_true", help="on GPUs: time the calls of the stages' threads, too")
     args = parser.parse_args()
 
     num_tokens = args.steps + _FIRST_STEPS
@@ -90,6 +103,7 @@ def main() -> None:
             max_num_seqs=max(args.num_stages, *args.requests),
             max_model_len=_PROMPT_LEN + num_tokens,
             trace=str(path),
+            stage_factory=HostCalls(folder) if args.calls else None,
         ) as llm:
             config, vocab_size, rng = resolved_config(llm), llm.plan()["vocab_size"], random.Random(0)
             for num_requests in args.requests:
@@ -98,6 +112,7 @@ def main() -> None:
                 seconds_for(llm, prompts, num_tokens)
                 windows[num_requests] = (begun_ns, now_ns())
         lanes = read_chrome_trace(path)
+        calls = read_calls(Path(folder), args.num_stages) if args.calls else []
 
     figures: dict[str, Any] = {}
     is_on_gpus = config["parallel"]["device"] == "cuda"
@@ -116,6 +131,9 @@ def main() -> None:
                     f"99 of 100 below {host['p99_us']:.0f} us; at most {aim_us:.0f}: {verdict}"
                 )
         figures[f"{num_requests} requests"] = of_point
+    for index, of_stage in enumerate(calls):
+        print(f"stage {index}, {args.requests[-1]} requests: {_spent(of_stage)}")
+        figures[f"calls of stage {index}"] = of_stage
     print_report("step_overhead", vars(args), figures, config)
 
 

@@ -1,6 +1,7 @@
 """The engine on GPUs against transformers, token by token in float32: one stage and several, in one process and more.
 
-Stages of one process are joined by local links, Ray actors by `ipc`: two on one GPU, and one on each of two.
+Stages of one process are joined by local links, Ray actors by `ipc`, two on one GPU, and one on each of two; there also
+by `nccl` and `ray_collective`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ SETTINGS = {
     "num_kv_blocks": 200,
 }
 
+PLACES = {
+    "one stage": {"num_stages": 1},
+    "one GPU": {"num_stages": 2, "transport": "ipc", "stage_num_gpus": 0.5},
+    "two GPUs": {"num_stages": 2, "transport": "ipc"},
+    "two GPUs by nccl": {"num_stages": 2, "transport": "nccl"},
+    "two GPUs by ray_collective": {"num_stages": 2, "transport": "ray_collective"},
+}
+
 
 def _prompts(seed: int, vocab_size: int = 128) -> list[list[int]]:
     rng = random.Random(seed)
@@ -63,16 +72,18 @@ def test_stages_of_one_process(tmp_path, family, mode):
     comparison.assert_rare()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("place", ["one stage", "two stages on one GPU", "two stages on two GPUs"])
+@pytest.mark.parametrize(
+    ("place", "family"),
+    [
+        *((place, family) for place in ("one stage", "one GPU", "two GPUs") for family in FAMILIES),
+        ("two GPUs by nccl", "qwen3"),
+        ("two GPUs by ray_collective", "qwen3"),
+    ],
+)
 def test_stages_as_actors(tmp_path, place, family):
-    if place == "two stages on two GPUs" and torch.cuda.device_count() < 2:
+    if place.startswith("two GPUs") and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    settings = SETTINGS | {"num_stages": 1 if place == "one stage" else 2, "skip_tokenizer_init": True}
-    if place == "two stages on one GPU":
-        settings |= {"stage_num_gpus": 0.5}
-    if place != "one stage":
-        settings |= {"transport": "ipc"}
+    settings = SETTINGS | {"skip_tokenizer_init": True} | PLACES[place]
     seed = FAMILIES.index(family)
     path = make_checkpoint(family, seed, tmp_path / family)
     comparison = ExactComparison()
