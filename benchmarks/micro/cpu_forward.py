@@ -9,8 +9,8 @@ more weights than caches hold, as a forward does. The last line is JSON.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
@@ -145,7 +148,7 @@ def main() -> None:
         ours, theirs = times.values()
         print(f"{name:<32}{ours:9.3f} ms{theirs:9.3f} ms {list(times)[1].removesuffix('_ms')}{theirs / ours:7.2f}x")
     rounded = {name: {side: round(value, 4) for side, value in times.items()} for name, times in figures.items()}
-    print(json.dumps({"model": arguments.model, "torch": torch.__version__, "figures": rounded}))
+    print_report("cpu_forward", vars(arguments), rounded)
 
 
 if __name__ == "__main__":

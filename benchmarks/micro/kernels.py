@@ -15,12 +15,14 @@ import json
 import subprocess
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import kernel_sections
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 SECTION_TIMEOUT_S = 270
 
@@ -48,28 +50,6 @@ def run_section(name: str) -> dict[str, Any]:
     return figures
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of what matters here."""
-    found = {}
-    for package in ("torch", "triton", "flashinfer-python"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-def commit() -> str:
-    """Return the checkout's commit."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return described.stdout.strip() or "unknown"
-
-
 def main() -> None:
     """Measure, and print tables and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,14 +64,7 @@ def main() -> None:
         return
     names = arguments.sections or list(kernel_sections.SECTIONS)
     figures = {name: run_section(name) for name in names}
-    report = {
-        "benchmark": "kernels",
-        "commit": commit(),
-        "versions": versions(),
-        "gpu": torch.cuda.get_device_name(),
-        "figures": figures,
-    }
-    print(json.dumps(report))
+    print_report("kernels", {"sections": names}, figures)
 
 
 if __name__ == "__main__":

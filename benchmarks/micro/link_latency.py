@@ -9,13 +9,17 @@ round trip is printed. The step channel's round trip is a plan out and a result 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 from raypp.transport.open import MessageSpec, StageLinks, open_stage_links
 from raypp.transport.rendezvous import Rendezvous, RendezvousServer
@@ -128,7 +132,7 @@ def main() -> None:
         label = f"{name} {'one way' if trips == 2 else 'round trip'}"
         figures[label] = {"p50_us": round(p50, 1), "p90_us": round(p90, 1), "p99_us": round(p99, 1)}
         print(f"{label:<28}{p50:8.1f}{p90:8.1f}{p99:8.1f}")
-    print(json.dumps({"steps": steps - WARM_UP, "torch": torch.__version__, "figures": figures}))
+    print_report("link_latency", {"steps": steps - WARM_UP}, figures)
 
 
 if __name__ == "__main__":

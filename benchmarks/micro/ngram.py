@@ -12,12 +12,15 @@ line is JSON: medians in microseconds, and the share of the time that reading th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 from raypp.ops.ngram import propose_ngrams
 
@@ -138,17 +141,7 @@ def main() -> None:
             except Exception as error:  # one case must not stop the others
                 figures[case] = {"error": f"{type(error).__name__}: {error}"[:300]}
             print(case, figures[case], flush=True)
-    print(
-        json.dumps(
-            {
-                "benchmark": "micro/ngram",
-                "gpu": torch.cuda.get_device_name(),
-                "versions": {"torch": torch.__version__, "triton": version("triton")},
-                "settings": {"min_n": MIN_N, "max_n": MAX_N, "num_drafts": NUM_DRAFTS},
-                "figures": figures,
-            }
-        )
-    )
+    print_report("ngram", {"min_n": MIN_N, "max_n": MAX_N, "num_drafts": NUM_DRAFTS}, figures)
 
 
 if __name__ == "__main__":

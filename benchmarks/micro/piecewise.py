@@ -9,17 +9,18 @@ what the recordings took. With `--rows` the step has that many decode rows besid
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "gpu"))
 
 from graph_timer import step_ms
 from model_configs import SHAPES, write_config
+from report import print_report
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import plan_engine
@@ -67,6 +68,7 @@ def main() -> None:
         load_format="dummy",
         device="cuda",
         skip_tokenizer_init=True,
+        max_num_seqs=args.rows + 1,
         max_num_batched_tokens=max_tokens,
         max_model_len=4096,
         num_kv_blocks=(args.rows + 2) * 256,
@@ -102,7 +104,7 @@ def main() -> None:
                 figures[-1] |= {f"{name}_ms": round(device_ms, 3), f"{name}_host_ms": round(host_ms, 3)}
             print(figures[-1], flush=True)
     costs = {mode: vars(cost) for mode, cost in graphs.costs.items()}
-    print(json.dumps({"shape": args.shape, "num_layers": args.num_layers, "figures": figures, "costs": costs}))
+    print_report("piecewise", vars(args), {"steps": figures, "recordings": costs})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ engine. Kernels overlap, so that their times add up to more than the step. The l
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from graph_timer import kernels_of, require_gpu
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
@@ -132,8 +135,7 @@ def main() -> None:
             for name, number, us in found[:10]:
                 print(f"    {us:9.1f} us  {number:5.0f} x {us / number:8.2f} us  {name[:90]}")
             figures[f"{rows} rows"] = {"step_ms": step_ms, "floor_ms": floor_ms, "kernels": found[:12]}
-    report = {"benchmark": "stage_step", "gpu": torch.cuda.get_device_name(), "settings": vars(args)}
-    print(json.dumps(report | {"figures": figures}))
+    print_report("stage_step", vars(args), figures)
 
 
 if __name__ == "__main__":

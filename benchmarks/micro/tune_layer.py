@@ -14,10 +14,10 @@ is JSON: microseconds per layer or draft.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,6 +27,9 @@ import torch
 from graph_timer import require_gpu, time_us
 from head_drafts import HeadDrafts, is_head
 from stage_step import BLOCK_SIZE, DecodeStep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
 
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
@@ -264,8 +267,7 @@ def main() -> None:
             )
             figures[name] = {f"{num_rows} rows": tune(tuned, num_rows) for num_rows in args.rows}
             del tuned
-    report = {"benchmark": "tune_layer", "gpu": torch.cuda.get_device_name(), "settings": vars(args)}
-    print(json.dumps(report | {"figures": figures}))
+    print_report("tune_layer", vars(args), figures)
 
 
 if __name__ == "__main__":
