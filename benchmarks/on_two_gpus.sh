@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What docs/performance.md quotes of two GPUs, part by part; each ends in its time, or is ended.
 #
-#   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, some fifteen minutes if all goes well
+#   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, some twenty minutes if all goes well
 #
 # OUT gets a log of every part, and its JSON report, which is the last line of the logs of step_overhead and host_calls. Nothing else should run on the machine.
 set -u
@@ -33,7 +33,7 @@ for part in $parts; do
   speculation) table 300 qwen3-8b --parts speculation --requests 1 16 64 256 ;;
   eagle) run 240 eagle.py --out "$out/$part.json" ;;
   long_prompt) run 240 long_prompt.py --out "$out/$part.json" ;;
-  long_prompt_pieces) run 150 long_prompt.py --mode auto --chunks-two 0 1024 --chunks-one 16384 --out "$out/$part.json" ;;
+  long_prompt_pieces) run 150 long_prompt.py --mode auto --chunks-two 0 --chunks-one 16384 --out "$out/$part.json" ;;
   timeline) run 150 pipeline_timeline.py --out "$out/$part.json" --pictures "$out" ;;
   step_overhead) run 120 step_overhead.py --model qwen3-8b --requests 1 64 ;;
   host_calls) run 120 step_overhead.py --model qwen3-8b --requests 64 --calls ;;

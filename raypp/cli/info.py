@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.config.engine import EngineConfig
 
 
 def add_parser(commands: Any) -> None:
@@ -33,16 +34,27 @@ def run(args: argparse.Namespace) -> int:
     """Describe and print."""
     config = engine_config(args)
     description = args.doors.describe(config)
+    if not args.json:
+        print("\n".join(_lines(description)), flush=True)  # also if the engine does not start
     if args.start:
-        begun = time.perf_counter()
-        with args.doors.open_llm(config) as llm:
-            start_s = time.perf_counter() - begun
-            description["started"] = {"seconds": round(start_s, 1), "graphs": _graphs(llm.stats()["stages"])}
+        started = _start(args, config, description)
+        if not args.json:
+            print("\n".join(_lines({"started": started})))
+        description["started"] = started
     if args.json:
         print(json.dumps(description, indent=2))
-    else:
-        print("\n".join(_lines(description)))
     return 0
+
+
+def _start(args: argparse.Namespace, config: EngineConfig, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Start the engine, end it, and return what its start took; its plan, too, where the cluster made another of it."""
+    begun = time.perf_counter()
+    with args.doors.open_llm(config) as llm:
+        started: dict[str, Any] = {"seconds": round(time.perf_counter() - begun, 1)}
+        if (plan := llm.plan()) != description["plan"]:
+            started["plan"] = plan
+        started["graphs"] = _graphs(llm.stats()["stages"])
+    return started
 
 
 def _graphs(stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -83,7 +95,7 @@ def _table(rows: list[Mapping[str, Any]], indent: str) -> Iterator[str]:
 
 
 def _text(value: object) -> str:
-    if value is None:
+    if value is None or value == []:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"

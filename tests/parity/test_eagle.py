@@ -1,7 +1,8 @@
 """Drafts of EAGLE heads are those of a plain reference, and text does not depend on the head.
 
 Random heads of each kind on random models, 1 to 4 stages, with prompts in chunks, shared beginnings, preemption and
-aborts; steps one by one and recorded. `TEST_EAGLE_CELLS` sets how many cells of the grid are run, 128 being all.
+aborts; steps one by one and recorded. `TEST_EAGLE_CELLS` sets how many cells of the grid
+are run: 4 at least, 128 are all.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ NUM_CELLS = int(os.environ.get("TEST_EAGLE_CELLS", "4"))
 
 def chosen_cells() -> list[tuple[str, int, int, str]]:
     """Return cells of the grid, the first four of which have every kind of head, target and number of stages once."""
-    first = [(kind, (i + 1) % 4, (i + 1), ("full", "none")[i % 2]) for i, kind in enumerate(HEADS)]
+    modes = ("full", "none", "none", "full")  # and blocks for all requests in every second cell
+    first = [(kind, (i + 1) % len(TARGETS), i + 1, modes[i]) for i, kind in enumerate(HEADS)]
     others = [cell for cell in CELLS if cell not in first]
     return (first + random.Random(0).sample(others, len(others)))[:NUM_CELLS]
 

@@ -174,7 +174,8 @@ def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
     """The same requests with random EAGLE heads: alone, and where n-grams do not match."""
     met: Counter[str] = Counter()
     cells = [(method, count) for method in ("eagle", "eagle3", "auto") for count in (*range(1, 9), None)]
-    if not TESTS_ALL:  # one of them, another for each family and number of stages
+    if not TESTS_ALL:  # one of them that drafts for certain, another for each family and number of stages
+        cells = [cell for cell in cells if cell[1] is not None]
         cells = [cells[7 * (4 * FAMILIES.index(family.family) + num_stages) % len(cells)]]
     for number, (method, num_drafts) in enumerate(cells, num_stages // 2):
         kind = {"auto": "eagle3_own_vocabulary"}.get(method, method)
@@ -191,13 +192,12 @@ def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
         )
         family.compare(requests)
         if num_drafts is not None:
-            assert stats.num_draft_tokens > stats.num_accepted_tokens, stats
+            assert stats.num_draft_tokens > stats.num_accepted_tokens, stats  # some, and not all of them right
         met["drafted"] += stats.num_draft_tokens
         met["accepted"] += stats.num_accepted_tokens
         met["preempted"] += stats.num_preemptions > 0
     print(f"\n{num_stages} stages, {len(cells)} cells, {family.num_excused} near-ties excused; {dict(met)}")
     assert family.num_excused <= max(1, family.num_tokens // 1000)
-    assert met["drafted"] > 0
     if TESTS_ALL:  # of one cell's drafts none may be right: heads are random; `tiny`'s, in test_tiny_eagle.py, is not
         assert met["accepted"] > 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from raypp.cli.main import Doors, main
 from raypp.config.engine import EngineConfig
-from raypp.errors import ModelLoadError
+from raypp.errors import ModelLoadError, ResourceError
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 
@@ -28,8 +28,12 @@ class FakeLLM:
         self.conversations: list[list[dict[str, Any]]] = []
         self.num_closed = 0
         self.raises: BaseException | None = None
+        self.does_not_start: BaseException | None = None
+        self.plan_differs: dict[str, Any] = {}
 
     def open(self, config: EngineConfig) -> FakeLLM:
+        if self.does_not_start is not None:
+            raise self.does_not_start
         self.config = config
         return self
 
@@ -48,6 +52,9 @@ class FakeLLM:
     def chat(self, conversations: list[list[dict[str, Any]]], params: SamplingParams) -> list[RequestOutput]:
         self.conversations = conversations
         return self.generate([conversation[-1]["content"][-1]["text"] for conversation in conversations], params)
+
+    def plan(self) -> dict[str, Any]:
+        return describe(EngineConfig.from_flat("tiny"))["plan"] | self.plan_differs
 
     def stats(self) -> dict[str, Any]:
         cost = {"num_graphs": 3, "seconds": 0.256, "memory_bytes": 2**28, "num_left_out": 0}
@@ -266,6 +273,22 @@ def test_info_of_a_started_engine(capsys: pytest.CaptureFixture[str]) -> None:
         ["0", "full", "3", "0.26", "0.25", "0"],
     ]
     assert llm.num_closed == 1
+
+
+def test_info_tells_the_plan_of_a_cluster_and_of_what_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
+    llm = FakeLLM()
+    llm.plan_differs = {"device": "cuda"}
+    doors = Doors(describe=describe, open_llm=llm.open)
+    assert main(["info", "--model", "tiny", "--start", "--json"], doors=doors) == 0
+    description = json.loads(capsys.readouterr().out)
+    assert description["plan"]["num_blocks"] == description["started"]["plan"]["num_blocks"] == 7
+    assert description["started"]["plan"]["device"] == "cuda"
+    assert description["started"]["graphs"][0]["mode"] == "piecewise"
+    llm.does_not_start = ResourceError("no memory")
+    assert main(["info", "--model", "tiny", "--start"], doors=doors) == 2
+    out, err = capsys.readouterr()
+    assert "  num_blocks: 7" in out.splitlines()
+    assert "no memory" in err
 
 
 def test_python_m_and_a_reader_that_goes_away() -> None:
