@@ -5,8 +5,8 @@
 
 A prompt is computed in chunks; those of one prompt follow each other through the stages. On one stage larger chunks are
 faster, on two they leave one stage idle while the other has the first or the last one. Every size of chunk is an engine
-of its own; without graphs, unless `--mode` says otherwise, since they take longer to record than a prompt to compute.
-`default` leaves the size to the scheduler. The last line is JSON, or with `--out` that file, written after every point.
+of its own; `default` leaves the size to the scheduler. The last line is JSON, or with `--out` that file, written after
+every point.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--chunks-one", type=int, nargs="+", default=[8192, 16384, 32768], help="on one stage")
     parser.add_argument("--chunks-two", type=int, nargs="+", default=[_DEFAULT, 1024, 2048], help="on two; 0: default")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--mode", default="none", help="of graphs")
+    parser.add_argument("--mode", default="auto", help="of graphs; none: small chunks wait for the host")
     parser.add_argument("--out", type=Path, help="a JSON file, written after every point")
     args = parser.parse_args()
 

@@ -7,7 +7,7 @@
 set -u
 out=${1:?a folder for logs and reports}
 shift
-parts=${*:-graphs_8b graphs_06b others_8b others_06b speculation eagle long_prompt long_prompt_pieces timeline step_overhead host_calls online bf16 text_beside_images encoder_actors encoder}
+parts=${*:-graphs_8b graphs_06b others_8b others_06b speculation eagle long_prompt timeline step_overhead host_calls online bf16 text_beside_images encoder_actors encoder}
 here=$(dirname "$0")
 python=${PYTHON:-python3}
 mkdir -p "$out"
@@ -33,10 +33,9 @@ for part in $parts; do
   speculation) table 300 qwen3-8b --parts speculation --requests 1 16 64 256 ;;
   eagle) run 240 eagle.py --out "$out/$part.json" ;;
   long_prompt) run 240 long_prompt.py --out "$out/$part.json" ;;
-  long_prompt_pieces) run 150 long_prompt.py --mode auto --chunks-two 0 --chunks-one 16384 --out "$out/$part.json" ;;
   timeline) run 150 pipeline_timeline.py --out "$out/$part.json" --pictures "$out" ;;
   step_overhead) run 120 step_overhead.py --model qwen3-8b --requests 1 64 ;;
-  host_calls) run 120 step_overhead.py --model qwen3-8b --requests 64 --calls ;;
+  host_calls) run 120 step_overhead.py --model qwen3-8b --requests 1 64 --calls ;;
   online) run 150 online_latency.py --model qwen3-8b --rates 2 8 16 --max-num-batched-tokens 8192 --out "$out/$part.json" ;;
   bf16) run 150 bf16_agreement.py --out "$out/$part.json" ;;
   text_beside_images) run 180 text_beside_images.py --out "$out/$part.json" ;;

@@ -116,7 +116,7 @@ def open_stage_links(
         own_host: An address of this node that the neighbours can reach.
         open_timeout_s: How long the stages may take to meet.
         deadline_s: How long a wait on a link may take. The links between GPUs never wait on the host.
-        device: Where the stage's tensors are, and so the slots. A CUDA device becomes the current one.
+        device: Where the stage's tensors are, and so the slots. A CUDA device is the calling thread's current one.
 
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.

@@ -1,12 +1,13 @@
 """The engine on GPUs against transformers, token by token in float32: one stage and several, in one process and more.
 
 Stages of one process are joined by local links, Ray actors by `ipc`, two on one GPU, and one on each of two; there also
-by `nccl` and `ray_collective`.
+by `nccl`, and over host memory by `gloo` and `ray_collective`. Two engines on one node, each with a GPU of its own.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from exactness import ExactComparison
 from hf_models import FAMILIES, make_checkpoint
 
 from raypp import LLM
+from raypp.actors.cluster import Cluster
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import plan_engine
 from raypp.driver.hardware import Hardware
@@ -42,6 +44,7 @@ PLACES = {
     "one GPU": {"num_stages": 2, "transport": "ipc", "stage_num_gpus": 0.5},
     "two GPUs": {"num_stages": 2, "transport": "ipc"},
     "two GPUs by nccl": {"num_stages": 2, "transport": "nccl"},
+    "two GPUs by gloo": {"num_stages": 2, "transport": "gloo"},
     "two GPUs by ray_collective": {"num_stages": 2, "transport": "ray_collective"},
 }
 
@@ -53,6 +56,14 @@ def _prompts(seed: int, vocab_size: int = 128) -> list[list[int]]:
 
 def _params(max_tokens: list[int]) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in max_tokens]
+
+
+def _generator(llm: LLM) -> Callable[[list[list[int]], list[int]], list[list[int]]]:
+    def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], _params(max_tokens))
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    return generate
 
 
 @pytest.mark.parametrize("mode", ["none", "auto"])
@@ -77,6 +88,7 @@ def test_stages_of_one_process(tmp_path, family, mode):
     [
         *((place, family) for place in ("one stage", "one GPU", "two GPUs") for family in FAMILIES),
         ("two GPUs by nccl", "qwen3"),
+        ("two GPUs by gloo", "qwen3"),
         ("two GPUs by ray_collective", "qwen3"),
     ],
 )
@@ -88,13 +100,24 @@ def test_stages_as_actors(tmp_path, place, family):
     path = make_checkpoint(family, seed, tmp_path / family)
     comparison = ExactComparison()
     with LLM(str(path), **settings) as llm:
-
-        def generate(prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], _params(max_tokens))
-            return [list(output.outputs[0].token_ids) for output in outputs]
-
-        comparison.compare(path, _prompts(seed), NUM_NEW_TOKENS, generate)
+        comparison.compare(path, _prompts(seed), NUM_NEW_TOKENS, _generator(llm))
         print(f"\n{place}, {family}: {[stage['graphs'] for stage in llm.stats()['stages']]}")
         last_step_id = llm.stats()["num_steps"] - 1  # it is told of, too, though no step came after it
         assert max(forward.step_id for forward in llm.timeline().forwards) >= last_step_id
+    comparison.assert_rare()
+
+
+def test_two_engines_each_on_a_gpu_of_its_own(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    settings = SETTINGS | {"skip_tokenizer_init": True} | PLACES["one stage"]
+    path = make_checkpoint("qwen3", 0, tmp_path / "qwen3")
+    comparison = ExactComparison()
+    cluster = Cluster.connect()
+    try:
+        with LLM(str(path), **settings) as first, LLM(str(path), **settings) as second:
+            for llm in (first, second):
+                comparison.compare(path, _prompts(0), NUM_NEW_TOKENS, _generator(llm))
+    finally:
+        cluster.disconnect()
     comparison.assert_rare()

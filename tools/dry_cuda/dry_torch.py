@@ -83,15 +83,19 @@ class Stream:
 
 
 class Event:
-    """A moment on the host."""
+    """A moment on the host, of the device whose stream recorded it."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._has_time = enable_timing
         self._at: float | None = None
+        self._device: Any = None
 
     def record(self, stream: Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
-        self._at = time.perf_counter()
+        device = (stream or _current_stream()).device
+        if self._device not in (None, device):
+            raise RuntimeError(f"an event of {self._device} is recorded in a stream of {device}")
+        self._at, self._device = time.perf_counter(), device
 
     def wait(self, stream: Stream | None = None) -> None:
         assert stream is None or isinstance(stream, Stream)
@@ -107,6 +111,8 @@ class Event:
     def elapsed_time(self, later: Event) -> float:
         if not (self._has_time and later._has_time) or self._at is None or later._at is None:
             raise ValueError("both events must have times, and be recorded")
+        if self._device != later._device:
+            raise RuntimeError(f"CUDA error: invalid resource handle: events of {self._device} and {later._device}")
         return (later._at - self._at) * 1e3
 
 
