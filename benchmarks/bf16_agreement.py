@@ -7,7 +7,8 @@ raypp continues prompts greedily, and tells the log-probabilities of its most li
 what it generates (decode steps). Transformers then reads the same texts, so that all three are asked the same at every
 position. Errors are differences to float32.
 
-`tiny` is a trained model, and reads Python. Others have random weights: where nothing was learnt many tokens are about
+`tiny` is a trained model. It reads Python, and then what it wrote itself: of that it is nearly always sure, so that all
+positions count, not the clear ones alone. Others have random weights: where nothing was learnt many tokens are about
 equally likely, and which one wins is rounding. So the rows of the LM head differ in length, log-normally: as in trained
 models few tokens compete. What agreeing is worth then is told by the figures beside, see `agreement.py`. The last line
 is JSON.
@@ -39,6 +40,10 @@ _HEAD_SPREAD, _HEAD_SCALE = 1.0, 0.25
 """Standard deviation of the logarithm of the LM head's row lengths, and a factor: the most likely token then has a
 probability of about 0.8 with 1,024 hidden dimensions."""
 
+_TRAINED = "tiny"
+_GIVEN, _OWN = "text", "its own text"
+"""What a model reads: what it is given, or what it wrote."""
+
 
 def make_checkpoint(name: str, num_layers: int | None, device: str, folder: Path) -> Path:
     """Write a model of a published shape with random weights in bf16, and return where.
@@ -67,7 +72,7 @@ def make_checkpoint(name: str, num_layers: int | None, device: str, folder: Path
 
 def prompts_for(name: str, path: Path, count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Return prompts of exactly `length` tokens: Python for `tiny`, random ids for others."""
-    if name != "tiny":
+    if name != _TRAINED:
         rng = random.Random(0)
         return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
     text = "\n".join(file.read_text() for file in sorted(Path(raypp.__file__).parent.glob("**/*.py")))
@@ -75,8 +80,8 @@ def prompts_for(name: str, path: Path, count: int, length: int, vocab_size: int)
     return [ids[start : start + length] for start in range(0, count * length, length)]
 
 
-def run_raypp(args: argparse.Namespace, name: str, path: Path, report: GrowingReport) -> list[RequestOutput]:
-    """Return what raypp generates, with log-probabilities."""
+def run_raypp(args: argparse.Namespace, name: str, path: Path, report: GrowingReport) -> dict[str, list[RequestOutput]]:
+    """Return what raypp generates, with log-probabilities, by whose text it reads."""
     with LLM(
         str(path),
         num_stages=args.num_stages,
@@ -87,7 +92,7 @@ def run_raypp(args: argparse.Namespace, name: str, path: Path, report: GrowingRe
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_num_seqs=args.prompts,
-        max_model_len=args.prompt_len + args.output_len,
+        max_model_len=max(args.prompt_len, args.output_len) + args.output_len,
         mode=args.mode,
         load_format="auto",
     ) as llm:
@@ -100,7 +105,11 @@ def run_raypp(args: argparse.Namespace, name: str, path: Path, report: GrowingRe
             logprobs=NUM_REPORTED,
             prompt_logprobs=NUM_REPORTED,
         )
-        return llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        given = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        if name != _TRAINED:
+            return {_GIVEN: given}
+        own = llm.generate([{"prompt_token_ids": output.outputs[0].token_ids} for output in given], params)
+        return {_GIVEN: given, _OWN: own}
 
 
 @torch.inference_mode()
@@ -114,8 +123,10 @@ def logprobs_of(path: Path, dtype: torch.dtype, device: str, texts: Sequence[lis
     return found
 
 
-def compare(args: argparse.Namespace, path: Path, outputs: Sequence[RequestOutput]) -> tuple[Agreement, Agreement]:
-    """Return the agreement over prompts, and over what was generated."""
+def compare(
+    args: argparse.Namespace, path: Path, outputs: Sequence[RequestOutput], *, counts_all: bool
+) -> tuple[Agreement, Agreement]:
+    """Return the agreement over prompts, and over what was generated; `counts_all`: as of `agreement_of`."""
     in_prompts, in_outputs = [], []
     for start in range(0, len(outputs), args.prompts_at_once):
         some = outputs[start : start + args.prompts_at_once]
@@ -130,7 +141,7 @@ def compare(args: argparse.Namespace, path: Path, outputs: Sequence[RequestOutpu
             positions = [Position(logprobs, other[at], exact[at]) for at, logprobs in enumerate(said) if logprobs]
             in_prompts += positions[: len(of_prompt) - 1]
             in_outputs += positions[len(of_prompt) - 1 :]
-    return agreement_of(in_prompts), agreement_of(in_outputs)
+    return agreement_of(in_prompts, counts_all=counts_all), agreement_of(in_outputs, counts_all=counts_all)
 
 
 def main() -> None:
@@ -162,13 +173,15 @@ def main() -> None:
                 else Path(resolve_model_path(name))
             )
             _free_memory()
-            outputs = run_raypp(args, name, path, report)
-            in_prompts, in_outputs = compare(args, path, outputs)
+            figures = {}
+            for text, outputs in run_raypp(args, name, path, report).items():
+                in_prompts, in_outputs = compare(args, path, outputs, counts_all=text == _OWN)
+                figures[text] = {"prompts": in_prompts.figures(), "decode": in_outputs.figures()}
+                print(f"{model}, {text}, prompts: {in_prompts}\n{model}, {text}, decode steps: {in_outputs}")
+                all_good = all_good and in_prompts.is_good and in_outputs.is_good
         _free_memory()
-        report.put(model, {"prompts": in_prompts.figures(), "decode": in_outputs.figures()})
-        print(f"{model}, prompts: {in_prompts}\n{model}, decode steps: {in_outputs}")
+        report.put(model, figures)
         print(f"  took {time.perf_counter() - started:.0f} s", flush=True)
-        all_good = all_good and in_prompts.is_good and in_outputs.is_good
     report.print()
     raise SystemExit(not all_good)
 

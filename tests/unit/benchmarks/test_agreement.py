@@ -54,3 +54,12 @@ def test_near_ties_are_told_apart():
     agreement = agreement_of(_positions(0.02, 0.02, lead=0.01))
     assert agreement.raypp_with_other < 0.9, "a toss of a coin nearly"
     assert agreement.clear < 0.1
+
+
+def test_near_ties_count_where_all_positions_do():
+    near_ties, clear = _positions(0.02, 0.02, lead=0.01, count=40), _positions(0.02, 0.02)
+    assert agreement_of(clear + near_ties).is_good
+    agreement = agreement_of(clear + near_ties, counts_all=True)
+    assert agreement.raypp_with_other < 0.99
+    assert not agreement.is_good
+    assert agreement_of(clear, counts_all=True).is_good
