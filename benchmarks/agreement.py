@@ -3,9 +3,9 @@
 Compared are a few tokens per position: those that the float32 reference finds most likely, chosen by nobody else.
 
 Two implementations that round differently cannot agree on which token is the most likely where float32's two best are
-closer than rounding. So the share is told for all positions, beside that of the other implementation with float32,
-which no one can be expected to exceed; and for the clear ones, where float32's best leads by several times the other's
-error.
+closer than rounding. So the share is told for all positions, beside that of the other implementation with float32, and
+asked for of the clear ones, where float32's best leads by several times the other's error; of all positions where a
+model is sure of nearly all.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _HEAD_SPREAD, _HEAD_SCALE = 1.0, 0.25
 probability of about 0.8 with 1,024 hidden dimensions."""
 
 _TRAINED = "tiny"
-_GIVEN, _OWN = "text", "its own text"
+_GIVEN, _OWN = "given text", "its own text"
 """What a model reads: what it is given, or what it wrote."""
 
 

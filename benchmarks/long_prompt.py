@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--chunks-one", type=int, nargs="+", default=[8192, 16384, 32768], help="on one stage")
     parser.add_argument("--chunks-two", type=int, nargs="+", default=[_DEFAULT, 1024, 2048], help="on two; 0: default")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--mode", default="auto", help="of graphs; none: small chunks wait for the host")
+    parser.add_argument("--mode", default="auto", help="of graphs; without (none) small chunks wait for a slow host")
     parser.add_argument("--out", type=Path, help="a JSON file, written after every point")
     args = parser.parse_args()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from raypp.actors.local_device import enter_device, local_device
+from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.models.registry import resolve_model_path
 
@@ -95,13 +95,13 @@ class EncoderActor:
     def deliver(self, items: Sequence[EncoderItem]) -> tuple[list[ItemFault], dict[str, Any]]:
         """Encode items and bring them to the first stage; return those that cannot be encoded, and the counters."""
         with self._lock:
-            enter_device(self._spec.device)
+            self._enter()
             return self._worker.deliver(items, self._sender, self._put), self.stats()
 
     def prepare(self, items: Sequence[EncoderItem]) -> None:
         """Encode items and keep what comes of them. What cannot be encoded is told to whoever has it delivered."""
         with self._lock:
-            enter_device(self._spec.device)
+            self._enter()
             self._worker.encode(items)
 
     def encode(self, items: Sequence[EncoderItem]) -> dict[bytes, Any]:
@@ -109,7 +109,7 @@ class EncoderActor:
         from raypp.errors import RayppError
 
         with self._lock:
-            enter_device(self._spec.device)
+            self._enter()
             encoded = self._worker.encode(items)
             return {
                 key: result if isinstance(result, RayppError) else result.rows.float().cpu().numpy()
@@ -122,6 +122,11 @@ class EncoderActor:
 
     def _put(self, parcel: Any) -> None:
         ray.get(self._first_stage.put_items.remote(self._spec.encoder_index, parcel))
+
+    def _enter(self) -> None:
+        from raypp.stage.build import enter_device
+
+        enter_device(self._spec.device)
 
 
 def _build_model(spec: EncoderSpec, config: ModelConfig) -> SupportsEncoderCudaGraph[Any]:

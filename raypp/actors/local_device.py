@@ -1,4 +1,4 @@
-"""Which GPU Ray gave to this process, as torch counts them, and making it a thread's own."""
+"""Which GPU Ray gave to this process, as torch counts them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,3 @@ def local_device(device: str) -> str:
     assigned = str(ray.get_gpu_ids()[0])
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return f"cuda:{visible.split(',').index(assigned) if visible else assigned}"
-
-
-def enter_device(device: str) -> None:
-    """Make `device` the calling thread's if it is a GPU: Ray calls from threads of its choice, all begin with GPU 0."""
-    if device != "cpu":
-        import torch
-
-        torch.cuda.set_device(device)

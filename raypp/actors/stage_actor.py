@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
-from raypp.actors.local_device import enter_device, local_device
+from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
 from raypp.driver.hardware import Hardware
@@ -91,7 +91,7 @@ class StageActor:
         from raypp.transport.cuda_device import CudaDevice
         from raypp.transport.step_channel import StageChannel
 
-        enter_device(self._spec.device)
+        build.enter_device(self._spec.device)
         self._stage = build.build_stage(
             self._spec,
             self._config,

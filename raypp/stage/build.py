@@ -34,10 +34,15 @@ _NUM_KEPT_PRODUCTS = 32
 
 
 def configure_torch(num_threads: int, device: str) -> None:
-    """Set this process's compute threads, and its GPU before anything else touches one."""
+    """Set this process's compute threads, and the calling thread's GPU before anything else touches one."""
     torch.set_num_threads(num_threads)
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # both are read at the first product
         os.environ.setdefault(name, str(_NUM_KEPT_PRODUCTS))
+    enter_device(device)
+
+
+def enter_device(device: str) -> None:
+    """Make `device` the calling thread's if it is a GPU. Each thread begins with GPU 0; actors are called from many."""
     if device != "cpu":
         torch.cuda.set_device(device)
 
