@@ -78,7 +78,8 @@ class Agreement:
     def __str__(self) -> str:
         """Return it in three lines."""
         verdict, bar = "ok" if self.is_good else "MISSED", f" (>= {MIN_AGREEMENT:.0%})"
-        of_all, of_clear = (bar, "") if self.counts_all else ("", bar)
+        below = f" (below {MIN_AGREEMENT:.0%})" if self.raypp_with_other < MIN_AGREEMENT else ""
+        of_all, of_clear = (bar, "") if self.counts_all else (below, bar)
         return (
             f"{self.num_positions} positions, {self.num_distinct} different tokens: {verdict}\n"
             f"    argmax: raypp = transformers {self.raypp_with_other:.2%}{of_all}, raypp = float32 "

@@ -147,7 +147,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="that are timed")
     parser.add_argument("--counted", type=int, default=100, help="further ones whose calls are counted")
     parser.add_argument("--profile", type=int, help="print a profile of this stage's steps")
-    parser.add_argument("--call-us", type=float, nargs=4, default=[12.0, 8.0, 28.0, 9.0], metavar="US")
+    parser.add_argument(
+        "--call-us",
+        type=float,
+        nargs=4,
+        default=[12.0, 8.0, 28.0, 9.0],
+        metavar="US",
+        help="as within a step on an H200 (docs/performance.md); a view as after a sleep",
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {}

@@ -54,6 +54,7 @@ def test_near_ties_are_told_apart():
     agreement = agreement_of(_positions(0.02, 0.02, lead=0.01))
     assert agreement.raypp_with_other < 0.9, "a toss of a coin nearly"
     assert agreement.clear < 0.1
+    assert "(below 99%)" in str(agreement), "said, though not asked for"
 
 
 def test_near_ties_count_where_all_positions_do():
