@@ -11,7 +11,7 @@ from typing import Any
 
 from raypp.config.engine import EngineConfig
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import layer_weight_bytes
+from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
 from raypp.stage.sampler_sizes import may_copy, sampler_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec
 from raypp.stage.step_sizes import StepSizes
@@ -108,7 +108,7 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + 3 * model.intermediate_size)
     buffers = most_pieces * (2 * model.hidden_size + attention)
-    logits = most_full * model.vocab_size
+    logits_bytes = most_full * model.vocab_size * LOGIT_BYTES
     num_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     tables = sampler_table_bytes(num_rows, model.vocab_size) if sizes.full else 0
-    return graphs + tables + (pool + buffers + logits) * dtype_bytes + _SORTING_BYTES + _KERNEL_BYTES
+    return graphs + tables + logits_bytes + (pool + buffers) * dtype_bytes + _SORTING_BYTES + _KERNEL_BYTES

@@ -10,6 +10,7 @@ from raypp.driver.graph_plan import graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig
+from raypp.models.sizes import LOGIT_BYTES
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
 _SAMPLING_BYTES = 40  # per logit while a step samples: float32 copies, and what truncation sorts
@@ -155,6 +156,6 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
     num_logits = min(max_step_rows * (1 + config.speculative.max_drafts), max(tokens, max_step_rows))
-    logits_bytes = num_logits * model.vocab_size * (dtype_bytes + _SAMPLING_BYTES)
+    logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _SAMPLING_BYTES)
     penalty_bytes = config.scheduler.max_num_seqs * model.vocab_size * _COUNT_BYTES
     return max(layer_bytes, logits_bytes) + penalty_bytes

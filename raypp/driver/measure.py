@@ -257,8 +257,8 @@ class _PromptSkipping:
     ) -> torch.Tensor:
         return hidden if self.skips else self._model.forward(hidden, positions, attention, kv_caches, deepstack)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.compute_logits(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._model.compute_logits(hidden, out)
 
 
 class _TimedPipeline:

@@ -22,7 +22,7 @@ from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.backend import KernelSet, Projection
+from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.rotary import Rotation
 
 _EMBEDDING = "embed_tokens.weight"  # below the language model's prefix
@@ -109,10 +109,10 @@ class DecoderModel:
         self._axis_frequencies = None if axes is None else axes.to(device)
         self._layers: list[DecoderLayer] = []
         self._embedding: torch.Tensor | None = None
-        self._lm_head: Projection | None = None
+        self._lm_head: LMHead | None = None
         self._head_support = head_support
         self._final_norm: Projection | None = None
-        self._plain_lm_head: Projection | None = None
+        self._plain_lm_head: LMHead | None = None
         self.draft_head: DraftHead | None = None
         """On the last stage, once `attach_draft_head` has been called."""
         self.taps: dict[int, torch.Tensor] = {}
@@ -191,12 +191,10 @@ class DecoderModel:
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
         if support is not None and support.gives_lm_head:
-            self._plain_lm_head = kernels.linear(weight)
+            self._plain_lm_head = kernels.lm_head(weight)
             return
         # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
-        self._lm_head = kernels.norm_linear(
-            norm_weight, config.rms_norm_eps, weight, is_shared=config.tie_word_embeddings
-        )
+        self._lm_head = kernels.lm_head(weight, norm_weight, config.rms_norm_eps, is_shared=config.tie_word_embeddings)
 
     def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
         config = self._config
@@ -259,12 +257,12 @@ class DecoderModel:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""
         self._kernels.plan_attention(attention, ring_entry)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [N, V], of the model's type. Last stage only. Shapes: hidden [N, H]."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. Shapes: hidden [N, H]."""
         if self._plain_lm_head is not None:
-            return self._plain_lm_head(self.normalize(hidden))
+            return self._plain_lm_head(self.normalize(hidden), out)
         assert self._lm_head is not None, "not the last stage, or no weights yet"
-        return self._lm_head(hidden)
+        return self._lm_head(hidden, out)
 
     def attach_draft_head(self, head: DraftHead) -> None:
         """Keep the head that drafts for this model, for whoever runs the stage."""
@@ -281,6 +279,6 @@ class DecoderModel:
         return self._final_norm(hidden)
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Return the LM head's logits, [N, V]. Shapes: normalized [N, H]."""
+        """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
         assert self._plain_lm_head is not None, "nobody said that a draft head would need it"
         return self._plain_lm_head(normalized)

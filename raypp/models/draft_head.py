@@ -39,7 +39,7 @@ class HeadTarget(Protocol):
         """Return the final norm of the residual stream, [T, H]."""
 
     def project(self, normalized: torch.Tensor) -> torch.Tensor:
-        """Return the LM head's logits, [N, V]. Shapes: normalized [N, H]."""
+        """Return the LM head's logits, [N, V] float32. Shapes: normalized [N, H]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from raypp.models.config import ModelConfig
 
+LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
+
 
 def layer_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     """Return the bytes of one layer's weights. All layers are alike."""

@@ -1,9 +1,10 @@
 """The kernels of a device, chosen once at start: what a layer is made of.
 
-A layer is five operations. Each is made once, with its weights, and takes the fastest way for the rows it is given.
+A layer is five operations, and the LM head one. Each is made once, with its weights, and takes the fastest way for the
+rows it is given.
 
-    hidden -> norm_linear -> attention -> add_linear -> norm_gated_linear -> add_linear -> hidden
-              q, k, v        rotary,      + hidden      silu(gate) * up      + hidden
+    hidden -> norm_linear -> attention -> add_linear -> norm_gated_linear -> add_linear -> hidden -> lm_head -> logits
+              q, k, v        rotary,      + hidden      silu(gate) * up      + hidden                           float32
                              cache
 
 Two sets exist: `raypp.ops.torch_kernels` runs everywhere and is the CPU's, `raypp.ops.cuda_kernels` has Triton and
@@ -39,6 +40,13 @@ class AddedProjection(Protocol):
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T, [T, H]. Shapes: x [T, K] contiguous; residual [T, H], may be overwritten."""
+
+
+class LMHead(Protocol):
+    """From the residual stream, or its norm, to logits."""
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V] float32; in `out` if that is given. Shapes: x [N, H] contiguous."""
 
 
 class JoinedProjection(Protocol):
@@ -97,12 +105,10 @@ class KernelSet(Protocol):
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        *,
-        is_shared: bool = False,
     ) -> Projection:
         """Return x -> norm(x) W^T + b. Shapes: norm_weight [K]; weight [N, K]; bias [N].
 
-        The weight belongs to the projection from then on and may be changed, unless it `is_shared`.
+        The weight belongs to the projection from then on and may be changed.
         """
 
     def norm(self, weight: torch.Tensor, eps: float) -> Projection:
@@ -135,6 +141,20 @@ class KernelSet(Protocol):
 
     def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""
+
+    def lm_head(
+        self,
+        weight: torch.Tensor,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        is_shared: bool = False,
+    ) -> LMHead:
+        """Return x -> norm(x) W^T, or x W^T without a norm, in float32. Shapes: norm_weight [H]; weight [V, H].
+
+        Logits are not rounded to the model's type, in which the best of them often are equal; only a CPU's product
+        is. The weight belongs to the head from then on and may be changed, unless it `is_shared`.
+        """
 
     def attention(self, heads: Heads) -> Attention:
         """Return the attention of a layer with these heads."""

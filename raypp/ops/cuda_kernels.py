@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, DecodeKernel, Projection
+from raypp.ops.backend import AddedProjection, DecodeKernel, LMHead, Projection
 from raypp.ops.cuda_attention import CudaAttention
 from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.kernels.gate import silu_and_mul
@@ -19,6 +19,7 @@ from raypp.ops.kernels.narrow import narrow
 from raypp.ops.kernels.norm import join_norms, rms_norm
 from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project, quantize
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.linear import linear_in_float32
 from raypp.ops.rotary import Rotation
 
 
@@ -78,12 +79,8 @@ class CudaKernels:
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        *,
-        is_shared: bool = False,
     ) -> Projection:
         """Return x -> norm(x) W^T + b."""
-        if is_shared:
-            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(weight, bias)))
         fold_norm(weight, norm_weight)
         return self._projection(Weights(weight, bias, eps))
 
@@ -119,6 +116,22 @@ class CudaKernels:
         """Return (x, residual) -> residual + x W^T + b."""
         return self._projection(Weights(weight, bias)).add
 
+    def lm_head(
+        self,
+        weight: torch.Tensor,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        is_shared: bool = False,
+    ) -> LMHead:
+        """Return x -> norm(x) W^T, or x W^T, in float32."""
+        if norm_weight is None:
+            return self._projection(Weights(weight), is_float32=True)
+        if is_shared:
+            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(weight), is_float32=True))
+        fold_norm(weight, norm_weight)
+        return self._projection(Weights(weight, norm_eps=eps), is_float32=True)
+
     def attention(self, heads: Heads) -> LayerAttention:
         """Return the attention of a layer with these heads."""
         if not self._attention:
@@ -145,9 +158,9 @@ class CudaKernels:
         assert self._attention, "no layer has been made"
         self._attention[0].plan(batch, ring_entry)
 
-    def _projection(self, weights: Weights) -> CudaProjection:
+    def _projection(self, weights: Weights, *, is_float32: bool = False) -> CudaProjection:
         in_8_bits = quantize(weights) if self._has_8_bits else None
-        projection = CudaProjection(weights, self._device, self._workspace, in_8_bits)
+        projection = CudaProjection(weights, self._device, self._workspace, in_8_bits, is_float32=is_float32)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection
 
@@ -206,15 +219,15 @@ class JoinedNormsLinear:
 
 
 class SeparateNorm:
-    """A norm before a product whose weight others use too, so that the norm's own cannot be folded into it."""
+    """A norm before an LM head whose weight others use too, so that the norm's own cannot be folded into it."""
 
-    def __init__(self, norm: Norm, projection: Projection) -> None:
+    def __init__(self, norm: Norm, head: LMHead) -> None:
         self._norm = norm
-        self._projection = projection
+        self._head = head
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [T, N]. Shapes: x [T, K] contiguous."""
-        return self._projection(self._norm(x))
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V]. Shapes: x [N, H] contiguous."""
+        return self._head(self._norm(x), out)
 
 
 class CudaProjection:
@@ -227,15 +240,23 @@ class CudaProjection:
         device: Where it runs.
         workspace: For products that are split.
         in_8_bits: The same for own kernels to read; None: `weights`.
+        is_float32: Whether the product, without bias or gate, is float32, else it is of the weight's type.
     """
 
     def __init__(
-        self, weights: Weights, device: Device, workspace: Workspace, in_8_bits: Weights | None = None
+        self,
+        weights: Weights,
+        device: Device,
+        workspace: Workspace,
+        in_8_bits: Weights | None = None,
+        *,
+        is_float32: bool = False,
     ) -> None:
         self._weights = weights
         self._device = device
         self._workspace = workspace
         self._is_in_8_bits = in_8_bits is not None
+        self._is_float32 = is_float32
         self._own: dict[int, OwnProduct] = {}
         for num_rows in range(1, MAX_ROWS + 1):
             own = own_product(num_rows, in_8_bits or weights, device)
@@ -253,18 +274,22 @@ class CudaProjection:
         dtype = input_type_in_8_bits(num_rows, is_normed=is_normed) if self._is_in_8_bits else None
         return dtype or self._weights.weight.dtype
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return norm(x) W^T + b, or its gate, [T, N]; in `out`, float32, if that is given.
+
+        Shapes: x [T, K] contiguous.
+        """
         if torch.compiler.is_compiling():
             return self._plain(x)
         weights, own, num_rows = self._weights, self._own.get(len(x)), len(x)
         if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
             x = rms_norm(x, None, weights.norm_eps, self._device, self.input_type(num_rows, is_normed=True))
         if own is not None:
-            # What comes behind a gate has as many rows, and is in 8 bits if this is.
-            dtype = self.input_type(num_rows, is_normed=False) if weights.is_gated else weights.weight.dtype
-            return self._project(own, x, None, dtype)
-        y = F.linear(x.to(weights.weight.dtype), weights.weight, weights.bias)
+            return self._project(own, x, None, self._output_type(num_rows), out)
+        x = x.to(weights.weight.dtype)
+        if self._is_float32:
+            return linear_in_float32(x, weights.weight, out)
+        y = F.linear(x, weights.weight, weights.bias)
         return silu_and_mul(y, self._device) if weights.is_gated else y
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -279,13 +304,23 @@ class CudaProjection:
         residual = residual.addmm_(x.to(residual.dtype), weights.weight.t())
         return residual if weights.bias is None else residual.add_(weights.bias)
 
+    def _output_type(self, num_rows: int) -> torch.dtype:
+        if self._weights.is_gated:  # what comes behind has as many rows, and is in 8 bits if this is
+            return self.input_type(num_rows, is_normed=False)
+        return torch.float32 if self._is_float32 else self._weights.weight.dtype
+
     def _project(
-        self, own: OwnProduct, x: torch.Tensor, residual: torch.Tensor | None, dtype: torch.dtype
+        self,
+        own: OwnProduct,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         read_as = self.input_type(len(x), is_normed=False)
         if read_as.itemsize == 1 < x.element_size():
             x = narrow(x, read_as, self._device)
-        return project(x, own.weights, residual, own.tuning, self._device, self._workspace, dtype)
+        return project(x, own.weights, residual, own.tuning, self._device, self._workspace, dtype, out)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights

@@ -33,6 +33,24 @@ class Linear:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
         return y
 
+    def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return y in float32, without a bias; see `linear_in_float32`."""
+        if not self._is_packed:
+            return linear_in_float32(x, self._weight, out)
+        y = self(x).to(torch.float32)
+        return y if out is None else out.copy_(y)
+
+
+def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x W^T, [T, N] float32, in `out` if that is given; not rounded to x's type before, but on a CPU.
+
+    Shapes: x [T, K]; weight [N, K]; out [T, N] float32.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+    y = F.linear(x, weight).to(torch.float32)
+    return y if out is None else out.copy_(y)
+
 
 def _can_pack(weight: torch.Tensor) -> bool:
     if weight.is_cuda or not torch._C._has_mkldnn:

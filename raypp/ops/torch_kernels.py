@@ -45,8 +45,6 @@ class TorchKernels:
         eps: float,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
-        *,
-        is_shared: bool = False,
     ) -> NormLinear:
         """Return x -> norm(x) W^T + b."""
         return NormLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
@@ -80,6 +78,17 @@ class TorchKernels:
     def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddLinear:
         """Return (x, residual) -> residual + x W^T + b."""
         return AddLinear(self.linear(weight, bias))
+
+    def lm_head(
+        self,
+        weight: torch.Tensor,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        is_shared: bool = False,
+    ) -> TorchLMHead:
+        """Return x -> norm(x) W^T, or x W^T, in float32."""
+        return TorchLMHead(None if norm_weight is None else RMSNorm(norm_weight, eps), self.linear(weight))
 
     def attention(self, heads: Heads) -> TorchAttention:
         """Return the attention of a layer with these heads."""
@@ -139,6 +148,18 @@ class NormLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N]. Shapes: x [T, K]."""
         return self._linear(self._norm(x))
+
+
+class TorchLMHead:
+    """Norm, if there is one, then product."""
+
+    def __init__(self, norm: RMSNorm | None, linear: Linear) -> None:
+        self._norm = norm
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V] float32. Shapes: x [N, H]."""
+        return self._linear.in_float32(x if self._norm is None else self._norm(x), out)
 
 
 class NormGatedLinear:

@@ -119,7 +119,7 @@ class RecordedDecode:
         # What it writes: the message to the next stage; on the last stage the feedback.
         self._output = torch.zeros(leaving.slots.shape[1], dtype=torch.uint8, device=device)
         self._leaving = SlotWriter(leaving.slots, self._output, self._uploads.values[2:3])
-        self._kept_logits: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
         self._last: LastHidden  # of the step that was run last
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
         self.drafts: RecordedDrafts | None = None
@@ -307,7 +307,7 @@ class RecordedDecode:
             rope_positions = self._item_rows.decode_positions(positions, shape.rows, shape.decode_query_len)
         hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
         if spec.is_last:
-            logits = self._keep_logits(self._model.compute_logits(hidden))
+            logits = self._model.compute_logits(hidden, self._place_of_logits(len(hidden)))
             aux = self._aux_states.gather(entering, shape.num_tokens)
             stepped = SteppedHidden(hidden, positions, inputs.slot_mapping, aux, None)
             return RanBody(inputs.slot_mapping, LastHidden(logits, positions + 1, stepped))
@@ -367,11 +367,11 @@ class RecordedDecode:
 
         return Watched(reads=reads, changes=changes, yields=yields)
 
-    def _keep_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory that all recordings share: kept by each, logits would take gigabytes."""
-        if self._kept_logits is None:
-            self._kept_logits = torch.empty_like(logits)  # the largest recording comes first
-        return self._kept_logits[: len(logits)].copy_(logits)
+    def _place_of_logits(self, num_tokens: int) -> torch.Tensor:
+        """Return memory that all recordings share: kept by each, logits would take gigabytes."""
+        if self._logits is None:  # the largest recording comes first
+            self._logits = torch.empty(num_tokens, self._spec.vocab_size, device=self._input.device)
+        return self._logits[:num_tokens]
 
     def _tail(
         self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None, *, is_changed: bool = False

@@ -59,5 +59,5 @@ class StageModel(Protocol):
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of the step's attention; `ring_entry` says which of its buffers are free."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, [N, V]. Last stage only. hidden [N, H]."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits, [N, V] float32; in `out` if that is given. Last stage only. hidden [N, H]."""

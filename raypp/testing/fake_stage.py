@@ -75,8 +75,10 @@ class FakeModel:
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """There is no attention to plan."""
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits that are 1 at the next token and 0 elsewhere, [N, V]."""
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits that are 1 at the next token and 0 elsewhere, [N, V]; in `out` if that is given."""
+        if out is not None:
+            return out.copy_(self.compute_logits(hidden))
         successors = (hidden.to(torch.int64) + 1) % self._vocab_size
         # A row is all zeros but for the one that the last call left: clearing that is cheaper than making new rows.
         if len(self._logits) < len(hidden):

@@ -6,6 +6,7 @@ The interpreter is slow, so shapes are small there; and it knows no products of 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -379,6 +380,30 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         inner = torch.cat([random.normal(intermediate, hidden, scale=scale) for scale in scales])
         huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, inner)
         assert add(huge(x), residual).isfinite().all()  # the smaller range is not left
+
+
+def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: Sequence[int]) -> None:
+    """Logits are float32 and not rounded before, whoever computes them; in a given place they are the same."""
+    random = Kernels(dtype)
+    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    weight, norm_weight = random.normal(vocab_size, hidden, scale=hidden**-0.5), 1 + random.normal(hidden, scale=0.1)
+    folded = weight.clone()
+    fold_norm(folded, norm_weight)
+    plain, shared = kernels.lm_head(weight), kernels.lm_head(weight, norm_weight, 1e-6, is_shared=True)
+    normed = kernels.lm_head(weight.clone(), norm_weight, 1e-6)
+    for num_rows in row_counts:
+        x = random.normal(num_rows, hidden)
+        exact = reference.linear(x.float(), weight)
+        torch.testing.assert_close(plain(x), exact, atol=4 * TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
+        separate = norm_kernels.rms_norm(x, norm_weight, 1e-6, random.device)
+        torch.testing.assert_close(shared(x), plain(separate), atol=0, rtol=0)
+        expected = reference.linear(reference.rms_norm(x, None, 1e-6).float(), folded)
+        random.assert_close(normed(x), expected, 4)
+        for head in (plain, shared, normed):
+            places = torch.zeros(num_rows + 1, vocab_size, device=DEVICE)
+            assert torch.equal(head(x, places[:num_rows]), head(x))
+            assert torch.equal(places[:num_rows], head(x))
+            assert not places[num_rows].any()
 
 
 def check_products_of_no_rows(dtype: torch.dtype) -> None:

@@ -175,6 +175,12 @@ def test_all_ways_of_a_product_agree(shape):
             kernels.assert_close(bare.add(x, residual), expected, 4)
 
 
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(("vocab_size", "hidden"), [(151936, 1024), (4032, 256)])
+def test_lm_head(dtype, vocab_size, hidden):
+    checks.check_lm_head(dtype, vocab_size, hidden, (0, 1, 2, 3, 16, MAX_ROWS, MAX_ROWS + 1, 300))
+
+
 def test_products_of_no_rows():
     checks.check_products_of_no_rows(BF16)
 

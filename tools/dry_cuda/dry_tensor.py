@@ -252,7 +252,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 _SKIPPED: dict[str, Callable[..., Any]] = {
-    "mm": lambda a, b: a.new_zeros(a.shape[0], b.shape[1]),
+    "mm": lambda a, b, dtype=None, out=None: a.new_zeros(a.shape[0], b.shape[1], dtype=dtype) if out is None else out,
     "bmm": lambda a, b: a.new_zeros(a.shape[0], a.shape[1], b.shape[2]),
     "addmm": lambda c, a, b, **kwargs: a.new_zeros(a.shape[0], b.shape[1]),
     "addmm_": lambda c, a, b, **kwargs: c,
@@ -266,9 +266,16 @@ _SKIPPED: dict[str, Callable[..., Any]] = {
 """What takes long, where nothing is computed: zeros of its shape."""
 
 
+def _product(a: torch.Tensor, b: torch.Tensor, dtype: Any = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the product, also in float32 of 16 bits, which a CPU cannot."""
+    y = torch.mm(a, b) if dtype is None else torch.mm(a.to(dtype), b.to(dtype))
+    return y if out is None else out.copy_(y)
+
+
 _TWINS: dict[str, Callable[..., Any]] = {
     # Of GELU: the tanh approximation, which on a CPU is the exact one.
     "_addmm_activation": lambda c, a, b, **kwargs: torch.nn.functional.gelu(torch.addmm(c, a, b), approximate="tanh"),
+    "mm": _product,
 }
 """What is another function on a GPU."""
 

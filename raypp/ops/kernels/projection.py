@@ -110,8 +110,11 @@ def project(
     device: Device,
     workspace: Workspace,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N], as `dtype`, else x's.
+    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
+
+    It is in `out` if that is given, else of `dtype`, else of x's type.
 
     All three may be of types of their own. A product in 8 bits keeps within the range of y's; with more than few rows
     its x is in 8 bits as well.
@@ -119,7 +122,7 @@ def project(
     Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
-    y = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=x.device)
+    y = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=x.device) if out is None else out
     arguments = (
         x if weights.bias is None else weights.bias,
         x if residual is None else residual,

@@ -142,7 +142,11 @@ def call_all(workspace: Workspace) -> None:
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     decode_inputs.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
-    logits = torch.zeros(32, 5000, dtype=BF16)
+    logits = torch.zeros(32, 5000)
+    head = projection.Weights(torch.empty(5000, 4096, dtype=BF16), None, 1e-6)
+    for rows in (1, 2):
+        x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
+        projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
     chooser.greedy(logits)
     chooser.draw(logits, torch.ones(32), integers, integers)
 

@@ -163,6 +163,10 @@ def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_mlp_in_8_bits(torch.float16, 96, 64)
 
 
+def test_lm_head():
+    checks.check_lm_head(EXACT, 96, 64, (0, 1, 2, 3, checks.MAX_ROWS + 1))
+
+
 def test_products_of_no_rows():
     checks.check_products_of_no_rows(EXACT)
 
