@@ -6,6 +6,10 @@ Two implementations that round differently cannot agree on which token is the mo
 closer than rounding. So the share is told for all positions, beside that of the other implementation with float32, and
 asked for of the clear ones, where float32's best leads by several times the other's error; of all positions where a
 model is sure of nearly all.
+
+Two shares say what the share over all positions can be at most, and are asked for nowhere. How often the other agrees
+with itself, run in another way; and how often its best is tied: bf16 has few digits, so that several tokens can have
+exactly the highest value, and which of them comes first is the order of the vocabulary.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ class Position:
     """The other implementation in bf16."""
     exact: torch.Tensor
     """In float32."""
+    other_again: int
+    """The token that the other implementation finds most likely in bf16 when it is run in another way."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,12 @@ class Agreement:
     """The share of positions, 0..1, at which both find the same token most likely."""
     raypp_with_exact: float
     other_with_exact: float
+    other_with_itself: float
+    """The share at which the other finds the same token most likely in both ways."""
+    tied: float
+    """The share at which several tokens have the other's highest value."""
+    raypp_among_other_best: float
+    """The share at which raypp's most likely token has the other's highest value."""
     raypp_error: float
     other_error: float
     num_distinct: int
@@ -76,7 +88,7 @@ class Agreement:
         return {**vars(self), "error_ratio": self.error_ratio, "is_good": self.is_good}
 
     def __str__(self) -> str:
-        """Return it in three lines."""
+        """Return it in four lines."""
         verdict, bar = "ok" if self.is_good else "MISSED", f" (>= {MIN_AGREEMENT:.0%})"
         below = f" (below {MIN_AGREEMENT:.0%})" if self.raypp_with_other < MIN_AGREEMENT else ""
         of_all, of_clear = (bar, "") if self.counts_all else (below, bar)
@@ -86,6 +98,8 @@ class Agreement:
             f"{self.raypp_with_exact:.2%}, transformers = float32 {self.other_with_exact:.2%}; "
             f"of the {self.clear:.1%} clear ones raypp = transformers {self.raypp_with_other_if_clear:.2%}"
             f"{of_clear}\n"
+            f"    beside: transformers = itself {self.other_with_itself:.2%}; its best is tied at {self.tied:.2%}, "
+            f"raypp's is among its best at {self.raypp_among_other_best:.2%}\n"
             f"    error: raypp {self.raypp_error:.4f}, transformers {self.other_error:.4f}, {self.error_ratio:.2f}x "
             f"(<= {MAX_ERROR_RATIO}); not told {self.missing:.2%}"
         )
@@ -95,6 +109,7 @@ def agreement_of(positions: Sequence[Position], *, counts_all: bool = False) -> 
     """Return how well they agree; `counts_all`: they must at all positions, not at clear ones alone."""
     raypp_best = [min(position.raypp, key=lambda token: position.raypp[token].rank) for position in positions]
     other_best = [int(position.other.argmax()) for position in positions]
+    other_bests = [(position.other == position.other.max()).nonzero().flatten().tolist() for position in positions]
     exact_best = [int(position.exact.argmax()) for position in positions]
     raypp_errors, other_errors, gaps, num_missing = [], [], [], 0
     for position in positions:
@@ -113,6 +128,9 @@ def agreement_of(positions: Sequence[Position], *, counts_all: bool = False) -> 
         raypp_with_other=_share(raypp_best, other_best),
         raypp_with_exact=_share(raypp_best, exact_best),
         other_with_exact=_share(other_best, exact_best),
+        other_with_itself=_share(other_best, [position.other_again for position in positions]),
+        tied=sum(len(bests) > 1 for bests in other_bests) / count,
+        raypp_among_other_best=sum(a in bests for a, bests in zip(raypp_best, other_bests, strict=True)) / count,
         raypp_error=_rms(raypp_errors),
         other_error=other_error,
         num_distinct=len(set(exact_best)),

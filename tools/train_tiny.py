@@ -1,5 +1,7 @@
 """Train `tiny`, the model that ships inside raypp, on Python's own standard library; with `--vision`, `tiny-vl`.
 
+With `--shape` a model of another shape is trained on the same text, with the tokenizer that ships: none is trained.
+
     corpus -> tokenizer -> token streams -> training -> bf16 export -> bits per byte of the held-out files
 
 Every CPython installation carries the text, so everybody can repeat it: on a GPU in minutes, on a CPU in a night.
@@ -29,6 +31,7 @@ import train_tiny_head
 import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 HELD_OUT = (
@@ -54,6 +57,7 @@ HELD_OUT = (
 
 TOKENIZER_DIRECTORY = Path(__file__).parent.parent / "raypp" / "assets" / "tiny"
 MAX_POSITIONS = 4096
+MAX_LOGITS = 2**29  # that exist at once in training: all of a part of tiny's, 2,048 tokens' of a vocabulary of 151,936
 VOCAB_SIZE = 4032  # 63 * 64: with 4096 six layers would not fit into four million parameters
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -358,7 +362,7 @@ def gzip_bits_per_byte(texts: dict[str, str]) -> float:
 
 
 def build_model(tokenizer: Any) -> Any:
-    """Return the untrained model: six layers split evenly over two and three stages, unevenly over four."""
+    """Return the untrained `tiny`: six layers split evenly over two and three stages, unevenly over four."""
     config = Qwen3Config(  # type: ignore[call-arg]  # rope_theta travels among the keywords
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -381,15 +385,32 @@ def build_model(tokenizer: Any) -> Any:
     return model
 
 
+def build_shape(shape: str, tokenizer: Any) -> Any:
+    """Return an untrained model of a published shape, float32, for a tokenizer that may know fewer tokens.
+
+    Args:
+        shape: The folder of its config.json, of Qwen3's architecture.
+        tokenizer: Its ids are the first of the shape's vocabulary. No text has the others.
+    """
+    config: Any = transformers.AutoConfig.from_pretrained(shape)
+    assert len(tokenizer) <= config.vocab_size, (len(tokenizer), config.vocab_size)
+    config.bos_token_id = None
+    config.eos_token_id = tokenizer.convert_tokens_to_ids(TURN_END)
+    config.pad_token_id = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    config.use_cache = False
+    model: Any = Qwen3ForCausalLM._from_config(config, dtype=torch.float32)
+    return model
+
+
 def make_optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Muon (as torch ships it) for the layers' matrices, AdamW for embedding and norms; one learning rate for both."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
-    embedding = [model.model.embed_tokens.weight]
+    embeddings = list(dict.fromkeys([model.model.embed_tokens.weight, model.lm_head.weight]))  # one if they are tied
     return [
         torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
-            [{"params": embedding, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
+            [{"params": embeddings, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
             lr=learning_rate,
             betas=(0.9, 0.95),
             fused=True,
@@ -397,7 +418,7 @@ def make_optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimi
     ]
 
 
-def learning_rate_share(step: int, num_steps: int) -> float:
+def learning_rate_share(step: float, num_steps: int) -> float:
     """Return the share of the peak learning rate: a short linear rise, then a cosine down to 2 %."""
     warmup = min(100, max(1, num_steps // 10))
     if step < warmup:
@@ -406,7 +427,24 @@ def learning_rate_share(step: int, num_steps: int) -> float:
 
 
 def make_loss(model: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return the mean cross entropy of windows [B, T + 1]; on a GPU in bf16 and compiled."""
+    """Return the mean cross entropy of windows [B, T + 1]; on a GPU in bf16 and compiled.
+
+    Compiled is what repeats, a layer and the loss of a piece: all layers use the code of one, however many there are.
+    Logits are made piece by piece, and made again for the gradients: of a large vocabulary they would not fit.
+    """
+    num_at_once = 2 ** int(math.log2(MAX_LOGITS / model.config.vocab_size))  # tokens; divides windows evenly
+
+    def nats(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model.lm_head(hidden).float(), targets, reduction="sum")
+
+    def nats_in_little_memory(hidden: Tensor, targets: Tensor) -> Any:
+        return checkpoint(nats, hidden, targets, use_reentrant=False)
+
+    of_piece: Callable[[Tensor, Tensor], Tensor] = nats_in_little_memory
+    if device.type == "cuda":
+        of_piece = torch.compile(of_piece, dynamic=False)
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
 
     def loss(windows: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
@@ -414,10 +452,11 @@ def make_loss(model: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
             hidden = model.model(
                 windows[:, :-1], attention_mask={"full_attention": None}, use_cache=False
             ).last_hidden_state
-            logits = model.lm_head(hidden)
-        return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
+            targets = windows[:, 1:].flatten()
+            pieces = zip(hidden.flatten(0, 1).split(num_at_once), targets.split(num_at_once), strict=True)
+            return torch.stack([of_piece(*piece) for piece in pieces]).sum() / len(targets)
 
-    return torch.compile(loss, dynamic=False) if device.type == "cuda" else loss
+    return loss
 
 
 def train(
@@ -425,18 +464,26 @@ def train(
 ) -> list[dict[str, float]]:
     """Train in place; return the loss curve.
 
-    The last tenth of the steps sees windows of the full context in place of the short ones, equally many tokens a
-    step: the model learns long distances when it knows the rest, for little compute.
+    The last tenth of `tiny`'s steps sees windows of the full context in place of the short ones, equally many tokens a
+    step: the model learns long distances when it knows the rest, for little compute. Other shapes see windows of one
+    length throughout: their full context is not what they are trained for, and every length is compiled.
+
+    With `arguments.seconds` training ends by then, compiling included, and nothing is evaluated: the caller does, after
+    it. The schedule follows the steps taken or the time, whichever is further. The time's share is of what the first
+    step leaves, which compiles: the learning rate then rises from zero and decays to the end either way.
     """
     device = code.tokens.device
     generator = torch.Generator().manual_seed(arguments.seed)
     loss_of = make_loss(model, device)
     optimizers = make_optimizers(model, arguments.learning_rate)
     long_from = arguments.steps - arguments.steps // 10
+    long_context = arguments.context if arguments.shape else min(MAX_POSITIONS, 8 * arguments.context)
+    seconds = arguments.seconds or math.inf
     curve: list[dict[str, float]] = []
     running, counted, started = torch.zeros((), device=device), 0, time.perf_counter()
-    for step in range(arguments.steps):
-        context = arguments.context if step < long_from else min(MAX_POSITIONS, 8 * arguments.context)
+    step, position, first_ended = 0, 0.0, 0.0  # position: of the schedule, in steps
+    while position < arguments.steps:
+        context = arguments.context if position < long_from else long_context
         num_rows = max(2, arguments.batch * arguments.context // context)
         num_chat_rows = max(1, round(num_rows * arguments.chat_share))
         windows = torch.cat(
@@ -445,7 +492,7 @@ def train(
                 chat.batch(num_chat_rows, context, generator, aligned=True),
             ]
         )
-        share = learning_rate_share(step, arguments.steps)
+        share = learning_rate_share(position, arguments.steps)
         for part in torch.split(windows, max(1, arguments.part_tokens // context)):
             loss = loss_of(part) * (len(part) / len(windows))
             torch.autograd.backward(loss)
@@ -456,16 +503,20 @@ def train(
                 group["lr"] = arguments.learning_rate * share
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        counted += 1
-        if (step + 1) % arguments.evaluate_every == 0 or step + 1 == arguments.steps:
+        step, counted, taken = step + 1, counted + 1, time.perf_counter() - started
+        first_ended = first_ended or taken
+        position = max(step, arguments.steps * (taken - first_ended) / max(1e-3, seconds - first_ended))
+        if step % arguments.evaluate_every == 0 or position >= arguments.steps:
             point = {
-                "step": step + 1,
-                "tokens": (step + 1) * arguments.batch * arguments.context,
+                "step": step,
+                "tokens": step * arguments.batch * arguments.context,
                 "learning_rate_share": round(share, 4),
                 "training_loss": round(running.item() / counted, 4),
-                "held_out_bits_per_byte": round(evaluate(), 4),
-                "seconds": round(time.perf_counter() - started, 1),
             }
+            if not arguments.seconds:
+                with torch.compiler.set_stance("force_eager"):  # every file has another length
+                    point["held_out_bits_per_byte"] = round(evaluate(), 4)
+            point["seconds"] = round(time.perf_counter() - started, 1)
             curve.append(point)
             print(json.dumps(point), flush=True)
             running, counted = torch.zeros((), device=device), 0
@@ -528,12 +579,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--record", type=Path, help="where settings, loss curve and result go, as JSON; default: OUT/training.json")
     add("--score", type=Path, metavar="MODEL", help="do not train; score this exported model")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--shape", metavar="FOLDER", help="of a config.json: train a model of this Qwen3 shape in place of tiny")
     add("--steps", type=int, default=600, help="ten passes over the text; more of them overfit")
+    add("--seconds", type=float, default=0.0, help="end training by then, whatever the steps; 0: no limit")
     add("--batch", type=int, default=128, help="windows a step")
-    add("--context", type=int, default=1024, help="tokens a window; the last tenth of the steps sees the full context")
+    add("--context", type=int, default=1024, help="tokens a window; tiny's last tenth of the steps sees 4,096")
     add("--learning-rate", type=float, default=1e-2)
     add("--chat-share", type=float, default=0.05, help="share of the windows that hold conversations")
-    add("--evaluate-every", type=int, default=100, metavar="STEPS")
+    add("--evaluate-every", type=int, default=100, metavar="STEPS", help="with --seconds: only tell the training loss")
     add("--seed", type=int, default=0)
     add("--head", type=Path, metavar="MODEL", help="train no model, but an EAGLE-3 head for this exported one")
     add("--head-steps", type=int, default=4000)
@@ -570,7 +623,9 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     texts = list(training.values())
     rng.shuffle(texts)
-    tokenizer = train_tokenizer(texts)
+    tokenizer: Any = (
+        transformers.AutoTokenizer.from_pretrained(TOKENIZER_DIRECTORY) if arguments.shape else train_tokenizer(texts)
+    )
     code = make_stream(texts, tokenizer, device)
     chat = make_stream(conversations(training, tokenizer, rng), tokenizer, device)
     corpus = {
@@ -581,14 +636,14 @@ def main() -> None:
         "conversation_tokens": len(chat.tokens),
     }
     print(json.dumps(corpus), flush=True)
-    model = build_model(tokenizer).to(device)
+    model = (build_shape(arguments.shape, tokenizer) if arguments.shape else build_model(tokenizer)).to(device)
 
     def evaluate() -> float:
         return bits_per_byte(model, tokenizer, held_out)[0]
 
     curve = train(model, code, chat, arguments, evaluate)
     export(model, tokenizer, arguments.out)
-    settings = {name: value for name, value in vars(arguments).items() if isinstance(value, int | float)}
+    settings = {name: value for name, value in vars(arguments).items() if isinstance(value, int | float | str)}
     record = {
         "settings": settings,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else platform.processor(),

@@ -94,6 +94,9 @@ class SchedulerSection(Section):
     min_prefill_chunk_tokens: int = Field(default=512, ge=1)
     """A prompt is not cut into smaller chunks than this, unless the step is full. With several stages
     a step takes a multiple of it, unless decode rows leave less."""
+    max_steps_per_cohort: int | None = Field(default=None, ge=2, le=4)
+    """Decode steps of a cohort that may be in flight at a time; with prompts about, 2. None: 2, but 3 on GPUs where a
+    step of the model is so short that the driver's next plan would come late, without speculation."""
     grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
 

@@ -17,6 +17,7 @@ from raypp.driver.graph_plan import describe_graphs, graph_spec
 from raypp.driver.hardware import Hardware
 from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.driver.layer_partition import layers_per_stage
+from raypp.driver.run_ahead import max_steps_per_cohort
 from raypp.driver.speculation_plan import (
     check_host_memory,
     draft_head,
@@ -77,6 +78,7 @@ class EnginePlan:
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
     graphs: GraphSpec  # which steps are recorded and replayed
+    max_steps_per_cohort: int  # in flight
     stages: tuple[StageLayout, ...]
 
     @property
@@ -88,6 +90,7 @@ class EnginePlan:
         """Return what the scheduler must keep to."""
         return SchedulerLimits(
             num_stages=len(self.stages),
+            max_steps_per_cohort=self.max_steps_per_cohort,
             max_num_seqs=self.config.scheduler.max_num_seqs,
             max_num_batched_tokens=self.config.scheduler.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -139,6 +142,7 @@ class EnginePlan:
         return StageSpec(
             stage_index=stage_index,
             num_stages=len(self.stages),
+            max_steps_per_cohort=self.max_steps_per_cohort,
             start_layer=layout.start_layer,
             end_layer=layout.end_layer,
             model_path=self.model_path,
@@ -172,6 +176,7 @@ class EnginePlan:
         return self.config.with_settings(
             **resolved_speculation(self.config, self.ngram_window, self.draft_head),
             max_piecewise_tokens=self.graphs.max_piecewise_tokens or None,
+            max_steps_per_cohort=self.max_steps_per_cohort,
             dtype=self.dtype,
             device=self.device,
             max_model_len=self.max_model_len,
@@ -304,6 +309,7 @@ def plan_engine(
         num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
         gpu_memory_bytes=hardware.gpu_memory_bytes,
         graphs=graph_spec(config, model, device, _DTYPE_BYTES[dtype], hardware.gpu_memory_bytes),
+        max_steps_per_cohort=max_steps_per_cohort(config, model, _DTYPE_BYTES[dtype], device),
         stages=stages,
     )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raypp.scheduler.limits import MAX_STEPS_PER_COHORT
 from raypp.scheduler.request_state import RequestState
 
 
@@ -26,9 +25,10 @@ class Cohort:
 class Cohorts:
     """All cohorts, taking turns."""
 
-    def __init__(self, num_cohorts: int, max_rows: int) -> None:
+    def __init__(self, num_cohorts: int, max_rows: int, max_steps: int) -> None:
         self._cohorts = [Cohort(index) for index in range(num_cohorts)]
         self._max_rows = max_rows
+        self._max_steps = max_steps
         self._next = 0
         self._cohort_of: dict[RequestState, Cohort] = {}
 
@@ -83,4 +83,4 @@ class Cohorts:
         for cohort in self._cohorts:
             assert all(self._cohort_of[state] is cohort for state in cohort.states)
             assert len(cohort.states) <= self._max_rows
-            assert cohort.num_in_flight == steps.count(cohort) <= MAX_STEPS_PER_COHORT
+            assert cohort.num_in_flight == steps.count(cohort) <= self._max_steps

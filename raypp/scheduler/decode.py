@@ -5,7 +5,7 @@ from __future__ import annotations
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.item_admission import ItemAdmission
 from raypp.scheduler.kv_blocks import KvBlocks
-from raypp.scheduler.limits import MAX_STEPS_PER_COHORT, SchedulerLimits
+from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.stats import Counters
@@ -24,6 +24,7 @@ class DecodeChooser:
         counters: Counters,
     ) -> None:
         self._block_size = limits.block_size
+        self._max_steps = limits.max_steps_per_cohort
         self._num_lookahead_tokens = limits.num_lookahead_tokens
         self._kv = kv
         self._admission = admission
@@ -40,7 +41,7 @@ class DecodeChooser:
         """
         chosen: list[RequestState] = []
         for state in cohort.states.copy():  # a preemption takes rows out
-            if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= MAX_STEPS_PER_COHORT:
+            if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= self._max_steps:
                 continue
             if state.num_tokens + state.num_in_flight_yields >= state.limit:
                 continue  # what is in flight ends it

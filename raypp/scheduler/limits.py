@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_STEPS_PER_COHORT = 2
-"""Steps of one cohort that may be in flight: one that runs, and one behind it so that no stage waits for the driver."""
+STEPS_PER_COHORT = 2
+"""Steps of one cohort in flight: one that runs, and one behind it so that no stage waits for the driver."""
 
 MAX_MASK_WAIT_US = 20_000
 """How long a step waits for the masks of its rows when nobody runs who has no grammar. Longer than masks usually take:
@@ -30,6 +30,8 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     min_prefill_chunk_tokens: int = 512
     """A prompt is not cut into smaller chunks than this, unless the step is full."""
+    max_steps_per_cohort: int = STEPS_PER_COHORT
+    """Steps of one cohort in flight while no prompt waits or is computed; a prompt meets no more than usual."""
     max_drafts: int = 0
     """The most drafts that a decode row may verify in one step."""
     num_lookahead_tokens: int = 0
@@ -48,6 +50,7 @@ class SchedulerLimits:
         assert self.block_size >= 1
         assert self.num_blocks >= 2
         assert self.min_prefill_chunk_tokens >= 1
+        assert self.max_steps_per_cohort >= STEPS_PER_COHORT
         assert self.max_drafts >= 0
         assert self.max_item_tokens >= 0
 

@@ -19,7 +19,7 @@ class RunningRequests:
     def __init__(
         self, limits: SchedulerLimits, kv: KvBlocks, in_flight: InFlightSteps, admission: ItemAdmission
     ) -> None:
-        self.cohorts = Cohorts(limits.num_stages, limits.max_step_rows)
+        self.cohorts = Cohorts(limits.num_stages, limits.max_step_rows, limits.max_steps_per_cohort)
         self._kv = kv
         self._in_flight = in_flight
         self._admission = admission

@@ -25,7 +25,7 @@ from raypp.scheduler.ending import end_token_ids, take_tokens
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
-from raypp.scheduler.limits import MAX_MASK_WAIT_US, MAX_STEPS_PER_COHORT, SchedulerLimits
+from raypp.scheduler.limits import MAX_MASK_WAIT_US, STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.prefill import PrefillChooser
 from raypp.scheduler.request import Request, RequestUpdate
@@ -128,9 +128,10 @@ class Scheduler:
         cohorts = self._running.cohorts.in_turn()
         step_id = self._in_flight.next_step_id
         has_prompts = bool(self._queue or self._running.prefilling)
+        most_steps = STEPS_PER_COHORT if has_prompts else self._limits.max_steps_per_cohort
         # Rows whose last token is fed back by the time of this step, and prompts: no stage will wait.
         for cohort in cohorts:
-            if cohort.num_in_flight >= MAX_STEPS_PER_COHORT:
+            if cohort.num_in_flight >= most_steps:
                 if cohort.states or has_prompts:
                     # Whoever overtook it now would do so in every round from now on: rows would step too early, and
                     # stages wait for their tokens, or too rarely.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from raypp.messages import StepPlan
 from raypp.stage.request_rows import NextInputs
 from raypp.stage.step_shape import StepShape
+from raypp.transport.edges import num_feedback_slots
 from raypp.transport.link import LinkReceiver
 from raypp.transport.schema import Schema
 
@@ -27,7 +28,7 @@ class FeedbackInbox:
     def __init__(self, receiver: LinkReceiver, schema: Schema, num_stages: int) -> None:
         self._receiver = receiver
         self._schema = schema
-        self._num_slots = 2 * num_stages
+        self._num_slots = num_feedback_slots(num_stages)
         self._expected: deque[FedBack] = deque()
 
     def expect(self, step_id: int, shape: StepShape, num_message_rows: int) -> None:

@@ -42,6 +42,7 @@ class StageSpec:
 
     stage_index: int
     num_stages: int
+    max_steps_per_cohort: int  # in flight; there are as many cohorts as stages
     start_layer: int
     end_layer: int  # exclusive
     model_path: str
@@ -92,7 +93,7 @@ class StageSpec:
     @property
     def num_ring_entries(self) -> int:
         """Steps whose host buffers may be in use at a time: those in flight."""
-        return 2 * self.num_stages
+        return self.max_steps_per_cohort * self.num_stages
 
     @property
     def max_seq_len(self) -> int:

@@ -19,7 +19,10 @@ NUM_FORWARD_SLOTS = 3
 
 
 def num_feedback_slots(num_stages: int) -> int:
-    """Return as many slots as there are steps in flight: so the last stage never has to ask whether it may send."""
+    """Return so many slots that the last stage never has to ask whether it may send: two for every cohort.
+
+    Before the first stage begins a step, it takes in what was fed back by the one that had the slot before.
+    """
     return 2 * num_stages
 
 

@@ -27,6 +27,7 @@ NUM_REQUESTS = int(os.environ.get("STORM_REQUESTS", "80"))
 MAX_MODEL_LEN = 160
 STORMY = {
     "num_stages": 3,
+    "max_steps_per_cohort": 3,
     "max_num_seqs": 24,
     "max_num_batched_tokens": 48,
     "min_prefill_chunk_tokens": 8,

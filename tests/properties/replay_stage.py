@@ -26,7 +26,7 @@ from raypp.messages import (
     pack_inside,
     unpack,
 )
-from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.scheduler.request import Request
 
 VOCAB_SIZE = 13
@@ -276,7 +276,9 @@ class PlanWatcher:
         assert plan.samples[:num_decode_rows].all()
         assert NO_STEP <= plan.requires_feedback_of < plan.step_id
         self._cohort_of[plan.step_id] = plan.cohort
-        assert list(self._cohort_of.values()).count(plan.cohort) <= 2
+        has_prompts = num_decode_rows < num_rows
+        most_steps = STEPS_PER_COHORT if has_prompts else limits.max_steps_per_cohort
+        assert list(self._cohort_of.values()).count(plan.cohort) <= most_steps
         assert plan.cohort < limits.num_stages
         for row in plan.start_rows.tolist():
             assert self._last_step_of_row[row] < self._num_collected, "a row was reused before it was collected"

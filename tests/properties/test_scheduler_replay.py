@@ -36,6 +36,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         num_blocks=draw(st.integers(8, 40)),
         enable_prefix_caching=draw(st.booleans()),
         min_prefill_chunk_tokens=draw(st.integers(1, 12)),
+        max_steps_per_cohort=draw(st.integers(2, 4)),
         max_drafts=draw(st.integers(0, 3)),
     )
 
@@ -116,7 +117,7 @@ class Drive:
                 assert state.num_tokens + state.num_in_flight_yields <= state.limit
                 assert self.watcher.tables[state.row] == dict(enumerate(state.blocks))
         self.stage.submit(plan)
-        assert self.scheduler.num_in_flight <= 2 * self.limits.num_stages
+        assert self.scheduler.num_in_flight <= self.limits.max_steps_per_cohort * self.limits.num_stages
         return True
 
     def waits_for_others(self) -> bool:

@@ -14,7 +14,7 @@ def _sizes(cohorts: Cohorts) -> list[int]:
 
 
 def test_cohorts_take_turns():
-    cohorts, order = Cohorts(3, 4), []
+    cohorts, order = Cohorts(3, 4, 2), []
     for _ in range(5):
         cohort = cohorts.in_turn()[0]
         order.append(cohort.index)
@@ -29,7 +29,7 @@ def test_cohorts_take_turns():
 
 
 def test_a_row_joins_the_cohort_of_its_last_chunk_unless_that_is_full():
-    cohorts = Cohorts(2, 2)
+    cohorts = Cohorts(2, 2, 2)
     first, second = cohorts.in_turn()
     states = _states(3)
     for state in states:
@@ -40,7 +40,7 @@ def test_a_row_joins_the_cohort_of_its_last_chunk_unless_that_is_full():
 
 
 def test_rebalancing_spreads_a_burst_and_moves_nothing_more():
-    cohorts = Cohorts(3, 8)
+    cohorts = Cohorts(3, 8, 2)
     states = _states(8)
     for state in states:
         cohorts.join(state, cohorts.in_turn()[0])
@@ -53,7 +53,7 @@ def test_rebalancing_spreads_a_burst_and_moves_nothing_more():
 
 
 def test_the_longest_member_is_moved_so_that_no_row_is_moved_for_ever():
-    cohorts = Cohorts(2, 8)
+    cohorts = Cohorts(2, 8, 2)
     first, second = cohorts.in_turn()
     states = _states(4)
     for state in states[:3]:

@@ -141,6 +141,23 @@ def test_a_lone_request_is_two_steps_ahead_of_its_results():
     assert pipeline.scheduler.stats().num_steps == 5  # one per token: none is wasted on what the limit ends
 
 
+def test_a_third_step_is_for_when_no_prompt_is_about():
+    pipeline = _pipeline(make_request("a", max_tokens=20), make_request("b", max_tokens=20), max_steps_per_cohort=3)
+    pipeline.dispatch_all()
+    pipeline.answer()
+    pipeline.dispatch_all()
+    assert len(pipeline.in_flight) == 6
+    pipeline.scheduler.add(make_request("late", 4))
+    for num_left in (5, 4):
+        pipeline.answer()
+        assert not pipeline.dispatch_all(), "the prompt would come no earlier"
+        assert len(pipeline.in_flight) == num_left
+    pipeline.answer()
+    [plan] = pipeline.dispatch_all()[:1]
+    assert plan.num_decode_rows == len(plan.rows) - 1
+    pipeline.finish()
+
+
 def test_a_burst_is_spread_over_the_cohorts():
     requests = [make_request(str(i), 2, max_tokens=20) for i in range(8)]
     pipeline = _pipeline(*requests, num_stages=4, max_num_seqs=32, min_prefill_chunk_tokens=16)

@@ -24,6 +24,7 @@ def spec(*, max_num_seqs: int = 8, max_drafts: int = 0) -> StageSpec:
     return StageSpec(
         stage_index=0,
         num_stages=1,
+        max_steps_per_cohort=2,
         start_layer=0,
         end_layer=1,
         model_path="",
