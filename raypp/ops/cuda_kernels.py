@@ -324,6 +324,7 @@ class CudaProjection:
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._weights
+        assert not self._is_float32, "an LM head is never compiled"
         if weights.norm_eps is not None:
             x = reference.rms_norm(x, None, weights.norm_eps)
         y = F.linear(x, weights.weight, weights.bias)

@@ -46,7 +46,9 @@ def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor |
 
     Shapes: x [T, K]; weight [N, K]; out [T, N] float32.
     """
-    if x.is_cuda and x.dtype != torch.float32:
+    if x.dtype == torch.float32:
+        return torch.mm(x, weight.t(), out=out)
+    if x.is_cuda:
         return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
     y = F.linear(x, weight).to(torch.float32)
     return y if out is None else out.copy_(y)

@@ -69,8 +69,8 @@ class InFlightSteps:
     def __getitem__(self, step_id: int) -> InFlightStep:
         return self._steps[step_id - self.last_collected - 1]
 
-    def check_integrity(self, states: Collection[RequestState]) -> None:
-        """Assert that what each of these requests has in flight was counted right."""
+    def check_integrity(self, states: Collection[RequestState], max_steps: int) -> None:
+        """Assert that what each of these requests has in flight was counted right, and is in so many steps at most."""
         yields = dict.fromkeys(states, 0)
         tokens = dict.fromkeys(states, 0)
         for step in self._steps:
@@ -81,5 +81,5 @@ class InFlightSteps:
                     yields[state] += 1
                     tokens[state] += bound
         for state in states:
-            assert state.num_in_flight_yields == yields[state]
+            assert state.num_in_flight_yields == yields[state] <= max_steps
             assert state.max_in_flight_tokens == tokens[state]

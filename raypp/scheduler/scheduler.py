@@ -227,7 +227,7 @@ class Scheduler:
         assert all(state.row == NO_ROW and not state.blocks for state in waiting)
         self._running.check_integrity()
         self._queue.check_integrity(running)
-        self._in_flight.check_integrity([*running, *waiting])
+        self._in_flight.check_integrity([*running, *waiting], self._limits.max_steps_per_cohort)
 
     def _plan_step(self, cohort: Cohort, newest_feedback: int) -> StepPlan | None:
         """Plan a step of the cohort and count it as in flight; None when it would be empty.

@@ -371,6 +371,7 @@ class RecordedDecode:
         """Return memory that all recordings share: kept by each, logits would take gigabytes."""
         if self._logits is None:  # the largest recording comes first
             self._logits = torch.empty(num_tokens, self._spec.vocab_size, device=self._input.device)
+        assert num_tokens <= len(self._logits), "a larger step was recorded after smaller ones"
         return self._logits[:num_tokens]
 
     def _tail(

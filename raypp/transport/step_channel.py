@@ -314,7 +314,7 @@ class StageChannel:
 
 
 def _queue_length(num_stages: int) -> int:
-    # Of at most 4 * num_stages steps that are in flight, and a margin for heartbeats.
+    # At most 4 * num_stages steps are in flight; and a margin for heartbeats.
     return 4 * num_stages + 16
 
 

@@ -122,6 +122,7 @@ def project(
     Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
+    assert out is None or (out.shape == (num_rows, num_outputs) and out.is_contiguous())
     y = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=x.device) if out is None else out
     arguments = (
         x if weights.bias is None else weights.bias,
