@@ -17,8 +17,8 @@ pytestmark = pytest.mark.ray
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path):
     comparison = ExactComparison()
-    # Seeds whose models have layers for that many stages; four stage counts over the three families.
-    for seed, wanted_stages in ((1, 2), (2, 3), (3, 4), (4, 1)):
+    # Seeds whose models have layers for that many stages; four stage counts over the three families; steps in flight.
+    for seed, wanted_stages, max_steps in ((1, 2, 2), (2, 3, 3), (3, 4, 4), (4, 1, 3)):
         path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=wanted_stages)
         rng = random.Random(seed)
         options = {"block_size": 8, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 4, "max_num_seqs": 8}
@@ -28,6 +28,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             max_model_len=160,
             skip_tokenizer_init=True,
             num_kv_blocks=41,
+            max_steps_per_cohort=max_steps,
             mode="full_and_piecewise" if seed == 2 else "none",  # padded steps, called
             **options,
         ) as llm:

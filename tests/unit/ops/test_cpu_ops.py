@@ -92,3 +92,16 @@ def test_linear(generator, dtype, rows, has_bias):
     bias = torch.randn(24, generator=generator).to(dtype) if has_bias else None
     x = torch.randn(rows, 16, generator=generator).to(dtype)
     _assert_close(Linear(weight, bias)(x), F.linear(x, weight, bias), dtype, scale=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("may_pack", [True, False])
+def test_a_product_in_float32(generator, dtype, may_pack):
+    weight, x = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (24, 3))
+    linear, places = Linear(weight, may_pack=may_pack), torch.zeros(4, 24)
+    got = linear.in_float32(x)
+    assert got.dtype == torch.float32
+    _assert_close(got.to(dtype), F.linear(x, weight), dtype, scale=8)
+    assert torch.equal(linear.in_float32(x, places[:3]), got)
+    assert torch.equal(places[:3], got)
+    assert not places[3].any()
