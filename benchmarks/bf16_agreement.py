@@ -74,8 +74,7 @@ def make_model(spec: str, device: str, folder: Path) -> Model:
     sizes, _, weights = spec.partition("=")
     name, _, num_layers = sizes.partition(":")
     settings = model_settings(name)
-    has_weights = any(Path(spec).glob("*.safetensors"))  # a full path is a shape to `model_settings`, whatever it has
-    if has_weights or settings.get("load_format") != "dummy":
+    if settings.get("load_format") != "dummy":
         return Model(Path(resolve_model_path(spec)), is_trained=True)
     if weights not in ("", "dummy"):
         raise ValueError(f"the random weights of {spec!r} are {weights!r}, expected dummy or nothing")

@@ -15,14 +15,14 @@ _SHAPES = Path(__file__).parent / "models"
 
 
 def model_settings(name: str) -> dict[str, Any]:
-    """Return a model's name or path and how to load it: of `benchmarks/models` there are only shapes.
+    """Return a model's name or path and how to load it: a shape, which has no weights, gets random ones.
 
     Args:
-        name: Of a folder there, or whatever `LLM` takes.
+        name: Of a folder of `benchmarks/models`, or whatever `LLM` takes.
     """
-    shapes = _SHAPES / name
-    if (shapes / "config.json").exists():
-        return {"model": str(shapes), "load_format": "dummy"}
+    shape = _SHAPES / name  # a full path stays what it is
+    if (shape / "config.json").exists() and not any(shape.glob("*.safetensors")):
+        return {"model": str(shape), "load_format": "dummy"}
     return {"model": name}
 
 
