@@ -597,6 +597,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--head-written", type=int, default=1600, metavar="TEXTS", help="texts that the model writes for its head")
     add("--part-tokens", type=int, help="tokens a backward pass, for memory; default: 131072 on a GPU, 8192 on a CPU")
     arguments = parser.parse_args()
+    if arguments.shape and not (Path(arguments.shape) / "config.json").is_file():
+        parser.error(f"--shape {arguments.shape}: there is no config.json; shapes are in benchmarks/models")
+    if arguments.seconds < 0:
+        parser.error(f"--seconds {arguments.seconds}: no time to train in; 0 is no limit")
     if arguments.part_tokens is None:
         arguments.part_tokens = 131_072 if arguments.device.startswith("cuda") else 8192
     return arguments
