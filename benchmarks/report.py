@@ -92,6 +92,7 @@ def resolved_config(llm: LLM | AsyncLLM) -> dict[str, Any]:
         dtype=plan["dtype"],
         device=plan["device"],
         max_model_len=plan["max_model_len"],
+        max_steps_per_cohort=plan["max_steps_per_cohort"],
         num_kv_blocks=plan["num_kv_blocks"],
         layer_partition=[stage["num_layers"] for stage in plan["stages"]],
         transport=plan["transport"],

@@ -196,6 +196,7 @@ class EnginePlan:
             "device": self.device,
             "transport": self.transport,
             "max_model_len": self.max_model_len,
+            "max_steps_per_cohort": self.max_steps_per_cohort,
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,

@@ -31,4 +31,5 @@ def test_a_third_step_is_for_short_ones(tmp_path, shape, num_layers, hardware, s
     plan = plan_engine(EngineConfig.from_flat(str(path), **settings), hardware)
     assert plan.scheduler_limits().max_steps_per_cohort == expected
     assert plan.stage_spec(1).num_ring_entries == 2 * expected
+    assert plan.describe()["max_steps_per_cohort"] == expected
     assert plan.resolved_config().scheduler.max_steps_per_cohort == expected
