@@ -46,7 +46,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 def to_device_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Return copies of several arrays: on a GPU parts of one, so that there is only one transfer."""
     if device.type != "cuda":
-        return [torch.from_numpy(np.array(array)) for array in arrays]
+        return [_copy(array) for array in arrays]
     starts, num_bytes = [], 0
     for array in arrays:
         starts.append(num_bytes)
@@ -60,3 +60,10 @@ def to_device_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> 
         copied[start : start + array.nbytes].view(_TORCH_TYPES[array.dtype]).view(array.shape)
         for array, start in zip(arrays, starts, strict=True)
     ]
+
+
+def _copy(array: NDArray[Any]) -> torch.Tensor:
+    """Return a copy in memory of torch's own: an empty array of numpy's has strides of 0, which views refuse."""
+    copied = torch.empty(array.shape, dtype=_TORCH_TYPES[array.dtype])
+    copied.numpy()[...] = array
+    return copied

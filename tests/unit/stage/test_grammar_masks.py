@@ -103,6 +103,16 @@ def test_a_row_without_its_mask_yields_nothing_and_keeps_its_last_token() -> Non
     assert closed.token_ids.tolist() == [[7], [9]]
 
 
+def test_a_step_without_any_mask_in_time_leaves_all_logits() -> None:
+    masks = begun([0, 1], [True, True])
+    before = torch.randn(2, VOCAB_SIZE)
+    found = step(masks, [0, 1], 0)
+    assert torch.equal(found.apply(before), before)
+    assert close(found, [[7], [8]], [3, 3]).num_valid.tolist() == [0, 0]
+    masks.put(update(5, 3, [9], after=0))  # of a row that is not in the step
+    assert torch.equal(step(masks, [0, 1], 1).apply(before), before)
+
+
 def test_masks_behind_drafts_count_as_far_as_the_drafts_are_the_same() -> None:
     masks = begun([0], [True], max_drafts=3)
     masks.put(update(0, 3, [9, 10, 11], after=-1, drafts=(9, 10)))
