@@ -126,7 +126,7 @@ def prompts_for(model: Model, count: int, length: int, vocab_size: int) -> list[
         rng = random.Random(0)
         return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
     text = "\n".join(file.read_text() for file in sorted(Path(raypp.__file__).parent.glob("**/*.py")))
-    ids = Tokenizer(str(model.path)).encode([text[: 8 * count * length]])[0]
+    ids = Tokenizer(str(model.path)).encode([text[: 8 * count * length]])[0].tolist()
     return [ids[start : start + length] for start in range(0, count * length, length)]
 
 

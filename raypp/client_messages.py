@@ -6,13 +6,17 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
 
     client -> driver                             driver -> client
     OpenClient     the client has connected
-    AddRequests    header: one per request;      OutputBatch   payload: what one step brought (raypp.messages)
-                   payload: all prompt tokens;   Rejected      a request that cannot be run, and why
-                   then the arrays of pictures
+    AddRequests    header: sampling parameters,  OutputBatch   payload: what one step brought (raypp.messages)
+                   and one entry per request;    Rejected      a request that cannot be run, and why
+                   payload: all prompt tokens;
+                   then the patches of pictures
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
     StatsCall      header: the call's id         Alive         the driver lives
     CloseClient    the client leaves; its        EngineDead    why nothing more will come
                    requests are aborted
+
+Requests that follow each other in a message share what is the same object for them: parameters, a prompt, a picture.
+So the continuations of one prompt carry, and keep in memory, one copy of it.
 
 Errors travel as dicts and come out as the same class of RayppError that went in.
 """
@@ -20,7 +24,7 @@ Errors travel as dicts and come out as the same class of RayppError that went in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,7 +32,7 @@ import numpy as np
 
 from raypp import errors
 from raypp.errors import RayppError
-from raypp.messages import OutputBatch, pack, unpack
+from raypp.messages import NO_INT32S, Int32s, OutputBatch, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.types import SamplingParams
 
@@ -46,13 +50,13 @@ class OpenClient:
     """The client has connected."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class AddRequest:
     """One request, validated and ready to be scheduled."""
 
     request_id: str  # public, unique among the requests of all clients
     handle: int  # the client's own number of it, int64; what outputs name it by
-    prompt_token_ids: list[int]
+    prompt_token_ids: Int32s  # [P]
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for the request
     eos_token_ids: tuple[int, ...]
@@ -66,7 +70,7 @@ class AddRequest:
 class AddRequests:
     """Run these requests."""
 
-    requests: list[AddRequest]
+    requests: Iterable[AddRequest]  # as received, an iterator that makes each when it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +147,7 @@ def encode_client_message(message: ClientMessage) -> list[bytes | memoryview]:
         case OpenClient():
             return [_OPEN, b""]
         case AddRequests(requests):
-            token_ids = np.fromiter((t for r in requests for t in r.prompt_token_ids), dtype="<i4")
-            arrays = [frame for r in requests if r.items is not None for frame in _item_frames(r.items)]
-            return [_ADD, _dump([_add_header(r) for r in requests]), token_ids.tobytes(), *arrays]
+            return _add_frames(list(requests))
         case AbortRequests(request_ids):
             return [_ABORT, _dump(request_ids)]
         case StatsCall(call_id, spans_after_us):
@@ -160,27 +162,7 @@ def decode_client_message(frames: Sequence[bytes | memoryview]) -> ClientMessage
     if kind == _OPEN:
         return OpenClient()
     if kind == _ADD:
-        token_ids = np.frombuffer(frames[2], "<i4").tolist()
-        pictures = iter(frames[3:])
-        requests, offset = [], 0
-        for values in json.loads(header):
-            end = offset + values["num_prompt_tokens"]
-            requests.append(
-                AddRequest(
-                    request_id=values["request_id"],
-                    handle=values["handle"],
-                    prompt_token_ids=token_ids[offset:end],
-                    params=SamplingParams(**dict(zip(_PARAM_NAMES, values["params"], strict=True))),
-                    seed=values["seed"],
-                    eos_token_ids=tuple(values["eos_token_ids"]),
-                    bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
-                    priority=values["priority"],
-                    is_streamed=values["is_streamed"],
-                    items=None if values["items"] is None else _items_from(values["items"], pictures),
-                )
-            )
-            offset = end
-        return AddRequests(requests)
+        return AddRequests(_requests_from(json.loads(header), frames[2], frames[3:]))
     if kind == _ABORT:
         return AbortRequests(json.loads(header))
     if kind == _STATS:
@@ -220,12 +202,36 @@ def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
     return EngineDead(error_from_dict(values))
 
 
-def _add_header(request: AddRequest) -> dict[str, Any]:
+def _add_frames(requests: Sequence[AddRequest]) -> list[bytes | memoryview]:
+    params: dict[int, int] = {}  # by identity: mostly all requests have the same, and comparing costs more
+    headers: list[dict[str, Any]] = []
+    prompts: list[Int32s] = []
+    patches = {item.key: item.patches for r in requests if r.items is not None for item in r.items.items}
+    before: AddRequest | None = None
+    for request in requests:
+        same = before is not None and request.prompt_token_ids is before.prompt_token_ids
+        if not same:
+            prompts.append(request.prompt_token_ids)
+        index = params.setdefault(id(request.params), len(params))
+        headers.append(_add_header(request, index, None if same else len(request.prompt_token_ids)))
+        before = request
+    known = {id(request.params): request.params for request in requests}
+    values = [[getattr(known[identity], name) for name in _PARAM_NAMES] for identity in params]
+    token_ids = np.concatenate(prompts).astype("<i4", copy=False) if prompts else NO_INT32S
+    return [
+        _ADD,
+        _dump({"params": values, "requests": headers}),
+        token_ids.view(np.uint8).data,
+        *(np.ascontiguousarray(array).reshape(-1).data for array in patches.values()),
+    ]
+
+
+def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int | None) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "handle": request.handle,
-        "num_prompt_tokens": len(request.prompt_token_ids),
-        "params": [getattr(request.params, name) for name in _PARAM_NAMES],
+        "num_prompt_tokens": num_prompt_tokens,  # None: the prompt of the request before
+        "params": params_index,
         "seed": request.seed,
         "eos_token_ids": request.eos_token_ids,
         "bad_word_token_ids": request.bad_word_token_ids,
@@ -235,26 +241,46 @@ def _add_header(request: AddRequest) -> dict[str, Any]:
     }
 
 
+def _requests_from(
+    header: dict[str, Any], payload: bytes | memoryview, patches: Sequence[bytes | memoryview]
+) -> Iterator[AddRequest]:
+    """Yield the requests of a message. Prompts are copies: a view would keep those of all of them in memory."""
+    all_token_ids, frames, pictures = np.frombuffer(payload, "<i4"), iter(patches), dict[str, EncoderItem]()
+    params: dict[int, SamplingParams] = {}
+    ends: dict[tuple[int, ...], tuple[int, ...]] = {}
+    token_ids, offset = NO_INT32S, 0
+    for values in header["requests"]:
+        if (index := values["params"]) not in params:
+            params[index] = SamplingParams(**dict(zip(_PARAM_NAMES, header["params"][index], strict=True)))
+        if (num_tokens := values["num_prompt_tokens"]) is not None:
+            token_ids = all_token_ids[offset : offset + num_tokens].astype(np.int32)
+            offset += num_tokens
+        eos_token_ids = tuple(values["eos_token_ids"])
+        yield AddRequest(
+            request_id=values["request_id"],
+            handle=values["handle"],
+            prompt_token_ids=token_ids,
+            params=params[index],
+            seed=values["seed"],
+            eos_token_ids=ends.setdefault(eos_token_ids, eos_token_ids),
+            bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
+            priority=values["priority"],
+            is_streamed=values["is_streamed"],
+            items=None if values["items"] is None else _items_from(values["items"], pictures, frames),
+        )
+
+
 def _items_header(items: PromptItems) -> dict[str, Any]:
     return {
         "items": [[item.key.hex(), *item.grid_thw, item.num_tokens, item.patches.shape[1]] for item in items.items],
         "starts": items.starts,
-        "position_offset": items.position_offset,
+        "merge_size": items.merge_size,
     }
 
 
-def _item_frames(items: PromptItems) -> list[bytes | memoryview]:
-    """Return the arrays of one prompt: its positions, then each item's patches; a repeated item's only once."""
-    patches = {item.key: item.patches for item in items.items}
-    return [
-        items.rope_positions.astype("<i4").tobytes(),
-        *(np.ascontiguousarray(array).reshape(-1).data for array in patches.values()),
-    ]
-
-
-def _items_from(values: dict[str, Any], frames: Iterator[bytes | memoryview]) -> PromptItems:
-    rope_positions = np.frombuffer(next(frames), "<i4").reshape(-1, 3)
-    known: dict[str, EncoderItem] = {}
+def _items_from(
+    values: dict[str, Any], known: dict[str, EncoderItem], frames: Iterator[bytes | memoryview]
+) -> PromptItems:
     for key, time, height, width, num_tokens, patch_dim in values["items"]:
         if key not in known:
             patches = np.frombuffer(next(frames), np.uint8).reshape(-1, patch_dim)
@@ -262,8 +288,7 @@ def _items_from(values: dict[str, Any], frames: Iterator[bytes | memoryview]) ->
     return PromptItems(
         items=tuple(known[key] for key, *_ in values["items"]),
         starts=tuple(values["starts"]),
-        rope_positions=rope_positions,
-        position_offset=values["position_offset"],
+        merge_size=values["merge_size"],
     )
 
 

@@ -39,17 +39,46 @@ class EncoderItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PromptItems:
-    """The items of one prompt, in the order of their placeholders, and the rotary positions that follow from them."""
+    """The items of one prompt, in the order of their placeholders. They give every token its rotary positions."""
 
     items: tuple[EncoderItem, ...]
     starts: tuple[int, ...]  # index of each item's first placeholder in the prompt; ascending, without overlap
-    rope_positions: NDArray[np.int32]  # [prompt tokens, 3]: time, height, width
-    position_offset: int  # rotary position of any token after the prompt, minus its index
+    merge_size: int  # the side of the square of patches that become one token
+
+    def rope_positions(self, num_tokens: int) -> NDArray[np.int32]:
+        """Return the tokens' positions in time, height and width, int32 [num_tokens, 3] (M-RoPE, arXiv:2409.12191).
+
+        Text goes on by one on all axes. A picture stays where it is in time and counts its rows and columns from there;
+        what follows it begins behind its longer side.
+        """
+        positions = np.empty((num_tokens, 3), np.int32)
+        token, next_position = 0, 0
+        for start, item in zip(self.starts, self.items, strict=True):
+            positions[token:start] = np.arange(next_position, next_position + start - token, dtype=np.int32)[:, None]
+            next_position += start - token
+            grid = np.indices(self._token_grid(item), np.int32).reshape(3, -1).T
+            positions[start : start + item.num_tokens] = grid + next_position
+            token = start + item.num_tokens
+            next_position += self._num_positions(item)
+        positions[token:] = np.arange(next_position, next_position + num_tokens - token, dtype=np.int32)[:, None]
+        return positions
+
+    @property
+    def position_offset(self) -> int:
+        """The rotary position of any token behind the items, minus its index."""
+        return sum(self._num_positions(item) - item.num_tokens for item in self.items)
 
     def num_tokens_in(self, start: int, end: int) -> int:
         """Return how many of the tokens at positions `start` to `end`, the latter excluded, stand for items."""
         ends = [first + item.num_tokens for item, first in zip(self.items, self.starts, strict=True)]
         return sum(max(0, min(end, last) - max(start, first)) for first, last in zip(self.starts, ends, strict=True))
+
+    def _token_grid(self, item: EncoderItem) -> tuple[int, int, int]:
+        time, height, width = item.grid_thw
+        return time, height // self.merge_size, width // self.merge_size
+
+    def _num_positions(self, item: EncoderItem) -> int:
+        return max(self._token_grid(item)[1:])
 
     def keys_in(self, start: int, end: int) -> list[bytes]:
         """Return the keys of the items that have a token at positions `start` to `end`, the latter excluded."""

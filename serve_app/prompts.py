@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
+from raypp.messages import Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
@@ -57,8 +58,8 @@ class PromptEncoder:
             )
         return self._tokenizer
 
-    async def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids.
+    async def text(self, text: str, *, add_special_tokens: bool = True) -> Int32s:
+        """Return a text's token ids, int32 [T].
 
         Raises:
             RequestError: a text that is not valid Unicode, or an engine without a tokenizer.

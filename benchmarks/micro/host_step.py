@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -114,7 +115,7 @@ def measure(num_requests: int, args: argparse.Namespace) -> dict[str, Any]:
     engine = Engine(scheduler, pipeline, Tracer("driver", enabled=False))
     for index in range(num_requests):
         params = SamplingParams(max_tokens=2 * num_tokens, temperature=args.temperature, ignore_eos=True)
-        engine.add(Request(f"request {index}", [5 + index % 7] * _PROMPT_LEN, params, seed=index))
+        engine.add(Request(f"request {index}", np.full(_PROMPT_LEN, 5 + index % 7, np.int32), params, seed=index))
     for _ in range(_FIRST_STEPS):
         engine.step()
     pipeline.is_noting = True

@@ -91,9 +91,8 @@ class ParamsChecker:
         if not params.bad_words or self._tokenizer is None:
             return ()
         words = [word.strip(" ") for word in params.bad_words]
-        spellings = self._tokenizer.encode(
-            [text for word in words for text in (word, f" {word}")], add_special_tokens=False
-        )
+        texts = [text for word in words for text in (word, f" {word}")]
+        spellings = [ids.tolist() for ids in self._tokenizer.encode(texts, add_special_tokens=False)]
         for word, token_ids in zip((word for word in words for _ in range(2)), spellings, strict=True):
             if len(token_ids) > MAX_BAD_WORD_TOKENS:
                 raise RequestError(

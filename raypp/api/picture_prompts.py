@@ -8,6 +8,7 @@ from typing import Any
 
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
+from raypp.messages import Int32s
 from raypp.pictures.content import Content, take_pictures
 from raypp.pictures.places import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader, sources_as_contents
@@ -18,7 +19,7 @@ from raypp.prompt_items import PromptItems
 class EncodedPrompt:
     """A prompt that is tokenized, with what of it is not text: what a door that tokenizes by itself hands in."""
 
-    token_ids: list[int]
+    token_ids: Int32s  # [T]
     items: PromptItems | None = None
     text: str | None = None
 
@@ -54,7 +55,7 @@ class PicturePrompts:
         """
         return self._encoded(text, sources_as_contents(images), add_special_tokens=True)
 
-    def tokens(self, token_ids: list[int], images: Any) -> EncodedPrompt:
+    def tokens(self, token_ids: Int32s, images: Any) -> EncodedPrompt:
         """Return a tokenized prompt with one placeholder for each image. Raises as `text` does."""
         reader = self._needed_reader()
         pictures = reader.read(sources_as_contents(images))

@@ -17,6 +17,7 @@ from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
+from raypp.messages import NO_INT32S, Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, SamplingParams
@@ -115,7 +116,7 @@ class RequestPreparer:
             encoded = [EncodedPrompt(t, text=text) for t, text in zip(token_ids, texts, strict=True)]
         return self._finish(ids, encoded, all_params, priorities(priority, len(ids)))
 
-    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Int32s]:
         if not texts:
             return []
         return self._needed_tokenizer("a prompt that is text").encode(texts, add_special_tokens=add_special_tokens)
@@ -145,14 +146,14 @@ class RequestPreparer:
             return _of_request(request_id, partial(prompts.tokens, token_ids, images))
         return _of_request(request_id, partial(prompts.text, prompt["prompt"], images))
 
-    def _checked_token_ids(self, given: object, request_id: str) -> list[int]:
+    def _checked_token_ids(self, given: object, request_id: str) -> Int32s:
         expected = f"a flat list of integers from 0 to {self._vocab_size - 1}"
         try:
             token_ids = np.asarray(given)
         except (ValueError, TypeError):
             token_ids = np.empty((0, 0), object)
         if token_ids.size == 0 and token_ids.ndim == 1:
-            return []
+            return NO_INT32S
         if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
             raise RequestError(
                 "prompt_token_ids are not token ids",
@@ -170,8 +171,7 @@ class RequestPreparer:
                 expected=expected,
                 hint="token ids are those of this model's tokenizer",
             )
-        checked: list[int] = token_ids.tolist()
-        return checked
+        return token_ids.astype(np.int32)  # a copy: an array that was given stays its owner's
 
     def _finish(
         self,
@@ -198,7 +198,7 @@ class RequestPreparer:
         seed = request.params.seed
         return replace(request, seed=self._seeds.getrandbits(63) if seed is None else seed)
 
-    def _check_room(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
+    def _check_room(self, request_id: str, token_ids: Int32s, params: SamplingParams) -> None:
         room = self._max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise RequestError(
@@ -209,8 +209,8 @@ class RequestPreparer:
                 hint="shorten the prompt, lower min_tokens or raise max_model_len",
             )
 
-    def _check_prompt(self, request_id: str, token_ids: list[int]) -> None:
-        if not token_ids:
+    def _check_prompt(self, request_id: str, token_ids: Int32s) -> None:
+        if not len(token_ids):
             raise RequestError(
                 "a prompt has no tokens",
                 request_id=request_id,
@@ -226,11 +226,11 @@ class RequestPreparer:
                 expected=f"at most max_model_len - 1 = {self._max_model_len - 1}",
                 hint="shorten the prompt or raise max_model_len",
             )
-        if max(token_ids) >= self._vocab_size:
+        if (largest := int(token_ids.max())) >= self._vocab_size:
             raise RequestError(
                 "the tokenizer makes a token that the model has no embedding for",
                 request_id=request_id,
-                got=max(token_ids),
+                got=largest,
                 expected=f"0 to {self._vocab_size - 1}",
                 hint="the tokenizer does not belong to this model",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
 
@@ -12,7 +13,7 @@ from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
 from raypp.api.running_completion import RunningCompletion
 from raypp.errors import RayppError
-from raypp.messages import TokenLogprobs
+from raypp.messages import Int32s, TokenLogprobs
 from raypp.prompt_items import PromptItems
 from raypp.types import Logprobs, RequestMetrics, RequestOutput, SamplingParams
 
@@ -26,7 +27,7 @@ class PreparedRequest:
 
     request_id: str
     prompt: str | None  # None when it came as token ids
-    prompt_token_ids: list[int]
+    prompt_token_ids: Int32s  # [P]
     params: SamplingParams
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0
@@ -125,12 +126,18 @@ class RunningRequest:
         return RequestOutput(
             request_id=self.request_id,
             prompt=prepared.prompt,
-            prompt_token_ids=prepared.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=[completion.output() for completion in self.completions],
             finished=self.is_ended,
             metrics=self._metrics(),
             prompt_logprobs=None if self._prompt_logprobs is None else self._prompt_logprobs.copy(),
         )
+
+    @cached_property
+    def _prompt_token_ids(self) -> list[int]:
+        """The prompt as users see it: one list for all outputs, made for the first."""
+        token_ids: list[int] = self._prepared.prompt_token_ids.tolist()
+        return token_ids
 
     def _metrics(self) -> RequestMetrics:
         metrics = RequestMetrics(arrival_time_s=self._arrival_time_s)

@@ -7,8 +7,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from raypp.api.tokenizer_class import tokenizer_class
 from raypp.errors import ModelLoadError, RequestError
+from raypp.messages import Int32s
+
+_TEXTS_AT_ONCE = 256
+"""Enough for every core. A list of integers takes nine times the memory of an array: few are held at a time."""
 
 ChatMessage = Mapping[str, Any]
 """One message of a conversation: `role`, `content`, and whatever else the model's chat template reads."""
@@ -38,8 +44,8 @@ class Tokenizer:
             backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
         )
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return each text's token ids.
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32s]:
+        """Return each text's token ids, int32 [T].
 
         Args:
             texts: What to encode.
@@ -51,7 +57,12 @@ class Tokenizer:
         """
         for text in texts:
             _check_unicode(text)
-        encoded: list[list[int]] = self._hf(list(texts), add_special_tokens=add_special_tokens)["input_ids"]
+        encoded: list[Int32s] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = list(texts[start : start + _TEXTS_AT_ONCE])
+            encoded += [
+                np.array(ids, np.int32) for ids in self._hf(some, add_special_tokens=add_special_tokens)["input_ids"]
+            ]
         return encoded
 
     def render_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> str:

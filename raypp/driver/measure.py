@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from raypp.config.sections import SpeculativeSection
@@ -208,7 +209,7 @@ class _Rig:
     def _start(self, context_len: int, params: SamplingParams) -> None:
         """Bring all rows to decoding, without computing their prompts."""
         for number in range(self._num_rows):
-            self._engine.add(Request(f"row-{number}", [1] * context_len, params, seed=number))
+            self._engine.add(Request(f"row-{number}", np.ones(context_len, np.int32), params, seed=number))
         self._pipeline.num_rows = self._num_rows
         for model in self._models:
             model.skips = True

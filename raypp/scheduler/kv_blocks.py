@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable
 
 from raypp.scheduler.block_pool import BlockPool
@@ -141,7 +140,7 @@ class KvBlocks:
             contents = [] if items is None else [b"".join(items.keys_in(at, at + block_size)) for at in starts]
             begin, end = starts.start, starts.stop
             if self._limits.caches_next_token:  # every block but the first begins with a token that was hashed already
-                parent = parent or array("i", state.token_ids(0, 1)).tobytes()
+                parent = parent or state.token_ids(0, 1).tobytes()
                 begin, end = begin + 1, end + 1
             hashes += chain_hashes(parent, state.token_ids(begin, end), block_size, contents)
 

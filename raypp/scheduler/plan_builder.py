@@ -73,13 +73,12 @@ def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
         return _NO_STARTS
     requests = [state.request for state in starting]
     params = [request.params for request in requests]
-    token_ids = [token_id for state in starting for token_id in state.token_ids(0, state.num_tokens)]
     return {
         "start_rows": _int32s([state.row for state in starting]),
         "start_prompt_lens": _int32s([len(request.prompt_token_ids) for request in requests]),
         "start_limits": _int32s([state.limit for state in starting]),
         "start_num_tokens": _int32s([state.num_tokens for state in starting]),
-        "start_token_ids": _int32s(token_ids),
+        "start_token_ids": np.concatenate([state.token_ids(0, state.num_tokens) for state in starting]),
         "start_temperature": np.array([p.temperature for p in params], np.float32),
         "start_top_p": np.array([p.top_p for p in params], np.float32),
         "start_top_k": _int32s([min(p.top_k, _MAX_INT32) for p in params]),

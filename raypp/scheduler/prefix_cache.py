@@ -7,26 +7,25 @@ cryptographic hash makes "mean" safe.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+
+from raypp.messages import Int32s
 
 _DIGEST_BYTES = 16
 
 
-def chain_hashes(
-    parent: bytes, token_ids: Sequence[int], block_size: int, contents: Sequence[bytes] = ()
-) -> list[bytes]:
+def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Sequence[bytes] = ()) -> list[bytes]:
     """Return the keys of the full blocks that `token_ids` fill; tokens of an unfinished block are left out.
 
     Args:
         parent: The key of the block before them; empty at the beginning of a request.
-        token_ids: int32 values.
+        token_ids: [T].
         block_size: Tokens per block.
         contents: For each block what its tokens stand for beyond themselves; none at all when they never do.
     """
-    data = array("i", token_ids).tobytes()
-    block_bytes = len(data) // len(token_ids) * block_size if token_ids else 1
+    data = token_ids.tobytes()
+    block_bytes = token_ids.itemsize * block_size
     hashes = []
     for index, end in enumerate(range(block_bytes, len(data) + 1, block_bytes)):
         content = contents[index] if contents else b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raypp.messages import TokenLogprobs
+from raypp.messages import Int32s, TokenLogprobs
 from raypp.prompt_items import PromptItems
 from raypp.scheduler.draft_counts import DraftCounts
 from raypp.types import FinishReason, SamplingParams
@@ -18,7 +18,7 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Int32s  # [P]
     params: SamplingParams
     seed: int  # params.seed, or the one drawn for it
     eos_token_ids: frozenset[int] = frozenset()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raypp.messages import NO_STEP
+import numpy as np
+
+from raypp.messages import NO_STEP, Int32s
 from raypp.scheduler.request import Request
 
 NO_ROW = -1
@@ -70,10 +72,11 @@ class RequestState:
             self.num_scored_tokens < len(request.prompt_token_ids) - 1
         )
 
-    def token_ids(self, start: int, end: int) -> list[int]:
-        """Return its known tokens at positions `start` to `end`, the latter excluded."""
+    def token_ids(self, start: int, end: int) -> Int32s:
+        """Return its known tokens at positions `start` to `end`, the latter excluded; a view where it can be."""
         prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
         num_prompt = len(prompt)
         if end <= num_prompt:
             return prompt[start:end]
-        return prompt[start:] + output[max(start - num_prompt, 0) : end - num_prompt]
+        grown = np.array(output[max(start - num_prompt, 0) : end - num_prompt], np.int32)
+        return np.concatenate((prompt[start:], grown)) if start < num_prompt else grown

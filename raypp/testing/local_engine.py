@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raypp.driver.engine import Engine
@@ -13,6 +14,7 @@ from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.pipeline import Pipeline
 from raypp.grammar.vocabulary import VocabularySource
 from raypp.graphs.manager import CudaGraphManager
+from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
 from raypp.prompt_items import PromptItems
 from raypp.scheduler.request import Request, RequestUpdate
@@ -116,7 +118,7 @@ class LocalEngine:
 
     def submit(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: Int32s | Sequence[int],
         params: SamplingParams,
         *,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -127,7 +129,7 @@ class LocalEngine:
         """Take in a request and return it; its output fills as `step` is called."""
         request = Request(
             request_id=f"request-{self._num_requests}",
-            prompt_token_ids=list(prompt_token_ids),
+            prompt_token_ids=np.array(prompt_token_ids, np.int32),
             params=params,
             seed=params.seed if params.seed is not None else self._num_requests,
             eos_token_ids=eos_token_ids,

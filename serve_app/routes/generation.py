@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -35,7 +36,7 @@ def generation_routes(context: AppContext) -> APIRouter:
         context.check_model(body.model)
         messages = body.conversation(takes_images=context.takes_images)
         prompt = await context.prompts.chat(messages, body.template_kwargs())
-        prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:])
+        prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:].tolist())
         params = body.sampling_params(context.max_model_len, context.conventions, prompt_end)
         head = _head("chatcmpl", body.request_id, context)
         job = Job(head.id, [prompt], params, body.priority or 0)
@@ -59,7 +60,7 @@ def generation_routes(context: AppContext) -> APIRouter:
         params = body.sampling_params(context.max_model_len)
         prompts = body.prompts()
         token_ids = [
-            await context.prompts.text(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            await context.prompts.text(prompt) if isinstance(prompt, str) else np.asarray(prompt["prompt_token_ids"])
             for prompt in prompts
         ]
         head = _head("cmpl", body.request_id, context)

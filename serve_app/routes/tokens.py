@@ -73,10 +73,9 @@ def token_routes(context: AppContext) -> APIRouter:
             chat = ChatRequest(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
             messages = chat.conversation(takes_images=context.takes_images)
             token_ids = (await context.prompts.chat(messages, chat.template_kwargs())).token_ids
-        texts = context.prompts.tokenizer.token_texts(token_ids) if body.return_token_strs else None
-        return TokenizeResponse(
-            count=len(token_ids), max_model_len=context.max_model_len, tokens=token_ids, token_strs=texts
-        )
+        tokens = token_ids.tolist()
+        texts = context.prompts.tokenizer.token_texts(tokens) if body.return_token_strs else None
+        return TokenizeResponse(count=len(tokens), max_model_len=context.max_model_len, tokens=tokens, token_strs=texts)
 
     @router.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

@@ -146,7 +146,10 @@ def picture_prompt(path: Path, parts: list[Any]) -> tuple[list[int], PromptItems
             token_ids += part
             continue
         items += read.items
-    return place_pictures(token_ids, items, reader.config) if items else (token_ids, None)
+    if not items:
+        return token_ids, None
+    expanded, placed = place_pictures(token_ids, items, reader.config)
+    return expanded.tolist(), placed
 
 
 def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Reported:
         self.prompt = prompt
 
     def check(self, path) -> None:
-        params, known = self.request.params, self.request.prompt_token_ids + self.request.output_token_ids
+        params, known = self.request.params, self.request.prompt_token_ids.tolist() + self.request.output_token_ids
         num_prompt = len(self.request.prompt_token_ids)
         expected = hf_logits(path, known).double().log_softmax(-1)
         if params.logprobs is None:

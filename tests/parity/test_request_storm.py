@@ -188,14 +188,15 @@ class _Comparison:
     def _excuse(self, sent: Sent, found: CompletionOutput, expected: CompletionOutput) -> None:
         first = next(i for i, (a, b) in enumerate(zip(found.token_ids, expected.token_ids, strict=False)) if a != b)
         [prepared] = self._engine.preparer.prompts([sent.prompt], sent.params)
+        prompt = prepared.prompt_token_ids.tolist()
         case = Case(
-            prepared.prompt_token_ids,
+            prompt,
             sent.params,
             prepared.bad_word_token_ids,
             set(self._engine.eos_token_ids),
             prepared.seed_of(found.index),
         )
-        known = prepared.prompt_token_ids + found.token_ids[:first]
+        known = prompt + found.token_ids[:first]
         scores = reference_scores(hf_logits(resolve_model_path("tiny"), known)[-1], known, case)
         gap = float((scores[found.token_ids[first]] - scores[expected.token_ids[first]]).abs())
         assert gap < TIE_GAP, f"{sent}: token {first} of {found.index} differs by a gap of {gap:.2e}"

@@ -134,7 +134,7 @@ def test_any_json_object() -> None:
 def every_kind_of_params() -> list[SamplingParams]:
     """Return requests with every sampling parameter, under a grammar and, in between, free."""
     schema = {"json_schema": SCHEMAS["extraction"]}
-    comma = tokenizer().encode([","])[0][0]
+    comma = int(tokenizer().encode([","])[0][0])
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"top_p": 0.8, "top_k": 20, "min_p": 0.01},

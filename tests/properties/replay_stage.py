@@ -44,7 +44,7 @@ def next_token(history: int, seed: int) -> int:
 def reference_output(request: Request, limit: int) -> list[int]:
     """Return what the request must generate, from its prompt alone."""
     history, output, params = ROOT, [], request.params
-    for token_id in request.prompt_token_ids:
+    for token_id in request.prompt_token_ids.tolist():
         history = extend(history, token_id)
     ends = set(params.stop_token_ids) | (set() if params.ignore_eos else request.eos_token_ids)
     while len(request.prompt_token_ids) + len(output) < limit:

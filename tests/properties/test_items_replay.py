@@ -44,7 +44,7 @@ class ItemDrive(Drive):
             items.append(item)
             starts.append(start)
             start += item.num_tokens + rng.randrange(3)
-        return PromptItems(tuple(items), tuple(starts), np.zeros((num_prompt, 3), np.int32), 0) if items else None
+        return PromptItems(tuple(items), tuple(starts), merge_size=1) if items else None
 
     def add(self) -> None:
         try:
@@ -161,7 +161,7 @@ def small_limits(max_item_tokens: int) -> SchedulerLimits:
 
 def test_text_overtakes_pictures_that_are_not_there():
     run = Drive(small_limits(max_item_tokens=8), random.Random(0))
-    items = PromptItems((item_of(2),), (1,), np.zeros((8, 3), np.int32), 0)
+    items = PromptItems((item_of(2),), (1,), merge_size=1)
     run.make_items = lambda num_prompt: items  # type: ignore[method-assign]
     run.add()
     run.make_items = lambda num_prompt: None  # type: ignore[method-assign]
@@ -182,10 +182,10 @@ def test_text_overtakes_pictures_that_are_not_there():
 
 def test_a_failure_that_nobody_waits_for_makes_room_for_others():
     run = ItemDrive(small_limits(max_item_tokens=3), random.Random(0))
-    run.make_items = lambda num_prompt: PromptItems((item_of(2),), (0,), np.zeros((num_prompt, 3), np.int32), 0)  # type: ignore[method-assign]
+    run.make_items = lambda num_prompt: PromptItems((item_of(2),), (0,), merge_size=1)  # type: ignore[method-assign]
     while not run.requests:
         Drive.add(run)
-    run.make_items = lambda num_prompt: PromptItems((item_of(5),), (0,), np.zeros((num_prompt, 3), np.int32), 0)  # type: ignore[method-assign]
+    run.make_items = lambda num_prompt: PromptItems((item_of(5),), (0,), merge_size=1)  # type: ignore[method-assign]
     Drive.add(run)
     items = run.scheduler.items
     assert [item.key for item in items.take_orders()] == [item_of(2).key]
@@ -197,7 +197,7 @@ def test_a_failure_that_nobody_waits_for_makes_room_for_others():
 
 def test_pictures_without_an_encoder_are_refused():
     run = ItemDrive(small_limits(max_item_tokens=0), random.Random(0))
-    items = PromptItems((item_of(2),), (1,), np.zeros((8, 3), np.int32), 0)
+    items = PromptItems((item_of(2),), (1,), merge_size=1)
     run.make_items = lambda num_prompt: items  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="may hold"):
         Drive.add(run)

@@ -89,7 +89,13 @@ class Drive:
         priority = rng.randrange(3) if self.has_priorities else 0
         items = self.make_items(num_prompt)
         request = Request(
-            str(len(self.requests)), prompt, params, rng.randrange(3), EOS, priority=priority, items=items
+            str(len(self.requests)),
+            np.array(prompt, np.int32),
+            params,
+            rng.randrange(3),
+            EOS,
+            priority=priority,
+            items=items,
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -188,7 +194,7 @@ class Drive:
         assert all((piece.ranks == piece.token_ids[:, 0] + 1).all() for piece in reported)
         reported = self.prompt_logprobs[request.request_id]
         scored = [t for piece in reported for t in piece.token_ids[:, 0].tolist()]
-        expected = [] if params.prompt_logprobs is None else request.prompt_token_ids[1:]
+        expected = [] if params.prompt_logprobs is None else request.prompt_token_ids[1:].tolist()
         assert scored == (expected if output else expected[: len(scored)])
         assert [r for piece in reported for r in piece.ranks.tolist()] == list(range(2, 2 + len(scored)))
         assert all(piece.logprobs.shape[1] == 1 + params.prompt_logprobs for piece in reported)

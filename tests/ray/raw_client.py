@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
+import numpy as np
 import zmq
 
 from raypp.client_messages import (
@@ -55,7 +56,9 @@ class RawClient:
         self._num_added += 1
         handle = self._num_added
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        self._send(AddRequests([AddRequest(f"r{handle}", handle, prompt, params, 0, (), items=items)]))
+        self._send(
+            AddRequests([AddRequest(f"r{handle}", handle, np.asarray(prompt, np.int32), params, 0, (), items=items)])
+        )
         return handle
 
     def wait(self, handles: list[int]) -> None:

@@ -160,7 +160,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_request(engine, client, 
     prompt, items = picture_prompt(path, [[FIRST_TEXT_TOKEN], picture(5, 40, 40), [FIRST_TEXT_TOKEN]])
     [item] = items.items
     narrow = EncoderItem.of(np.ascontiguousarray(item.patches[:, :-1]), item.grid_thw, item.num_tokens)
-    broken = PromptItems((narrow,), items.starts, items.rope_positions, items.position_offset)
+    broken = PromptItems((narrow,), items.starts, items.merge_size)
     bad, good = client.add(prompt, broken), client.add(prompt, items)
     client.wait([bad, good])
     assert isinstance(client.errors[bad], RequestError)

@@ -64,4 +64,4 @@ def make_engine(model_path: Path) -> Iterator[Callable[..., FakeEngine]]:
 
 
 def repeat_prompt(request: AddRequest) -> list[int]:
-    return request.prompt_token_ids * (1 + request.params.max_tokens // len(request.prompt_token_ids))
+    return request.prompt_token_ids.tolist() * (1 + request.params.max_tokens // len(request.prompt_token_ids))

@@ -32,7 +32,7 @@ async def seen(engine: FakeEngine, condition: Callable[[], bool]) -> None:
 
 
 def test_outputs_are_cumulative_and_end_finished(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
-    [ids] = tokenizer.encode(["Grüße, 世界! 🎉🎉 argv"])
+    ids = tokenizer.encode(["Grüße, 世界! 🎉🎉 argv"])[0].tolist()
 
     async def body() -> None:
         async with await AsyncLLM.create("tiny", launch=make_engine(lambda _: ids).launch) as llm:
@@ -71,7 +71,7 @@ def test_a_slow_reader_gets_the_newest_and_the_end(make_engine: MakeEngine) -> N
 
 
 def test_stop_strings_are_never_shown(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
-    [ids] = tokenizer.encode(["import os\nimport sys"])
+    ids = tokenizer.encode(["import os\nimport sys"])[0].tolist()
 
     async def body() -> None:
         async with await AsyncLLM.create("tiny", launch=make_engine(lambda _: ids).launch) as llm:

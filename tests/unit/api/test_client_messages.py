@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -27,12 +30,12 @@ from raypp.types import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=7, temperature=0.3, stop=["a", "\ud800"], stop_token_ids=[1, 2], seed=-(2**63))
 REQUESTS = [
-    AddRequest("r0", 0, [1, 2, 3], PARAMS, 2**63 - 1, (2,)),
-    AddRequest("Grüße", 2**62, [2**31 - 1], SamplingParams(ignore_eos=True), -5, ()),
+    AddRequest("r0", 0, np.array([1, 2, 3], np.int32), PARAMS, 2**63 - 1, (2,)),
+    AddRequest("Grüße", 2**62, np.array([2**31 - 1], np.int32), SamplingParams(ignore_eos=True), -5, ()),
     AddRequest(
         "c\0001",
         3,
-        [7],
+        np.array([7], np.int32),
         SamplingParams(n=2, logit_bias={5: -1.5, 0: 2}, allowed_token_ids=[1, 2], bad_words=["a b"], logprobs=0),
         0,
         (1,),
@@ -45,10 +48,38 @@ REQUESTS = [
 
 @pytest.mark.parametrize(
     "message",
-    [OpenClient(), AddRequests(REQUESTS), AddRequests([]), AbortRequests(["a", "b"]), StatsCall(3), CloseClient()],
+    [OpenClient(), AbortRequests(["a", "b"]), StatsCall(3), CloseClient()],
 )
 def test_client_messages_round_trip(message: object) -> None:
     assert decode_client_message(encode_client_message(message)) == message  # type: ignore[arg-type]
+
+
+def _plain(request: AddRequest) -> dict[str, Any]:
+    return asdict(request) | {"prompt_token_ids": request.prompt_token_ids.tolist()}
+
+
+def _sent(requests: list[AddRequest]) -> list[AddRequest]:
+    received = decode_client_message(encode_client_message(AddRequests(requests)))
+    assert isinstance(received, AddRequests)
+    return list(received.requests)
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1], []])
+def test_requests_round_trip(requests: list[AddRequest]) -> None:
+    received = _sent(requests)
+    assert {r.prompt_token_ids.dtype for r in received} <= {np.dtype(np.int32)}
+    assert [_plain(r) for r in received] == [_plain(r) for r in requests]
+
+
+def test_continuations_share_their_prompt_and_parameters_and_no_request_keeps_the_message() -> None:
+    prompt = np.arange(1000, dtype=np.int32)
+    copies = [AddRequest(f"n{i}", i, prompt, PARAMS, i, (2,)) for i in range(64)]
+    frames = encode_client_message(AddRequests([*copies, REQUESTS[0]]))
+    assert len(frames[2]) == 4 * 1003
+    *received, last = _sent([*copies, REQUESTS[0]])
+    assert len({id(r.prompt_token_ids) for r in received}) == len({id(r.params) for r in received}) == 1
+    assert last.prompt_token_ids.tolist() == [1, 2, 3]
+    assert last.prompt_token_ids.base is None
 
 
 def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
@@ -56,22 +87,22 @@ def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
     first, second = (
         EncoderItem.of(rng.integers(0, 256, (4 * n, 12), np.uint8), (1, 2, 2 * n), num_tokens=n) for n in (1, 3)
     )
-    positions = np.arange(24, dtype=np.int32).reshape(8, 3)
-    items = PromptItems((first, second, first), (1, 3, 6), positions, position_offset=-2)
-    sent = AddRequests([*REQUESTS, AddRequest("v", 9, [1] * 8, PARAMS, 0, (), items=items), REQUESTS[0]])
+    items = PromptItems((first, second, first), (1, 3, 6), merge_size=2)
+    sent = AddRequests([*REQUESTS, AddRequest("v", 9, np.ones(8, np.int32), PARAMS, 0, (), items=items), REQUESTS[0]])
     frames = encode_client_message(sent)
-    assert sum(map(len, frames[3:])) == positions.nbytes + first.patches.nbytes + second.patches.nbytes
+    assert sum(map(len, frames[3:])) == first.patches.nbytes + second.patches.nbytes
     received = decode_client_message(frames)
     assert isinstance(received, AddRequests)
-    assert [r.request_id for r in received.requests] == [r.request_id for r in sent.requests]
-    again = received.requests[-2].items
+    requests = list(received.requests)
+    assert [r.request_id for r in requests] == [r.request_id for r in sent.requests]
+    again = requests[-2].items
     assert again is not None
-    assert (again.starts, again.position_offset) == (items.starts, items.position_offset)
-    np.testing.assert_array_equal(again.rope_positions, positions)
+    assert (again.starts, again.merge_size) == (items.starts, items.merge_size)
+    np.testing.assert_array_equal(again.rope_positions(8), items.rope_positions(8))
     for got, given in zip(again.items, items.items, strict=True):
         assert (got.key, got.grid_thw, got.num_tokens) == (given.key, given.grid_thw, given.num_tokens)
         np.testing.assert_array_equal(got.patches, given.patches)
-    assert received.requests[-1].items is None
+    assert requests[-1].items is None
 
 
 def test_an_item_is_named_by_its_content() -> None:

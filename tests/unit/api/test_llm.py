@@ -63,7 +63,7 @@ def test_one_prompt_one_conversation_and_none(make_engine: MakeEngine) -> None:
 
 
 def test_the_ending_token_is_reported_and_has_no_text(make_engine: MakeEngine, tokenizer: Tokenizer) -> None:
-    [ids] = tokenizer.encode(["import os"])
+    ids = tokenizer.encode(["import os"])[0].tolist()
     with open_llm(make_engine(lambda request: [*ids, *request.params.stop_token_ids, 2][: len(ids) + 1])) as llm:
         prompts = ["a", "b"]
         by_eos, by_token = llm.generate(
@@ -79,7 +79,7 @@ def test_the_ending_token_is_reported_and_has_no_text(make_engine: MakeEngine, t
 def test_stop_strings_end_the_request_in_the_engine_too(
     make_engine: MakeEngine, tokenizer: Tokenizer, tokens_per_step: int
 ) -> None:
-    [ids] = tokenizer.encode(["print(argv) then\nimport sys and more of it"])
+    ids = tokenizer.encode(["print(argv) then\nimport sys and more of it"])[0].tolist()
     engine = make_engine(lambda _: ids, tokens_per_step=tokens_per_step)
     with open_llm(engine) as llm:
         [output] = llm.generate(["x"], SamplingParams(max_tokens=99, stop=["nothing", "import s"]), request_ids=["r"])

@@ -35,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def marks(tokenizer: Tokenizer) -> dict[str, int]:
-    return {mark: tokenizer.encode([mark])[0][0] for mark in MARKS}
+    return {mark: int(tokenizer.encode([mark])[0][0]) for mark in MARKS}
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +77,12 @@ def test_a_conversation_with_an_image(preparer: RequestPreparer, tokenizer: Toke
     pad = marks["<|image_pad|>"]
     rendered = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
     assert request.prompt == rendered
-    [once] = tokenizer.encode([rendered])
+    once = tokenizer.encode([rendered])[0].tolist()
     place = once.index(pad)
-    assert request.prompt_token_ids == once[:place] + [pad] * 8 + once[place + 1 :]  # 4 x 2 blocks of pixels
+    assert request.prompt_token_ids.tolist() == once[:place] + [pad] * 8 + once[place + 1 :]  # 4 x 2 blocks of pixels
     assert request.items is not None
     assert request.items.starts == (place,)
     assert request.items.items[0].num_tokens == 8
-    assert len(request.items.rope_positions) == len(request.prompt_token_ids)
     assert request.items.position_offset == 4 - 8
 
 
@@ -110,7 +109,7 @@ def test_several_images_a_video_and_turns(
         *_ask({"type": "video", "video": [RED, BLUE, RED], "fps": 1.0}, TEXT),
     ]
     [request] = preparer.chats([conversation])
-    items, ids = request.items, request.prompt_token_ids
+    items, ids = request.items, request.prompt_token_ids.tolist()
     assert items is not None
     assert [ids[start] for start in items.starts] == [marks["<|image_pad|>"]] * 2 + [marks["<|video_pad|>"]] * 2
     assert ids.count(marks["<|image_pad|>"]) == 16
@@ -122,7 +121,7 @@ def test_several_images_a_video_and_turns(
 
 def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, marks: dict[str, int]) -> None:
     text = "<|vision_start|><|image_pad|><|vision_end|>What?"
-    [once] = tokenizer.encode([text])
+    once = tokenizer.encode([text])[0].tolist()
     images = {"image": [RED]}
     requests = preparer.prompts(
         [
@@ -131,7 +130,7 @@ def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, ma
             "What?",
         ]
     )
-    assert requests[0].prompt_token_ids == requests[1].prompt_token_ids
+    assert requests[0].prompt_token_ids.tolist() == requests[1].prompt_token_ids.tolist()
     assert requests[0].items is not None
     assert requests[1].items is not None
     assert requests[0].items.items[0].key == requests[1].items.items[0].key

@@ -23,9 +23,9 @@ def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Token
     prompts = ["import os", {"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": (599,)}]
     prepared = preparer.prompts(prompts, params)  # type: ignore[arg-type]
     assert [p.prompt for p in prepared] == ["import os", None, None]
-    assert tokenizer.decode(prepared[0].prompt_token_ids) == "import os"
-    assert [p.prompt_token_ids for p in prepared[1:]] == [[5, 6], [599]]
-    assert all(type(t) is int for p in prepared for t in p.prompt_token_ids)
+    assert tokenizer.decode(prepared[0].prompt_token_ids.tolist()) == "import os"
+    assert [p.prompt_token_ids.tolist() for p in prepared[1:]] == [[5, 6], [599]]
+    assert {p.prompt_token_ids.dtype for p in prepared} == {np.dtype(np.int32)}
     assert prepared[0].seed == 1
     assert prepared[1].seed != prepared[2].seed
     assert len({p.request_id for p in prepared}) == 3
@@ -101,8 +101,8 @@ def test_bad_request_ids(preparer: RequestPreparer, request_ids: list[str]) -> N
 def test_chat_renders_the_template_once(preparer: RequestPreparer, tokenizer: Tokenizer) -> None:
     [prepared] = preparer.chats([[{"role": "user", "content": "os"}]], template_kwargs={"quiet": True})
     assert prepared.prompt == "<|im_start|>user\nos<|im_end|>\n<|im_start|>assistant\n<quiet>"
-    assert prepared.prompt_token_ids.count(1) == 2
-    assert prepared.prompt_token_ids.count(2) == 1
+    assert prepared.prompt_token_ids.tolist().count(1) == 2
+    assert prepared.prompt_token_ids.tolist().count(2) == 1
 
 
 @pytest.mark.parametrize("conversation", [[], "hello", [5], [{"content": "no role"}], [{"role": 5}]])

@@ -55,7 +55,7 @@ def _engine(num_stages: int) -> tuple[Engine, PretendedPipeline]:
 
 
 def _request(name: str, max_tokens: int = 4) -> Request:
-    return Request(name, [1, 2, 3], SamplingParams(max_tokens=max_tokens, temperature=0.0), seed=0)
+    return Request(name, np.array([1, 2, 3], np.int32), SamplingParams(max_tokens=max_tokens, temperature=0.0), seed=0)
 
 
 def test_two_steps_are_dispatched_before_any_result():

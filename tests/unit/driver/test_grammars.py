@@ -55,7 +55,7 @@ class Driver:
         self.grammars = Grammars(self.backend, self.sent.append)
 
     def opened(self, name: str) -> Request:
-        request = Request(name, [1, 2, 3], SamplingParams(structured_outputs={"regex": "a+"}), 0)
+        request = Request(name, np.array([1, 2, 3], np.int32), SamplingParams(structured_outputs={"regex": "a+"}), 0)
         self.grammars.open(request)
         return request
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from raypp.driver.outbox import Outbox
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.types import FinishReason, SamplingParams
 
 
 def _request(name: str, *, client: bytes = b"c", is_streamed: bool = False) -> Request:
-    return Request(name, [1], SamplingParams(), 0, client=client, handle=ord(name), is_streamed=is_streamed)
+    return Request(
+        name, np.ones(1, np.int32), SamplingParams(), 0, client=client, handle=ord(name), is_streamed=is_streamed
+    )
 
 
 def _update(request: Request, *token_ids: int) -> RequestUpdate:

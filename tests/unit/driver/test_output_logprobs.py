@@ -53,14 +53,14 @@ def test_every_request_gets_its_own(requests, seed):
     outbox = Outbox(lambda _, batch: batches.append(unpack(OutputBatch, pack(batch))), hold_s=3600)
     sent, received = defaultdict(Received), defaultdict(Received)
     for handle, (width, prompt_width, counts) in enumerate(requests):
-        request = Request(str(handle), [1], SamplingParams(), 0, handle=handle)
+        request = Request(str(handle), np.ones(1, np.int32), SamplingParams(), 0, handle=handle)
         request.output_token_ids = [0] * 99  # so that nothing is a first token
         for count in counts:
             output = _piece(rng, count, width) if width and count else None
             prompt = _piece(rng, 2, prompt_width) if prompt_width else None
             outbox.put([RequestUpdate(request, list(range(count)), output, prompt)])
             sent[handle].take(count, output, prompt)
-    last = Request("last", [1], SamplingParams(), 0, handle=-1, finish_reason=FinishReason.LENGTH)
+    last = Request("last", np.ones(1, np.int32), SamplingParams(), 0, handle=-1, finish_reason=FinishReason.LENGTH)
     last.output_token_ids = [0] * 99
     outbox.put([RequestUpdate(last, [5])])  # takes along what is held
     for batch in batches:

@@ -62,7 +62,7 @@ class Client:
 
     def add(self, name: str, max_tokens: int = 4) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.send(AddRequests([AddRequest(name, ord(name), [1, 2, 3], params, 0, ())]))
+        self.send(AddRequests([AddRequest(name, ord(name), np.array([1, 2, 3], np.int32), params, 0, ())]))
 
     def next(self, kind: type[DriverMessage]) -> DriverMessage:
         """Return the next message of a kind; heartbeats and others are skipped."""
@@ -212,7 +212,11 @@ def test_requests_are_answered_and_stages_and_clients_hear_of_the_driver(make_ri
 def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):
     rig = make_rig()
     client = rig.client()
-    client.send(AddRequests([AddRequest("long", 7, [1] * 64, SamplingParams(max_tokens=4, temperature=0.0), 0, ())]))
+    client.send(
+        AddRequests(
+            [AddRequest("long", 7, np.ones(64, np.int32), SamplingParams(max_tokens=4, temperature=0.0), 0, ())]
+        )
+    )
     rejected = client.next(Rejected)
     assert isinstance(rejected, Rejected)
     assert rejected.handle == 7

@@ -32,7 +32,7 @@ def make_request(
     request_id: str = "a", prompt: int | Sequence[int] = 4, eos: frozenset[int] = frozenset(), **params
 ) -> Request:
     """Return a request; `prompt` may be just its length."""
-    token_ids = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    token_ids = np.array(range(prompt) if isinstance(prompt, int) else prompt, np.int32)
     return Request(request_id, token_ids, SamplingParams(**({"max_tokens": 100} | params)), seed=0, eos_token_ids=eos)
 
 

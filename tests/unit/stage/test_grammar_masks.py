@@ -23,7 +23,7 @@ PROMPT = [3, 4, 5]
 
 def request(*, has_grammar: bool) -> Request:
     constraint = {"json_object": True} if has_grammar else None
-    return Request("a", list(PROMPT), SamplingParams(structured_outputs=constraint), 0)
+    return Request("a", np.array(PROMPT, np.int32), SamplingParams(structured_outputs=constraint), 0)
 
 
 def update(row: int, position: int, tokens: list[int], *, start: int = 0, after: int, drafts: tuple[int, ...] = ()):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from raypp.encoder.items import EncodedItem
 from raypp.messages import NO_BYTES, StepPlan
-from raypp.pictures.places import rope_positions
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
@@ -45,8 +44,7 @@ def prompts(draw) -> tuple[int, PromptItems | None]:
     num_tokens = token + draw(st.integers(1, 4))
     if not items:
         return num_tokens, None
-    positions = rope_positions(num_tokens, starts, items, merge_size=2)
-    return num_tokens, PromptItems(tuple(items), tuple(starts), positions, int(positions.max()) + 1 - num_tokens)
+    return num_tokens, PromptItems(tuple(items), tuple(starts), merge_size=2)
 
 
 def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens) -> StepPlan:
@@ -54,7 +52,7 @@ def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens)
     values = {name: empty for name in StepPlan.__dataclass_fields__}
     states = []
     for row, (num_tokens, items) in starting.items():
-        request = Request(str(row), [0] * num_tokens, SamplingParams(), 0, items=items)
+        request = Request(str(row), np.zeros(num_tokens, np.int32), SamplingParams(), 0, items=items)
         states.append(RequestState(request, 0, 99, frozenset(), num_tokens, row=row))
     values |= {
         "step_id": 0,
@@ -91,7 +89,7 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
             end = data.draw(st.integers(start + 1, num_tokens + 4))
         for position in range(start, end):
             if items is not None and position < num_tokens:
-                expected.append(items.rope_positions[position].tolist())
+                expected.append(items.rope_positions(num_tokens)[position].tolist())
             else:
                 expected.append([position + offset] * 3)
             for item, first in zip(*((items.items, items.starts) if items else ((), ())), strict=True):
@@ -135,9 +133,9 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
 def test_decode_rows_stand_behind_their_prompts():
     tables = ItemRows(_Spec(), CPU)  # type: ignore[arg-type]
     item = _item(0, 2, 3)
-    positions = rope_positions(9, [1], [item], merge_size=2)
-    assert positions.tolist()[-2:] == [[4, 4, 4], [5, 5, 5]]
-    items = PromptItems((item,), (1,), positions, int(positions.max()) + 1 - 9)
+    items = PromptItems((item,), (1,), merge_size=2)
+    assert items.rope_positions(9).tolist()[-2:] == [[4, 4, 4], [5, 5, 5]]
+    assert items.position_offset == 6 - 9
     tables.apply(_plan([3, 5], [0, 0], [9, 4], 0, {3: (9, items), 5: (4, None)}, 6))
     rows = torch.tensor([5, 3])
     assert tables.decode_positions(torch.tensor([4, 9]), rows, 1).tolist() == [4, 9 - 3]

@@ -51,7 +51,7 @@ def requests(draw: st.DrawFn) -> Request:
     )
     words = draw(some(st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple), ()))
     seed = draw(st.integers(-(2**63), 2**63 - 1))
-    request = Request("r", prompt, params, seed, frozenset({1}), bad_word_token_ids=words)
+    request = Request("r", np.array(prompt, np.int32), params, seed, frozenset({1}), bad_word_token_ids=words)
     request.output_token_ids = output
     return request
 
@@ -75,7 +75,7 @@ def expected_scores(request: Request, logits: torch.Tensor, output: list[int]) -
     ends = {*params.stop_token_ids, *request.eos_token_ids} if len(output) < params.min_tokens else ()
     changed = reference.changed_logits(
         logits,
-        request.prompt_token_ids,
+        request.prompt_token_ids.tolist(),
         output,
         bias=params.logit_bias,
         repetition=params.repetition_penalty,
@@ -156,15 +156,19 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
 
 def test_what_nobody_needs_is_not_allocated():
     sampler = Sampler(spec(), CPU)
-    start(sampler, [Request("r", [1, 2], SamplingParams(temperature=0.5, top_k=3), 0)], [0])
+    start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(temperature=0.5, top_k=3), 0)], [0])
     rows = sampler.rows
     tables = (rows.end_token_ids, rows.bias_token_ids, rows.bias, rows.bad_words, rows.allowed)
     assert not any(table.is_there for table in tables)
     assert not sampler.history.has_counts
     assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
-    start(sampler, [Request("r", [1, 2], SamplingParams(presence_penalty=0.5), 0)], [1])
+    start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(presence_penalty=0.5), 0)], [1])
     assert sampler.history.has_counts
-    start(sampler, [Request("r", [1, 2], SamplingParams(logit_bias={t: 1.0 for t in range(9)}), 0)], [1])
+    start(
+        sampler,
+        [Request("r", np.array([1, 2], np.int32), SamplingParams(logit_bias={t: 1.0 for t in range(9)}), 0)],
+        [1],
+    )
     assert rows.bias.is_there
     assert not rows.bad_words.is_there
     assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE, "the neighbours' needs are not its own"
@@ -172,9 +176,9 @@ def test_what_nobody_needs_is_not_allocated():
 
 def test_greedy_rows_need_nothing():
     sampler = Sampler(spec(), CPU)
-    start(sampler, [Request("r", [1], SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
+    start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.needs(np.array([0])) == Needs.GREEDY
-    _, extras = start_plan([Request("r", [1], SamplingParams(), 0)], [0])
+    _, extras = start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0])
     assert extras is None
 
 
@@ -182,15 +186,19 @@ def test_greedy_rows_need_nothing():
 def test_a_table_that_grows_keeps_what_it_held(num_entries):
     sampler, logits = Sampler(spec(), CPU), torch.zeros(2, VOCAB_SIZE)
     greedy = {"temperature": 0.0}
-    start(sampler, [Request("r", [1], SamplingParams(logit_bias={0: 5.0, 7: 6.0}, **greedy), 0)], [3])
+    start(
+        sampler, [Request("r", np.array([1], np.int32), SamplingParams(logit_bias={0: 5.0, 7: 6.0}, **greedy), 0)], [3]
+    )
     wide = {t: 0.1 for t in range(num_entries)} | {69: 9.0}
-    start(sampler, [Request("r", [1], SamplingParams(logit_bias=wide, **greedy), 0)], [5])
+    start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(logit_bias=wide, **greedy), 0)], [5])
     assert choose(sampler, logits, [3, 5], [1, 1]) == [7, 69]
 
 
 def test_a_long_bad_word_is_found_across_prompt_and_output():
     word = tuple(range(64))
-    request = Request("r", list(range(60)), SamplingParams(temperature=0.0), 0, bad_word_token_ids=(word,))
+    request = Request(
+        "r", np.arange(60, dtype=np.int32), SamplingParams(temperature=0.0), 0, bad_word_token_ids=(word,)
+    )
     sampler = Sampler(spec(), CPU)
     start(sampler, [request], [2])
     needs = sampler.needs(np.array([2]))
@@ -215,7 +223,9 @@ def test_a_step_never_waits_for_the_device():
         allowed_token_ids=[3, 4, 5],
         stop_token_ids=[4],
     )
-    some_requests = [Request("r", [1, 2], everything, row, bad_word_token_ids=((1, 2),)) for row in rows]
+    some_requests = [
+        Request("r", np.array([1, 2], np.int32), everything, row, bad_word_token_ids=((1, 2),)) for row in rows
+    ]
     start(sampler, some_requests, rows)
     needs = sampler.needs(np.array(rows))
     assert needs == EVERYTHING
@@ -245,13 +255,13 @@ def test_draws_with_everything_have_the_distribution_that_is_left():
         logit_bias={t: (t % 7 - 3) / 2 for t in range(0, VOCAB_SIZE, 3)},
         allowed_token_ids=list(range(5, VOCAB_SIZE)),
     )
-    request = Request("r", [5, 6, 7, 8], params, 77, bad_word_token_ids=((9,),))
+    request = Request("r", np.array([5, 6, 7, 8], np.int32), params, 77, bad_word_token_ids=((9,),))
     request.output_token_ids = [12, 12, 13, 40, 10]
     sampler, logits = Sampler(spec(), CPU), torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 1.5
     start(sampler, [request], [3])
     changed = reference.changed_logits(
         logits,
-        request.prompt_token_ids,
+        request.prompt_token_ids.tolist(),
         request.output_token_ids,
         bias=params.logit_bias,
         repetition=1.4,
