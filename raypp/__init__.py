@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from raypp.api.llm import LLM as LLM
     from raypp.config.engine import EngineConfig as EngineConfig
     from raypp.errors import ConfigError as ConfigError
+    from raypp.errors import ContextLengthError as ContextLengthError
     from raypp.errors import DeadlineError as DeadlineError
     from raypp.errors import EncoderDiedError as EncoderDiedError
     from raypp.errors import EngineDeadError as EngineDeadError
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "RayppError": "raypp.errors",
     "ConfigError": "raypp.errors",
     "RequestError": "raypp.errors",
+    "ContextLengthError": "raypp.errors",
     "ModelLoadError": "raypp.errors",
     "ResourceError": "raypp.errors",
     "EncoderDiedError": "raypp.errors",

@@ -3,6 +3,7 @@
     RayppError
     +-- ConfigError          a setting, or a combination of settings, that cannot work
     +-- RequestError         one request is at fault; the others do not notice (.request_id)
+    |   +-- ContextLengthError ... because it is longer than the model's context
     +-- ModelLoadError       a checkpoint that cannot be read as the model it claims to be
     +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
     +-- EngineDeadError      the engine is gone; make a new one
@@ -71,6 +72,10 @@ class RequestError(RayppError):
     ) -> None:
         super().__init__(message, got=got, expected=expected, hint=hint)
         self.request_id = request_id
+
+
+class ContextLengthError(RequestError):
+    """A request that is longer than the model's context."""
 
 
 class ModelLoadError(RayppError):

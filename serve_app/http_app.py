@@ -11,7 +11,7 @@ from fastapi.security import HTTPBearer
 import raypp
 from raypp.api.async_llm import AsyncLLM
 from raypp.openai_api.conventions import ChatConventions
-from serve_app.admission import Admission
+from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Siblings
 from serve_app.errors import AsciiJSONResponse, add_error_handlers
 from serve_app.live import LiveFeed
@@ -69,7 +69,15 @@ def make_context(
         siblings: All replicas; by default there is only this one.
         pictures: What requests with pictures pass; by default nothing.
     """
-    admission = Admission(llm.config.scheduler.max_num_seqs, settings.max_queued_requests)
+    admission = Admission(
+        AdmissionLimits(
+            max_running=llm.config.scheduler.max_num_seqs,
+            max_queued=settings.max_queued_requests,
+            max_unfinished_tokens=settings.max_unfinished_tokens,
+            max_body_sequences=settings.max_sequences_per_request,
+            max_body_tokens=settings.max_tokens_per_request,
+        )
+    )
     return AppContext(
         llm=llm,
         settings=settings,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
@@ -12,6 +15,7 @@ from raypp.errors import RequestError
 from raypp.messages import Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
+from raypp.types import Prompt
 
 T = TypeVar("T")
 
@@ -59,15 +63,74 @@ class PromptEncoder:
         return self._tokenizer
 
     async def text(self, text: str, *, add_special_tokens: bool = True) -> Int32s:
-        """Return a text's token ids, int32 [T].
+        """Return a text's token ids, int32 [T]. Raises as `texts` does."""
+        [token_ids] = await self.texts([text], add_special_tokens=add_special_tokens)
+        return token_ids
+
+    async def completion(
+        self, prompts: Sequence[Prompt], check_tokens: Callable[[int, int], None]
+    ) -> list[EncodedPrompt]:
+        """Return the prompts of one body.
+
+        Args:
+            prompts: Texts and lists of token ids.
+            check_tokens: Called with the number of prompts and of their tokens so far; raises when they are too many.
 
         Raises:
+            RequestError: as `texts`, and what `check_tokens` raises.
+        """
+        check = partial(check_tokens, len(prompts))
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        check(sum(len(prompt["prompt_token_ids"]) for prompt in prompts if not isinstance(prompt, str)))
+        encoded = iter(await self.texts(texts, check_tokens=check) if texts else ())
+        return [
+            EncodedPrompt(next(encoded), text=prompt)
+            if isinstance(prompt, str)
+            else EncodedPrompt(np.asarray(prompt["prompt_token_ids"]))
+            for prompt in prompts
+        ]
+
+    async def echoes(self, prompts: Sequence[EncodedPrompt]) -> list[str]:
+        """Return the prompts' texts, of token ids without special tokens."""
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.text is None)
+
+        def text_of(prompt: EncodedPrompt) -> str:
+            if prompt.text is not None:
+                return prompt.text
+            known = prompt.token_ids[prompt.token_ids < self.tokenizer.vocab_size]  # the engine will refuse others
+            return self.tokenizer.decode(known.tolist())
+
+        return await _beside_if_long(num_tokens, lambda: [text_of(prompt) for prompt in prompts])
+
+    async def texts(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_tokens: Callable[[int], None] = lambda _: None,
+    ) -> list[Int32s]:
+        """Return the token ids of each text, int32 [T].
+
+        Many are tokenized a slice at a time: nobody waits for all of them.
+
+        Args:
+            texts: What to tokenize.
+            add_special_tokens: Put those around each text that the model expects there.
+            check_tokens: Called with the number of tokens so far; raises when they are too many.
+
+        Raises:
+            ContextLengthError: a text that is longer than the model's context.
             RequestError: a text that is not valid Unicode, or an engine without a tokenizer.
         """
-        tokenizer = self.tokenizer
-        [token_ids] = await _beside_if_long(
-            len(text), lambda: tokenizer.encode([text], add_special_tokens=add_special_tokens)
-        )
+        tokenizer, num_tokens = self.tokenizer, 0
+        token_ids: list[Int32s] = []
+        is_long = sum(map(len, texts)) > _MAX_INLINE_CHARS
+        for piece in _slices(texts, _MAX_INLINE_CHARS):
+            encode = partial(tokenizer.encode, piece, add_special_tokens=add_special_tokens)
+            encoded = await asyncio.to_thread(encode) if is_long else encode()
+            num_tokens += sum(map(len, encoded))
+            check_tokens(num_tokens)
+            token_ids += encoded
         return token_ids
 
     async def chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> EncodedPrompt:
@@ -89,6 +152,20 @@ class PromptEncoder:
         """Return the text of tokens, special ones left out."""
         tokenizer = self.tokenizer
         return await _beside_if_long(len(token_ids), lambda: tokenizer.decode(token_ids))
+
+
+def _slices(texts: Sequence[str], max_chars: int) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of about so many characters. A text counts as one more: it is work, too."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        piece.append(text)
+        num_chars += len(text) + 1
+        if num_chars >= max_chars:
+            yield piece
+            piece, num_chars = [], 0
+    if piece:
+        yield piece
 
 
 async def _beside_if_long(num_chars: int, work: Callable[[], T]) -> T:

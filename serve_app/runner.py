@@ -31,6 +31,11 @@ class Job:
         """How many it adds to the queue."""
         return len(self.prompts) * self.params.n
 
+    @property
+    def num_tokens(self) -> int:
+        """How many prompt tokens it adds to the queue."""
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
+
 
 class RequestRunner:
     """Runs jobs on one engine. Closing the generator that `run` returns aborts what is left of the job."""
@@ -50,7 +55,7 @@ class RequestRunner:
             EngineDeadError: the engine died.
         """
         started_s = time.monotonic()
-        with self._admission.admit(job.num_sequences):
+        with self._admission.admit(job.num_sequences, job.num_tokens):
             if items := [item for prompt in job.prompts if prompt.items for item in prompt.items.items]:
                 await self._pictures.pass_on(items)
             async with aclosing(self._outputs(job)) as outputs:

@@ -39,6 +39,12 @@ class ServeSettings(BaseModel):
     """The largest request body; larger ones are refused with 413."""
     max_queued_requests: int = Field(default=1024, ge=0)
     """Requests (each of `n` counts) that may wait beside the `max_num_seqs` that run; more are refused with 429."""
+    max_unfinished_tokens: int = Field(default=1 << 23, ge=1)
+    """Prompt tokens of all unfinished requests of a replica; more are refused with 429."""
+    max_sequences_per_request: int = Field(default=256, ge=1)
+    """Sequences that one body may ask for, prompts times `n`; more are refused with 400."""
+    max_tokens_per_request: int = Field(default=1 << 20, ge=1)
+    """Prompt tokens that one body with several prompts may bring; more are refused with 400."""
     max_encodes: int = Field(default=8, ge=1)
     """Requests whose pictures are encoded at once, over all replicas: more wait."""
     max_encodes_waiting: int = Field(default=64, ge=0)

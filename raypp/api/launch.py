@@ -92,7 +92,9 @@ def open_engine(
     handle = launch(config, stage_factory=stage_factory)
     try:
         info = handle.model_info
-        tokenizer = None if config.model.skip_tokenizer_init else Tokenizer(info["model_path"])
+        tokenizer = None
+        if not config.model.skip_tokenizer_init:
+            tokenizer = Tokenizer(info["model_path"], max_tokens=info["max_model_len"])
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids

@@ -16,7 +16,7 @@ from raypp.api.per_request import request_ids as ids_per_request
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
-from raypp.errors import RequestError
+from raypp.errors import ContextLengthError, RequestError
 from raypp.messages import NO_INT32S, Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
@@ -201,7 +201,7 @@ class RequestPreparer:
     def _check_room(self, request_id: str, token_ids: Int32s, params: SamplingParams) -> None:
         room = self._max_model_len - len(token_ids)
         if params.min_tokens > room:
-            raise RequestError(
+            raise ContextLengthError(
                 "a prompt leaves no room for min_tokens",
                 request_id=request_id,
                 got=f"{len(token_ids)} prompt tokens and min_tokens={params.min_tokens}",
@@ -219,7 +219,7 @@ class RequestPreparer:
                 hint="to begin from nothing, give the token that texts of this model begin with",
             )
         if len(token_ids) >= self._max_model_len:
-            raise RequestError(
+            raise ContextLengthError(
                 "a prompt leaves no room for a single output token",
                 request_id=request_id,
                 got=f"{len(token_ids)} tokens",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raypp.api.tokenizer_class import tokenizer_class
-from raypp.errors import ModelLoadError, RequestError
+from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.messages import Int32s
 
 _TEXTS_AT_ONCE = 256
@@ -20,11 +20,19 @@ ChatMessage = Mapping[str, Any]
 """One message of a conversation: `role`, `content`, and whatever else the model's chat template reads."""
 
 
+_PROBE_CHARS_PER_TOKEN = 16
+"""More than any language's mean: a text's first `max_tokens * 16` characters tell of most that it is too long."""
+
+
 class Tokenizer:
     """The tokenizer of a model directory. Holds no state of requests; may be used from several threads."""
 
-    def __init__(self, model_path: str | Path) -> None:
+    def __init__(self, model_path: str | Path, max_tokens: int | None = None) -> None:
         """Load the tokenizer files in a directory.
+
+        Args:
+            model_path: The directory.
+            max_tokens: Texts that have more for certain are refused before they are tokenized whole. None takes all.
 
         Raises:
             ModelLoadError: there are none, or they cannot be read.
@@ -43,6 +51,8 @@ class Tokenizer:
         self._decode: Callable[..., Any] = (
             backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
         )
+        self._max_tokens = max_tokens
+        self._max_token_chars = max(map(len, self._hf.get_vocab()), default=1)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32s]:
         """Return each text's token ids, int32 [T].
@@ -53,10 +63,13 @@ class Tokenizer:
                 conversation: its template wrote them already.
 
         Raises:
+            ContextLengthError: a text that has more than `max_tokens` for certain.
             RequestError: a text that is not valid Unicode.
         """
         for text in texts:
             _check_unicode(text)
+            if self._max_tokens is not None:
+                self._check_length(text, self._max_tokens)
         encoded: list[Int32s] = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             some = list(texts[start : start + _TEXTS_AT_ONCE])
@@ -64,6 +77,19 @@ class Tokenizer:
                 np.array(ids, np.int32) for ids in self._hf(some, add_special_tokens=add_special_tokens)["input_ids"]
             ]
         return encoded
+
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse a text that cannot fit. Tokenizing takes about a second per megabyte: most of that is saved."""
+        max_chars = max_tokens * self._max_token_chars  # of a token, a character stands for one of the text at most
+        if len(text) > max_chars:
+            raise _too_long(f"{len(text)} characters", max_tokens, f", which is {max_chars} characters at most")
+        probe = text[: max_tokens * _PROBE_CHARS_PER_TOKEN]
+        if len(probe) == len(text):
+            return
+        # Cutting a text changes its tokens near the cut only: twice too many are too many of the whole text, too.
+        num_tokens = len(self._hf([probe], add_special_tokens=False)["input_ids"][0])
+        if num_tokens > 2 * max_tokens:
+            raise _too_long(f"{len(text)} characters, {num_tokens} tokens in the first {len(probe)}", max_tokens)
 
     def render_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> str:
         """Return a conversation as the text that the model continues, up to where the assistant's message begins.
@@ -124,6 +150,15 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model's embedding may be larger: it is often padded."""
         return len(self._hf)
+
+
+def _too_long(got: str, max_tokens: int, more: str = "") -> ContextLengthError:
+    return ContextLengthError(
+        "a text is longer than the model's context",
+        got=got,
+        expected=f"at most max_model_len = {max_tokens} tokens{more}",
+        hint="shorten the text or raise max_model_len",
+    )
 
 
 def _check_unicode(text: str) -> None:

@@ -8,7 +8,15 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from raypp.errors import ConfigError, DeadlineError, EncoderDiedError, EngineDeadError, RayppError, RequestError
+from raypp.errors import (
+    ConfigError,
+    ContextLengthError,
+    DeadlineError,
+    EncoderDiedError,
+    EngineDeadError,
+    RayppError,
+    RequestError,
+)
 from raypp.openai_api.request_fields import OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
@@ -90,7 +98,10 @@ def body_error(complaints: Sequence[Mapping[str, Any]], field_names: Iterable[st
 def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
     """Return the HTTP status and the body for an error. What is not raypp's own is not told in detail."""
     param = error.param if isinstance(error, BodyError) else None
+    code: str | None
     match error:
+        case ContextLengthError():
+            status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
         case RequestError():
             status, kind, code = 400, "invalid_request_error", None
         case ConfigError():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
@@ -34,6 +32,7 @@ def generation_routes(context: AppContext) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of server-sent events."""
         context.check_model(body.model)
+        context.admission.check(1, body.n or 1)
         messages = body.conversation(takes_images=context.takes_images)
         prompt = await context.prompts.chat(messages, body.template_kwargs())
         prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:].tolist())
@@ -59,15 +58,11 @@ def generation_routes(context: AppContext) -> APIRouter:
         context.check_model(body.model)
         params = body.sampling_params(context.max_model_len)
         prompts = body.prompts()
-        token_ids = [
-            await context.prompts.text(prompt) if isinstance(prompt, str) else np.asarray(prompt["prompt_token_ids"])
-            for prompt in prompts
-        ]
+        context.admission.check(len(prompts), params.n)
+        encoded = await context.prompts.completion(prompts, context.admission.limits.check_tokens)
         head = _head("cmpl", body.request_id, context)
-        job = Job(head.id, [EncodedPrompt(ids) for ids in token_ids], params, body.priority or 0)
-        echoes = None
-        if body.echo:
-            echoes = [p if isinstance(p, str) else await context.prompts.decode(p["prompt_token_ids"]) for p in prompts]
+        job = Job(head.id, encoded, params, body.priority or 0)
+        echoes = await context.prompts.echoes(encoded) if body.echo else None
         if body.stream:
             return await _stream(context, request, job, ChunkWriter(head, "text", params, body.stream_options, echoes))
         try:

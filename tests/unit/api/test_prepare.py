@@ -9,7 +9,8 @@ import pytest
 
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
-from raypp.errors import ModelLoadError, RequestError
+from raypp.errors import ContextLengthError, ModelLoadError, RequestError
+from raypp.models.registry import resolve_model_path
 from raypp.types import SamplingParams
 
 
@@ -143,3 +144,19 @@ def test_tokenizer_knows_its_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.special_token_ids == {0, 1, 2}
     assert tokenizer.eos_token_ids == {2}
     assert tokenizer.vocab_size == 300
+
+
+@pytest.mark.parametrize("text", ["x" * 10_000, "a b c " * 400])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized_whole(text: str) -> None:
+    limited = Tokenizer(resolve_model_path("tiny"), max_tokens=64)
+    preparer = RequestPreparer(limited, vocab_size=4032, max_model_len=64, seed=0)
+    with pytest.raises(ContextLengthError, match=rf"{len(text)} characters.*max_model_len = 64"):
+        preparer.prompts([text])
+    with pytest.raises(ContextLengthError, match=r"characters.*max_model_len = 64"):
+        preparer.chats([[{"role": "user", "content": text}]])
+
+
+def test_a_text_that_fits_is_never_refused_for_its_length() -> None:
+    limited = Tokenizer(resolve_model_path("tiny"), max_tokens=64)
+    spaces = " " * (60 * 32)  # 60 tokens, longer than what is tokenized for a start
+    assert len(limited.encode([spaces])[0]) <= 64

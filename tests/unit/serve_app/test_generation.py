@@ -183,6 +183,7 @@ def test_vllms_fields_reach_the_engine(http: httpx.Client) -> None:
         ("/v1/completions", {"prompt": ""}, 400, "no tokens"),
         ("/v1/completions", {"prompt": "x " * 4000}, 400, "max_model_len"),
         ("/v1/completions", {"prompt": [999_999]}, 400, "vocabulary"),
+        ("/v1/completions", {"prompt": [2**40], "echo": True}, 400, "vocabulary"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "Unicode"),
         ("/tokenize", {}, 400, "either prompt or messages"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import httpx
 import pytest
 from running_app import RunningApp, running_app
 
+from raypp.api.tokenizer import Tokenizer
+from raypp.errors import RequestError
+from raypp.models.registry import resolve_model_path
 from serve_app.http_app import OPEN_PATHS
+from serve_app.prompts import PromptEncoder
 
 BODY = {"prompt": "x", "max_tokens": 1}
 
@@ -70,3 +75,58 @@ def test_only_named_origins_may_call(door: httpx.Client, origin: str, allowed: b
 def test_without_settings_no_origin_may_call(http: httpx.Client) -> None:
     answer = http.get("/version", headers={"Origin": "https://good.example"})
     assert "access-control-allow-origin" not in answer.headers
+
+
+def test_one_body_cannot_take_the_whole_replica(http: httpx.Client) -> None:
+    small = {"prompt": ["x"] * 80, "n": 128, "max_tokens": 200, "ignore_eos": True}
+    for body in (small, {**small, "stream": True}, {"prompt": ["x"] * 50_000}):
+        answer = http.post("/v1/completions", json=body, timeout=10)
+        assert answer.status_code == 400
+        assert "at most 256" in answer.json()["error"]["message"]
+
+
+def test_many_prompts_are_told_by_their_tokens() -> None:
+    with running_app({"max_tokens_per_request": 100}, num_stages=1) as app, httpx.Client(base_url=app.url) as http:
+        for prompts in (["a b c d"] * 50, [[5] * 51, [5] * 51]):
+            answer = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 1})
+            assert answer.status_code == 400
+            assert "max_tokens_per_request = 100" in answer.json()["error"]["message"]
+
+
+def test_a_text_that_cannot_fit_costs_nothing(http: httpx.Client) -> None:
+    """Tokenizing these 8 MB would take ten seconds and more."""
+    chat = {"messages": [{"role": "user", "content": "x" * 8_000_000}]}
+    for path, body in (("/v1/completions", {"prompt": "x" * 8_000_000}), ("/v1/chat/completions", chat)):
+        answer = http.post(path, json=body, timeout=5)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_tokenizing_many_texts_lets_others_in() -> None:
+    """While a megabyte is tokenized, the event loop goes on."""
+    encoder = PromptEncoder(Tokenizer(resolve_model_path("tiny")))
+    texts = ["def main(argv): pass\n" * 760] * 64
+
+    async def count_turns() -> int:
+        num_turns, task = 0, asyncio.ensure_future(encoder.texts(texts))
+        while not task.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        assert len(task.result()) == 64
+        return num_turns
+
+    assert asyncio.run(count_turns()) > 64
+
+
+def test_texts_are_tokenized_no_further_than_they_may_be() -> None:
+    tokenizer = Tokenizer(resolve_model_path("tiny"))
+    seen: list[int] = []
+
+    def check(num_tokens: int) -> None:
+        seen.append(num_tokens)
+        if num_tokens > 10_000:
+            raise RequestError("enough")
+
+    with pytest.raises(RequestError, match="enough"):
+        asyncio.run(PromptEncoder(tokenizer).texts(["x y z " * 3000] * 50, check_tokens=check))
+    assert len(seen) < 5
