@@ -59,13 +59,16 @@ class EmbeddingCache(Generic[Key, Value]):
         assert key not in self._values, "it is there already"
         if not self.has_room(size):
             return [key]
-        evicted = []
-        for other in list(self._values) if self.used + size > self.limit else ():
+        evicted: list[Key] = []
+        too_many = self.used + size - self.limit
+        for other, (_, size_of_other) in self._values.items():
+            if too_many <= 0:
+                break
             if other not in self._pins:
-                self.remove(other)
                 evicted.append(other)
-                if self.used + size <= self.limit:
-                    break
+                too_many -= size_of_other
+        for other in evicted:
+            self.remove(other)
         self._values[key] = (value, size)
         self.used += size
         return evicted

@@ -6,10 +6,13 @@
 
 Here is decided what the first stage holds: a mirror of its store, with a limit. What a request needs is pinned from the
 moment that it is ordered until the last chunk that reads it was collected. Text is never held up, and overtakes.
+
+What one call does depends on the request or the items that it is about, not on how many requests wait.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from raypp.encoder.embedding_cache import EmbeddingCache
@@ -17,7 +20,14 @@ from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import ItemPin, RequestState
-from raypp.scheduler.waiting_queue import WaitingQueue, turn_of
+from raypp.scheduler.waiting_queue import WaitingQueue
+
+_ITEMS_AT_ONCE = 64
+"""Items of requests that leave the held ones in one call. Thousands may wait for the same picture."""
+
+
+_MOST_ORDERED = 1024
+"""Requests that wait for embeddings under way: more than encoders need to be busy, few enough to let in at once."""
 
 
 class ItemAdmission:
@@ -31,9 +41,10 @@ class ItemAdmission:
     def __init__(self, queue: WaitingQueue, max_tokens: int) -> None:
         self._queue = queue
         self._room: EmbeddingCache[bytes, None] = EmbeddingCache(max_tokens)
-        self._held: list[RequestState] = []  # in the order of their turns
-        self._ordered: dict[RequestState, None] = {}  # these have their pins
-        self._under_way: set[bytes] = set()  # ordered, not stored; pinned once more for that
+        self._held = WaitingQueue()
+        self._ordered: dict[RequestState, int] = {}  # these have their pins, and miss so many items
+        # Ordered, not stored, and who misses them; pinned once more for that.
+        self._under_way: dict[bytes, dict[RequestState, None]] = {}
         self._leaving: set[bytes] = set()  # being dropped: may be ordered again when that is done
         self._orders: list[EncoderItem] = []
         self._drops: list[bytes] = []
@@ -79,14 +90,13 @@ class ItemAdmission:
         if state.request.items is None:
             self._queue.push(state)
             return
-        self._held.append(state)
-        self._held.sort(key=turn_of)
+        self._held.push(state)
         self._order()
 
     def remove(self, state: RequestState) -> None:
         """Take a request out that waits, here or in the queue. What it ordered is still encoded, and may be used."""
         if state in self._ordered:
-            del self._ordered[state]
+            self._forget_ordered(state)
         elif state in self._held:
             self._held.remove(state)
         else:
@@ -98,8 +108,8 @@ class ItemAdmission:
 
     def note_growth(self, state: RequestState, num_tokens: int) -> None:
         """Count tokens that a waiting request got from steps dispatched before it was preempted."""
-        if state not in self:
-            self._queue.note_growth(num_tokens)
+        if state not in self._ordered:
+            (self._held if state in self._held else self._queue).note_growth(num_tokens)
 
     def unpin(self, pin: ItemPin) -> None:
         """Let go of what a request needed: no step in flight reads it for this request."""
@@ -109,10 +119,15 @@ class ItemAdmission:
 
     def note_stored(self, keys: Collection[bytes]) -> None:
         """Take in that the first stage has these embeddings."""
-        for key in self._under_way.intersection(keys):
-            self._under_way.remove(key)
+        for key in keys:
+            if (waiting := self._under_way.pop(key, None)) is None:
+                continue
             self._room.unpin(key)
-        self._let_in()
+            for state in waiting:
+                self._ordered[state] -= 1
+                if not self._ordered[state]:
+                    del self._ordered[state]
+                    self._queue.push(state)
         self._order()
 
     def note_dropped(self, keys: Collection[bytes]) -> None:
@@ -124,20 +139,23 @@ class ItemAdmission:
         """Take in that an item cannot be encoded; return the requests that need it. The caller ends them."""
         if key not in self._under_way:
             return []
-        self._under_way.remove(key)
-        self._room.unpin(key)
-        failed = [state for state in self._ordered if state.item_pin is not None and key in state.item_pin.keys]
+        failed = list(self._under_way[key])
         for state in failed:
+            self._forget_ordered(state)
+            self._ordered[state] = 0  # until the caller ends it
             assert state.item_pin is not None
             for pinned in state.item_pin.keys:
                 self._room.unpin(pinned)
             state.item_pin = None
+        del self._under_way[key]
+        self._room.unpin(key)
         self._room.remove(key)
         self._order()  # whoever ordered it may be gone, and others wait for its room
         return failed
 
     def take_orders(self) -> Sequence[EncoderItem]:
         """Return what has to be encoded and brought to the first stage; each is returned once."""
+        self._order()
         taken, self._orders = self._orders, []
         return taken
 
@@ -154,17 +172,23 @@ class ItemAdmission:
         """
         self._room.check_integrity()
         pins = [*pins, *(state.item_pin for state in (*self._ordered, *self._queue) if state.item_pin is not None)]
-        needed = {key for pin in pins for key in pin.keys} | self._under_way
+        needed = {key for pin in pins for key in pin.keys} | set(self._under_way)
         assert all(self._room.is_pinned(key) for key in needed)
         assert self._room.pinned == sum(map(self._room.size_of, needed))
         assert not any(key in self._room for key in self._leaving)
         assert all(state.item_pin is None for state in self._held)
-        assert self._held == sorted(self._held, key=turn_of)
+        missing = Counter(state for waiting in self._under_way.values() for state in waiting)
+        assert missing == self._ordered
+        self._held.check_integrity(())
 
     def _order(self) -> None:
-        """Order what the next held requests need, as far as there is room for all of a request's items."""
-        while self._held:
-            state = self._held[0]
+        """Order what the next held requests need, as far as there is room for all of a request's items.
+
+        Those beyond the limits have their turn in a later call: there is one in every turn of the driver's loop.
+        """
+        num_left = _ITEMS_AT_ONCE
+        while self._held and num_left > 0 and len(self._ordered) < _MOST_ORDERED:
+            state = self._held.head
             assert state.request.items is not None
             items = unique_items(state.request.items.items)
             if any(item.key in self._leaving for item in items):
@@ -172,10 +196,16 @@ class ItemAdmission:
             wanted = sum(item.num_tokens for item in items if not self._room.is_pinned(item.key))
             if not self._room.has_room(wanted):
                 return
-            del self._held[0]
+            self._held.remove(state)
+            num_left -= len(items)
             self._pin(state, items)
-            self._ordered[state] = None
-            self._let_in()
+            missing = [item.key for item in items if item.key in self._under_way]
+            if not missing:
+                self._queue.push(state)
+                continue
+            self._ordered[state] = len(missing)
+            for key in missing:
+                self._under_way[key][state] = None
 
     def _pin(self, state: RequestState, items: Sequence[EncoderItem]) -> None:
         known = [item for item in items if item.key in self._room]
@@ -188,7 +218,7 @@ class ItemAdmission:
                 self._leaving.update(evicted)
                 self._room.pin(item.key)  # for the request
                 self._room.pin(item.key)  # until it is stored
-                self._under_way.add(item.key)
+                self._under_way[item.key] = {}
                 self._orders.append(item)
         self.num_query_items += len(items)
         self.num_hit_items += len(known)
@@ -197,16 +227,13 @@ class ItemAdmission:
         end = max(start + item.num_tokens for item, start in zip(placed.items, placed.starts, strict=True))
         state.item_pin = ItemPin(tuple(item.key for item in items), end)
 
-    def _let_in(self) -> None:
-        """Let requests into the queue whose embeddings are all there."""
-        ready = [
-            state
-            for state in self._ordered
-            if state.item_pin is not None and self._under_way.isdisjoint(state.item_pin.keys)
-        ]
-        for state in ready:
-            del self._ordered[state]
-            self._queue.push(state)
+    def _forget_ordered(self, state: RequestState) -> None:
+        """Take out a request that waits for embeddings."""
+        del self._ordered[state]
+        if state.item_pin is not None:
+            for key in state.item_pin.keys:
+                if key in self._under_way:
+                    self._under_way[key].pop(state, None)
 
 
 def item_error(request_id: str, cause: RayppError) -> RayppError:

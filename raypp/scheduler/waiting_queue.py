@@ -11,17 +11,23 @@ Turn = tuple[int, int]
 """Priority and arrival; the smallest is served first. No two requests have the same."""
 
 
+_FEW_STALE_TURNS = 64
+
+
 class WaitingQueue:
     """Requests without a row, in the order in which they will get one."""
 
     def __init__(self) -> None:
         self._states: dict[Turn, RequestState] = {}
-        # What was removed from elsewhere than the front stays here until it gets there.
+        # A heap. What was removed from elsewhere than the front stays here, until most of it is stale.
         self._turns: list[Turn] = []
         self.num_tokens = 0  # that their prefills will have to compute, if nothing is cached
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def __contains__(self, state: RequestState) -> bool:
+        return turn_of(state) in self._states
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter([self._states[turn] for turn in sorted(self._states)])
@@ -48,6 +54,10 @@ class WaitingQueue:
         """Take a request out, wherever it stands."""
         del self._states[turn_of(state)]
         self.num_tokens -= state.num_tokens
+        if len(self._turns) > 2 * len(self._states) + _FEW_STALE_TURNS:
+            self._states = dict(self._states)  # neither does a dict give memory back by itself
+            self._turns = list(self._states)
+            heapq.heapify(self._turns)
 
     @staticmethod
     def last_of(states: Iterable[RequestState]) -> RequestState:
@@ -64,6 +74,7 @@ class WaitingQueue:
             if state.request.items is None:
                 first_waiting.setdefault(state.request.priority, state.arrival)
         assert set(self._states) <= set(self._turns)
+        assert len(self._turns) <= 2 * len(self._states) + _FEW_STALE_TURNS + 1
         for state in running:
             arrival = first_waiting.get(state.request.priority, state.arrival)
             assert state.arrival <= arrival, "a request was overtaken"
