@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
+_MAX_ID_CHARS = 128
 
 
 class ClientGoneError(Exception):
@@ -78,6 +79,12 @@ class EventStream(StreamingResponse):
         async for event in self._events:
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def given_request_id(headers: Mapping[str, str]) -> str | None:
+    """Return the X-Request-Id that a client or a proxy gave a request; None for one that is no plain, short text."""
+    given = headers.get("x-request-id", "")
+    return given if 0 < len(given) <= _MAX_ID_CHARS and given.isascii() and given.isprintable() else None
 
 
 def client_gone_response() -> Response:

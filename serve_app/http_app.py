@@ -69,6 +69,7 @@ def make_context(
         siblings: All replicas; by default there is only this one.
         pictures: What requests with pictures pass; by default nothing.
     """
+    llm.draw_seeds_as(metrics.replica)
     admission = Admission(
         AdmissionLimits(
             max_running=llm.config.scheduler.max_num_seqs,

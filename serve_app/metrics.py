@@ -68,19 +68,23 @@ class EngineMetrics:
         self._ends = self._counter("raypp_requests_finished", "Sequences by how they ended", "reason")
         self._http = self._counter("raypp_http_responses", "Responses by route and status", "route", "status")
 
-    def watch(self, started_s: float, num_prompt_tokens: int) -> RequestWatch:
+    @property
+    def replica(self) -> str:
+        """The name of the replica whose series these are."""
+        return self._names[1]
+
+    def watch(self, started_s: float, num_sequences: int) -> RequestWatch:
         """Return what observes one prompt's outputs.
 
         Args:
             started_s: Monotonic time at which the request came.
-            num_prompt_tokens: Of the prompt.
+            num_sequences: Continuations of the prompt.
         """
-        self._prompt.observe(num_prompt_tokens)
-        return RequestWatch(self, started_s)
+        return RequestWatch(self, started_s, num_sequences)
 
-    def count_end(self, reason: str) -> None:
-        """Count a sequence that ended."""
-        self._ends.labels(*self._names, reason).inc()
+    def count_end(self, reason: str, num_sequences: int = 1) -> None:
+        """Count sequences that ended."""
+        self._ends.labels(*self._names, reason).inc(num_sequences)
 
     def count_response(self, route: str, status: int) -> None:
         """Count an HTTP response."""
@@ -103,13 +107,14 @@ class EngineMetrics:
 
 
 class RequestWatch:
-    """Observes the outputs of one prompt."""
+    """Observes the outputs of one prompt, streamed (`see`) or whole (`see_whole`), until `close`."""
 
-    def __init__(self, metrics: EngineMetrics, started_s: float) -> None:
+    def __init__(self, metrics: EngineMetrics, started_s: float, num_sequences: int) -> None:
         self._metrics = metrics
         self._started_s = started_s
+        self._num_sequences = num_sequences
         self._seen: dict[int, tuple[int, float]] = {}  # by continuation: tokens, and when the last of them came
-        self._is_ended = False
+        self._last: RequestOutput | None = None
 
     def see(self, output: RequestOutput) -> None:
         """Take in the outputs so far."""
@@ -123,25 +128,46 @@ class RequestWatch:
                 self._seen[completion.index] = (num_tokens, now_s)
                 if num_seen:
                     metrics._itl.observe((now_s - last_s) / (num_tokens - num_seen))
+        self._last = output
         if output.finished:
-            self._end(output, now_s)
+            self._observe_finished(output, now_s - self._started_s)
 
-    def close(self) -> None:
-        """Take in that nobody looks at the outputs any more."""
-        if not self._is_ended:
-            self._metrics.count_end("abort")
+    def see_whole(self, output: RequestOutput, submitted_s: float) -> None:
+        """Take in outputs that were not streamed: the engine's client timed them.
 
-    def _end(self, output: RequestOutput, now_s: float) -> None:
-        self._is_ended = True
+        Args:
+            output: Finished.
+            submitted_s: Monotonic time at which the client got the request.
+        """
+        self._last, times = output, output.metrics
+        assert times.finish_time_s is not None
+        waited_s = submitted_s - self._started_s
+        if times.ttft_s is not None:
+            self._metrics._ttft.observe(waited_s + times.ttft_s)
+        self._observe_finished(output, waited_s + times.finish_time_s - times.arrival_time_s)
+
+    def close(self, reason: str = "abort") -> None:
+        """Take in that nobody looks at the outputs any more.
+
+        Args:
+            reason: Why those ended that have no reason of their own.
+        """
+        ended = [] if self._last is None else [o.finish_reason for o in self._last.outputs if o.finish_reason]
+        for own_reason in ended:
+            self._metrics.count_end(own_reason)
+        if num_left := self._num_sequences - len(ended):
+            self._metrics.count_end(reason, num_left)
+
+    def _observe_finished(self, output: RequestOutput, seconds: float) -> None:
         metrics = self._metrics
-        metrics._e2e.observe(now_s - self._started_s)
+        metrics._e2e.observe(seconds)
+        metrics._prompt.observe(len(output.prompt_token_ids))
         if output.metrics.queue_s is not None:
             metrics._queue.observe(output.metrics.queue_s)
         if output.metrics.tpot_s is not None:
             metrics._tpot.observe(output.metrics.tpot_s)
         for completion in output.outputs:
             metrics._output.observe(len(completion.token_ids))
-            metrics.count_end(completion.finish_reason or "abort")
 
 
 class _EngineCollector(Collector):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, aclosing
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.errors import RayppError
+from raypp.errors import RayppError, RequestError
 from raypp.types import RequestOutput, SamplingParams
 from serve_app.admission import Admission
-from serve_app.metrics import EngineMetrics
+from serve_app.metrics import EngineMetrics, RequestWatch
 from serve_app.pictures import PictureGate
 
 
@@ -21,7 +22,7 @@ from serve_app.pictures import PictureGate
 class Job:
     """What one HTTP request asks of the engine."""
 
-    request_id: str
+    request_id: str  # as its client knows it; two clients may choose the same
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int  # smaller is served first
@@ -35,6 +36,11 @@ class Job:
     def num_tokens(self) -> int:
         """How many prompt tokens it adds to the queue."""
         return sum(len(prompt.token_ids) for prompt in self.prompts)
+
+    def engine_ids(self) -> list[str]:
+        """Return a name for each prompt's request, unlike any other in the engine; logs show it."""
+        unique = uuid.uuid4().hex
+        return [f"{self.request_id}-{unique}-{index}" for index in range(len(self.prompts))]
 
 
 class RequestRunner:
@@ -54,34 +60,46 @@ class RequestRunner:
             RequestError: it cannot be run.
             EngineDeadError: the engine died.
         """
+        async with self._admitted(job) as watches, aclosing(self._outputs(job)) as outputs:
+            async for index, output in outputs:
+                watches[index].see(output)
+                yield index, output
+
+    async def complete(self, job: Job) -> list[RequestOutput]:
+        """Run a job to its end and return its outputs, one per prompt. Cheaper than `run`, and raises as that does."""
+        async with self._admitted(job) as watches:
+            submitted_s = time.monotonic()
+            outputs = await self._llm.complete(job.prompts, job.params, job.engine_ids(), priority=job.priority)
+            for watch, output in zip(watches, outputs, strict=True):
+                watch.see_whole(output, submitted_s)
+        return outputs
+
+    @asynccontextmanager
+    async def _admitted(self, job: Job) -> AsyncIterator[list[RequestWatch]]:
+        """Count a job's work while it runs, and how its sequences end."""
         started_s = time.monotonic()
         with self._admission.admit(job.num_sequences, job.num_tokens):
             if items := [item for prompt in job.prompts if prompt.items for item in prompt.items.items]:
                 await self._pictures.pass_on(items)
-            async with aclosing(self._outputs(job)) as outputs:
-                watches = [self._metrics.watch(started_s, len(prompt.token_ids)) for prompt in job.prompts]
-                try:
-                    async for index, output in outputs:
-                        watches[index].see(output)
-                        yield index, output
-                except RayppError:
-                    self._metrics.count_end("error")
-                    raise
-                finally:
-                    for watch in watches:
-                        watch.close()
-
-    async def complete(self, job: Job) -> list[RequestOutput]:
-        """Run a job to its end and return its outputs, one per prompt. Raises as `run` does."""
-        async with aclosing(self.run(job)) as outputs:
-            last = {index: output async for index, output in outputs}
-        return [last[index] for index in range(len(job.prompts))]
+            watches = [self._metrics.watch(started_s, job.params.n) for _ in job.prompts]
+            reason = "abort"
+            try:
+                yield watches
+            except RequestError:
+                reason = "refused"
+                raise
+            except RayppError:
+                reason = "error"
+                raise
+            finally:
+                for watch in watches:
+                    watch.close(reason)
 
     def _outputs(self, job: Job) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # All are checked before the first one runs.
         streams = [
-            self._llm.generate(prompt, job.params, f"{job.request_id}-{index}", priority=job.priority)
-            for index, prompt in enumerate(job.prompts)
+            self._llm.generate(prompt, job.params, engine_id, priority=job.priority)
+            for prompt, engine_id in zip(job.prompts, job.engine_ids(), strict=True)
         ]
         return _single(streams[0]) if len(streams) == 1 else _merged(streams)
 

@@ -84,6 +84,13 @@ class AsyncLLM:
         """The most tokens of a request, prompt and output together."""
         return int(self._engine.handle.model_info["max_model_len"])
 
+    def draw_seeds_as(self, name: str) -> None:
+        """Draw the seeds of requests that bring none as the engine of this name: others of the same seed draw others.
+
+        Engines of one configuration that stand side by side would else give the same random texts.
+        """
+        self._engine.preparer.draw_seeds_as(name)
+
     def generate(
         self,
         prompt: Prompt | EncodedPrompt,

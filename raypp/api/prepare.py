@@ -60,7 +60,12 @@ class RequestPreparer:
         )
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._seed = seed
         self._seeds = random.Random(seed)
+
+    def draw_seeds_as(self, name: str) -> None:
+        """Draw the seeds of requests that bring none from another stream: engines side by side have the same seed."""
+        self._seeds = random.Random(f"{self._seed}:{name}")
 
     def prompts(
         self,

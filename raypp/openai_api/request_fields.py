@@ -14,6 +14,7 @@ from raypp.types import SamplingParams
 
 _INT64 = 2**63
 _MAX_TOP_LOGPROBS = 20
+_NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # a line feed would forge a line of a log
 
 
 class OpenAIModel(BaseModel):
@@ -116,8 +117,8 @@ class RequestFields(OpenAIModel):
     """What the text has to be, all of it (vLLM)."""
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Smaller is earlier, where the engine schedules by priority."""
-    request_id: str | None = Field(default=None, min_length=1, max_length=128)
-    """A name to find the request by in the logs."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=128, pattern=_NO_CONTROLS)
+    """A name to find the request by, in its answer's `id` and in the logs; without control characters."""
 
     # Accounting and routing of OpenAI's own service: taken, without meaning here.
     user: str | None = None

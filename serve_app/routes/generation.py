@@ -11,9 +11,16 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.request_fields import RequestFields
 from raypp.openai_api.responses import ChatCompletion, Completion
 from serve_app.chunks import ChunkWriter
-from serve_app.client_connection import ClientGoneError, EventStream, client_gone_response, while_connected
+from serve_app.client_connection import (
+    ClientGoneError,
+    EventStream,
+    client_gone_response,
+    given_request_id,
+    while_connected,
+)
 from serve_app.context import AppContext
 from serve_app.errors import AsciiJSONResponse, documented, event_stream
 from serve_app.runner import Job
@@ -37,7 +44,7 @@ def generation_routes(context: AppContext) -> APIRouter:
         prompt = await context.prompts.chat(messages, body.template_kwargs())
         prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:].tolist())
         params = body.sampling_params(context.max_model_len, context.conventions, prompt_end)
-        head = _head("chatcmpl", body.request_id, context)
+        head = _head("chatcmpl", body, request, context)
         job = Job(head.id, [prompt], params, body.priority or 0)
 
         def make_parser() -> MessageParser:
@@ -60,7 +67,7 @@ def generation_routes(context: AppContext) -> APIRouter:
         prompts = body.prompts()
         context.admission.check(len(prompts), params.n)
         encoded = await context.prompts.completion(prompts, context.admission.limits.check_tokens)
-        head = _head("cmpl", body.request_id, context)
+        head = _head("cmpl", body, request, context)
         job = Job(head.id, encoded, params, body.priority or 0)
         echoes = await context.prompts.echoes(encoded) if body.echo else None
         if body.stream:
@@ -87,8 +94,10 @@ async def _stream(context: AppContext, request: Request, job: Job, writer: Chunk
     return EventStream(events, first)
 
 
-def _head(kind: str, request_id: str | None, context: AppContext) -> ResponseHead:
+def _head(kind: str, body: RequestFields, request: Request, context: AppContext) -> ResponseHead:
+    """Return the answer's name: the client's own, in the body or as X-Request-Id, else a new one."""
     head = ResponseHead.new(kind, context.model_name)
+    request_id = body.request_id or given_request_id(request.headers)
     return head if request_id is None else ResponseHead(f"{kind}-{request_id}", head.created, head.model)
 
 

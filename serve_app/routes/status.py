@@ -32,6 +32,7 @@ def status_routes(context: AppContext) -> APIRouter:
     """Return the routes for orchestrators and monitors."""
     router = APIRouter(tags=["status"])
 
+    @router.head("/health", include_in_schema=False)  # what load balancers ask
     @router.get("/health", responses=documented(500, 503), response_model=Health)
     async def health() -> Any:
         """Return whether the engine can serve: the driver answers, and hears from every stage."""

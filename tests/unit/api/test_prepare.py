@@ -160,3 +160,12 @@ def test_a_text_that_fits_is_never_refused_for_its_length() -> None:
     limited = Tokenizer(resolve_model_path("tiny"), max_tokens=64)
     spaces = " " * (60 * 32)  # 60 tokens, longer than what is tokenized for a start
     assert len(limited.encode([spaces])[0]) <= 64
+
+
+def test_engines_of_one_seed_draw_different_seeds_by_their_names(tokenizer: Tokenizer) -> None:
+    def seeds(name: str) -> list[int]:
+        preparer = RequestPreparer(tokenizer, vocab_size=600, max_model_len=20, seed=1)
+        preparer.draw_seeds_as(name)
+        return [p.seed for p in preparer.prompts(["a", "b"])]
+
+    assert seeds("first") == seeds("first") != seeds("second")

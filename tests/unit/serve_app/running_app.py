@@ -24,8 +24,9 @@ ENGINE = {"num_stages": 2, "kv_cache_bytes": 1 << 23, "max_model_len": 256, "max
 class RunningApp:
     """A server in a thread. `call` runs a function of the context in its event loop."""
 
-    def __init__(self, settings: ServeSettings, engine: dict[str, Any]) -> None:
+    def __init__(self, settings: ServeSettings, engine: dict[str, Any], replica: str) -> None:
         self._settings = settings
+        self._replica = replica
         self._engine = engine
         self._error: BaseException | None = None
         self._ready = threading.Event()
@@ -71,7 +72,7 @@ class RunningApp:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         llm = await AsyncLLM.create(launch=launch_in_threads, **{"model": "tiny", **ENGINE, **self._engine})
-        self.context = make_context(llm, self._settings, metrics=EngineMetrics("tiny", "test"))
+        self.context = make_context(llm, self._settings, metrics=EngineMetrics("tiny", self._replica))
         self.app: FastAPI = make_http_app(self.context)
         config = uvicorn.Config(self.app, port=0, log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
@@ -87,8 +88,10 @@ class RunningApp:
 
 
 @contextlib.contextmanager
-def running_app(settings: dict[str, Any] | None = None, **engine: Any) -> Iterator[RunningApp]:
-    app = RunningApp(ServeSettings(**(settings or {})), engine)
+def running_app(
+    settings: dict[str, Any] | None = None, *, replica: str = "test", **engine: Any
+) -> Iterator[RunningApp]:
+    app = RunningApp(ServeSettings(**(settings or {})), engine, replica)
     try:
         yield app
     finally:

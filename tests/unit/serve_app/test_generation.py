@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from running_app import RunningApp, running_app
+from test_status_routes import series
 
 from raypp.openai_api.responses import ChatCompletion, ChatCompletionChunk, Completion
 from raypp.testing import FakeStage
@@ -186,6 +187,8 @@ def test_vllms_fields_reach_the_engine(http: httpx.Client) -> None:
         ("/v1/completions", {"prompt": [2**40], "echo": True}, 400, "vocabulary"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
         ("/v1/completions", {"prompt": "\ud800"}, 400, "Unicode"),
+        ("/v1/completions", {"prompt": "x", "request_id": "a\r\nb"}, 400, "request_id"),
+        ("/v1/completions", {"prompt": "x", "request_id": "a\n"}, 400, "request_id"),
         ("/tokenize", {}, 400, "either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [2**40]}, 400, "vocabulary"),
@@ -242,6 +245,7 @@ def wait_until_idle(app: RunningApp) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_disconnects_frees_its_row(slow_app: RunningApp, stream: bool) -> None:
     before = wait_until_idle(slow_app)["num_generated_tokens"]
+    aborts_before = num_aborts(slow_app)
     with httpx.Client(base_url=slow_app.url, timeout=30) as http:
         if stream:
             with running_stream(http):
@@ -254,6 +258,11 @@ def test_a_client_that_disconnects_frees_its_row(slow_app: RunningApp, stream: b
     assert after["num_generated_tokens"] - before < 150, "2000 were ordered"
     assert after["num_free_blocks"] == after["num_blocks"] - 1
     assert slow_app.context.admission.num_unfinished == 0
+    assert num_aborts(slow_app) == aborts_before + 1
+
+
+def num_aborts(app: RunningApp) -> float:
+    return series(app.context.metrics.exposition({})).get("raypp_requests_finished_total|reason=abort", 0.0)
 
 
 @contextmanager
@@ -273,6 +282,53 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(slow_app: RunningApp
         slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
         assert slow_app.stats()["num_running"] == 2
     wait_until_idle(slow_app)
+
+
+def test_requests_of_one_name_run_side_by_side(slow_app: RunningApp) -> None:
+    """Names are the clients' own: two of them may choose the same."""
+    wait_until_idle(slow_app)
+    with (
+        httpx.Client(base_url=slow_app.url, timeout=30) as http,
+        running_stream(http, request_id="mine"),
+        running_stream(http, request_id="mine"),
+    ):
+        assert slow_app.stats()["num_running"] == 2
+    wait_until_idle(slow_app)
+
+
+def test_the_given_name_is_returned(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    assert http.post("/v1/completions", json={**body, "request_id": "mine"}).json()["id"] == "cmpl-mine"
+    named = {"X-Request-Id": "of-a-proxy"}
+    assert http.post("/v1/completions", json=body, headers=named).json()["id"] == "cmpl-of-a-proxy"
+    assert http.post("/v1/completions", json={**body, "request_id": "mine"}, headers=named).json()["id"] == "cmpl-mine"
+    chat = {"messages": HELLO, "max_tokens": 1, "stream": True}
+    [first, *_] = events_of(http.post("/v1/chat/completions", json=chat, headers=named).text)
+    assert first["id"] == "chatcmpl-of-a-proxy"
+    ids = {http.post("/v1/completions", json=body, headers={"X-Request-Id": "x" * 200}).json()["id"] for _ in range(2)}
+    assert len(ids) == 2, "no name for an id: too long"
+
+
+def test_replicas_of_one_engine_draw_different_seeds() -> None:
+    body = {"prompt": "def main(", "max_tokens": 30, "temperature": 1.0, "ignore_eos": True}
+    texts = []
+    for replica in ("a", "b"):
+        with running_app(replica=replica, num_stages=1) as app, httpx.Client(base_url=app.url, timeout=30) as http:
+            texts.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
+    assert texts[0] != texts[1]
+
+
+def test_answers_that_are_not_streamed_are_not_looked_at_before_their_end(app: RunningApp, http: httpx.Client) -> None:
+    def num_looks() -> float:
+        return series(app.context.metrics.exposition({}))["raypp_inter_token_seconds_count"]
+
+    body = {"max_tokens": 20, **GREEDY}
+    before = num_looks()
+    for prompt in ("x", ["x", "y"]):
+        assert http.post("/v1/completions", json={**body, "prompt": prompt}).status_code == 200
+    assert num_looks() == before
+    http.post("/v1/completions", json={**body, "prompt": "x", "stream": True})
+    assert num_looks() > before
 
 
 def test_a_full_queue_is_told_with_retry_after(slow_app: RunningApp) -> None:

@@ -31,6 +31,7 @@ def test_models_health_and_version(http: httpx.Client) -> None:
     assert http.get("/v1/models/tiny").json() == model
     assert http.get("/v1/models/other").status_code == 404
     assert http.get("/health").json() == {"status": "ok"}
+    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
     assert http.get("/version").json() == {"version": raypp.__version__}
 
 
@@ -50,6 +51,8 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
     assert grown("raypp_request_seconds_count") == 2
     assert grown("raypp_time_to_first_token_seconds_count") == 2
     assert grown("raypp_queue_seconds_count") == 2
+    assert grown("raypp_time_per_output_token_seconds_count") == 2
+    assert 0 < grown("raypp_time_per_output_token_seconds_sum") < grown("raypp_request_seconds_sum")
     assert grown("raypp_request_output_tokens_sum") == 12
     assert 0 < grown("raypp_inter_token_seconds_count") <= 10  # a late look sees two tokens at once
     assert grown("raypp_requests_finished_total|reason=length") == 2
@@ -110,6 +113,7 @@ def test_a_dead_engine_is_told_everywhere() -> None:
         seen = series(http.get("/metrics").text)
         assert seen["raypp_engine_up"] == 0
         assert seen["raypp_requests_finished_total|reason=error"] == 2
+        assert "raypp_requests_finished_total|reason=abort" not in seen, "a failure is no abort"
 
 
 def test_the_dashboard_shows_series_that_exist(app: RunningApp, http: httpx.Client) -> None:
