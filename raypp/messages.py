@@ -25,9 +25,6 @@ NULL_BLOCK = 0
 NO_STEP = -1
 """A `step_id` that never was."""
 
-MAX_BAD_WORD_TOKENS = 64
-"""Tokens of one bad word: the last stage remembers that many."""
-
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Float32s = NDArray[np.float32]

@@ -10,14 +10,17 @@ tokenizer) is found by `raypp.api.prepare`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from raypp import request_limits as limits
 from raypp.errors import RequestError
 from raypp.structured_outputs import as_structured_outputs
 
 _MAX_NUMBER = 1e30  # what float32 holds with room to spare
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")  # as a key of JSON
 _MAX_BIAS = 1e6
 """More than any logit, and far less than what a ban takes away: a bias may decide a draw, but not undo a ban."""
 
@@ -100,6 +103,7 @@ class SamplingParams:
         if self.top_k == -1:
             self._set("top_k", 0)
         self._check_values()
+        self._check_lengths()
         self._check_together()
 
     @property
@@ -116,6 +120,17 @@ class SamplingParams:
                 value = getattr(self, name)
                 if not rule.holds(value):
                     raise _out_of_range(name, value, rule.expected, rule.hint)
+
+    def _check_lengths(self) -> None:
+        for name, most in (("stop", limits.MAX_STOP_STRING_CHARS), ("bad_words", limits.MAX_BAD_WORD_CHARS)):
+            longest = max(map(len, getattr(self, name)), default=0)
+            if longest > most:
+                raise RequestError(
+                    f"an entry of SamplingParams.{name} is too long",
+                    got=f"{longest:,} characters",
+                    expected=f"at most {most:,} characters",
+                    hint="a shorter part of it has the same effect earlier",
+                )
 
     def _check_together(self) -> None:
         if self.min_tokens > self.max_tokens:
@@ -167,7 +182,30 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
             expected="a list or a tuple",
             hint="a single one goes into a list, too",
         )
+    _check_count(name, value)
     return tuple(value)
+
+
+_MOST_ENTRIES = {
+    "stop": limits.MAX_STOP_STRINGS,
+    "bad_words": limits.MAX_BAD_WORDS,
+    "stop_token_ids": limits.MAX_END_TOKENS,
+    "logit_bias": limits.MAX_BIASED_TOKENS,
+}
+"""Beside these the vocabulary limits `allowed_token_ids`, see `raypp.api.check_params`."""
+
+
+def _check_count(name: str, value: Collection[object]) -> None:
+    most = _MOST_ENTRIES.get(name)
+    if most is not None and len(value) > most:
+        raise RequestError(
+            f"SamplingParams.{name} has too many entries",
+            got=f"{len(value):,} entries",
+            expected=f"at most {most:,}",
+            hint="allowed_token_ids says of the whole vocabulary which tokens may be drawn"
+            if name != "stop"
+            else "look for further ones in the text that is returned",
+        )
 
 
 def _as_bias(value: object) -> dict[int, float]:
@@ -177,9 +215,10 @@ def _as_bias(value: object) -> dict[int, float]:
     hint = "allowed_token_ids and bad_words take tokens out of the choice altogether"
     if not isinstance(value, Mapping):
         raise _out_of_range("logit_bias", value, expected, hint)
+    _check_count("logit_bias", value)
     bias: dict[int, float] = {}
     for key, number in value.items():
-        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
         if not _is_int(token_id, 0) or token_id in bias or not _is_number(number, -_MAX_BIAS, _MAX_BIAS):
             raise _out_of_range("logit_bias", {key: number}, expected, hint)
         bias[token_id] = float(number)
@@ -215,7 +254,12 @@ def _out_of_range(name: str, value: object, expected: str, hint: str) -> Request
 
 
 _RULES = (
-    _Rule(("n",), "an integer of at least 1", lambda v: _is_int(v, 1), "continuations per prompt"),
+    _Rule(
+        ("n",),
+        f"an integer from 1 to {limits.MAX_CONTINUATIONS:,}",
+        lambda v: _is_int(v, 1) and v <= limits.MAX_CONTINUATIONS,
+        "continuations per prompt",
+    ),
     _Rule(("max_tokens",), "an integer of at least 1", lambda v: _is_int(v, 1), "the most tokens to generate"),
     _Rule(("min_tokens",), "an integer of at least 0", lambda v: _is_int(v, 0), "tokens before the text may end"),
     _Rule(

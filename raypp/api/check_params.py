@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
-from raypp.messages import MAX_BAD_WORD_TOKENS
+from raypp.request_limits import MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS, MAX_END_TOKENS
 from raypp.types import SamplingParams
 
 BadWords = tuple[tuple[int, ...], ...]
@@ -40,6 +40,7 @@ class ParamsChecker:
         """
         self._check_text(request_id, params)
         self._check_token_ids(request_id, "stop_token_ids", params.stop_token_ids)
+        self._check_counts(request_id, params)
         self._check_token_ids(request_id, "logit_bias", params.logit_bias)
         self._check_token_ids(request_id, "allowed_token_ids", params.allowed_token_ids or ())
         bad_words = self._bad_words(request_id, params)
@@ -74,6 +75,26 @@ class ParamsChecker:
                     hint="token ids are those of this model's tokenizer",
                 )
 
+    def _check_counts(self, request_id: str, params: SamplingParams) -> None:
+        num_allowed = len(params.allowed_token_ids or ())
+        if num_allowed > self._vocab_size:
+            raise RequestError(
+                "SamplingParams.allowed_token_ids has too many entries",
+                request_id=request_id,
+                got=f"{num_allowed:,} entries",
+                expected=f"at most {self._vocab_size:,}, the vocabulary",
+                hint="name each token once",
+            )
+        num_ends = len({*params.stop_token_ids} | (frozenset() if params.ignore_eos else self._eos_token_ids))
+        if num_ends > MAX_END_TOKENS:
+            raise RequestError(
+                "SamplingParams.stop_token_ids has too many entries",
+                request_id=request_id,
+                got=f"{num_ends:,} tokens, the model's {len(self._eos_token_ids)} end-of-sequence tokens among them",
+                expected=f"at most {MAX_END_TOKENS:,} together",
+                hint="name fewer stop tokens",
+            )
+
     def _num_logprobs(self, request_id: str, name: str, number: int | None) -> int | None:
         wanted = self._vocab_size if number == -1 else number
         if wanted is not None and wanted > self._max_logprobs:
@@ -103,7 +124,16 @@ class ParamsChecker:
                     hint="a part of it does, if that must not appear either",
                 )
             self._check_token_ids(request_id, "bad_words", token_ids)
-        return tuple(dict.fromkeys(tuple(token_ids) for token_ids in spellings if token_ids))
+        distinct = tuple(dict.fromkeys(tuple(token_ids) for token_ids in spellings if token_ids))
+        if len(distinct) > MAX_BAD_WORD_SPELLINGS:
+            raise RequestError(
+                "SamplingParams.bad_words has too many entries",
+                request_id=request_id,
+                got=f"{len(distinct):,} spellings of {len(words):,} words, each at the beginning and after a space",
+                expected=f"at most {MAX_BAD_WORD_SPELLINGS:,} spellings",
+                hint="logit_bias and allowed_token_ids ban tokens",
+            )
+        return distinct
 
     def _check_allowed(self, request_id: str, params: SamplingParams, bad_words: BadWords) -> None:
         if params.allowed_token_ids is None:

@@ -12,7 +12,7 @@ from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.config.env import read_environment
+from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.errors import ConfigError, RayppError
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
@@ -87,6 +87,7 @@ def open_engine(
         RayppError: the engine cannot start.
     """
     logging.getLogger("raypp").setLevel(read_environment().log_level)
+    warn_of_unknown_variables()
     config = _config_of(model, settings)
     close_replaced_engines()
     handle = launch(config, stage_factory=stage_factory)

@@ -17,6 +17,7 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.cli import batch, generate, info, serve, tune
 from raypp.config.engine import EngineConfig
+from raypp.config.env import warn_of_unknown_variables
 from raypp.config.log import log_to_stderr
 from raypp.errors import ConfigError, RayppError
 
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
     args.doors = doors or Doors()
     try:
         log_to_stderr()
+        warn_of_unknown_variables()
         code: int = args.run(args)
         sys.stdout.flush()
     except RayppError as error:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raypp.config.names import unknown_name
 from raypp.errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 _PREFIX = "RAYPP_"
 _LOG_LEVEL = "RAYPP_LOG_LEVEL"
 _RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # so it is called
@@ -28,16 +31,34 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Return what the variables named RAYPP_* say (None: those of the process).
 
     Raises:
-        ConfigError: a variable of that prefix that does not exist, or a value that it cannot have.
+        ConfigError: a value that a variable cannot have.
     """
     given = os.environ if variables is None else variables
-    for name in given:
-        if name.startswith(_PREFIX) and name != _LOG_LEVEL:
-            raise unknown_name("environment variable", name, {_LOG_LEVEL: ""})
     level = given.get(_LOG_LEVEL, Environment.log_level).upper()
     if level not in _LOG_LEVELS:
         raise ConfigError(f"{_LOG_LEVEL} has a value that it cannot have", got=level, expected=", ".join(_LOG_LEVELS))
     return Environment(log_level=level, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
+
+
+def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> None:
+    """Log the variables named RAYPP_* that nobody reads (None: those of the process), once in a process.
+
+    They are no errors: Kubernetes gives every pod beside a Service of that name RAYPP_SERVICE_HOST and some more.
+    """
+    given = os.environ if variables is None else variables
+    unknown = tuple(sorted(name for name in given if name.startswith(_PREFIX) and name != _LOG_LEVEL))
+    if unknown:
+        _warn_of(unknown)
+
+
+@functools.cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    hints = [f"{name}: did you mean {_LOG_LEVEL}?" for name in names if difflib.get_close_matches(name, [_LOG_LEVEL])]
+    _LOG.warning(
+        "environment variables that raypp does not have are ignored: %s%s",
+        ", ".join(names),
+        "".join(f"; {hint}" for hint in hints),
+    )
 
 
 def _ray_job_id(config: str) -> str | None:

@@ -31,7 +31,7 @@ from raypp.driver.speculation_plan import (
 )
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import ConfigError, ResourceError
-from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.draft_policy import DraftPolicy
@@ -250,6 +250,8 @@ def plan_engine(
     """
     model_path = find_model(config.model.model)
     model = load_model_config(model_path)
+    if config.model.load_format != "dummy":
+        model = as_stored(model, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)

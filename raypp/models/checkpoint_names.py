@@ -1,16 +1,77 @@
-"""Which tensors a checkpoint holds, by its files' headers alone: planning must not wait for torch, or gigabytes."""
+"""Which tensors a checkpoint holds, by its files' headers alone: planning must not wait for torch, or gigabytes.
+
+One rule says which files are a checkpoint, for planning and for loading: those that `model.safetensors.index.json`
+names, or `model.safetensors`; for a draft head also `pytorch_model.bin`.
+"""
 
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from raypp.errors import ModelLoadError
 
 PICKLED_FILE = "pytorch_model.bin"
+_FILE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # what safetensors itself accepts
+_COMPARED_AT_ONCE = 1 << 24
+
+
+class StoredTensor(NamedTuple):
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    end: int
+
+
+def has_safetensors(path: Path) -> bool:
+    """Return whether a directory holds a checkpoint in safetensors files."""
+    return any((path / name).is_file() for name in (_FILE, _INDEX))
+
+
+def file_of_tensor(path: Path) -> dict[str, str]:
+    """Return the name of the safetensors file of each tensor in a directory; reads its index, or one header.
+
+    Raises:
+        ModelLoadError: there is no checkpoint, or it is not readable.
+    """
+    index = path / _INDEX
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelLoadError(
+                f"{index} is not an index of safetensors files",
+                got=f"{type(error).__name__}: {error}",
+                expected='an object with "weight_map": {tensor: file}',
+            ) from error
+    if not (path / _FILE).is_file():
+        raise no_weights(path)
+    return dict.fromkeys(_header(path / _FILE), _FILE)
+
+
+def no_weights(path: Path, *, beside: str = "") -> ModelLoadError:
+    """Return the error for a directory without a checkpoint; `beside` names another form that would be one."""
+    return ModelLoadError(
+        f"{path} has no weights",
+        got=sorted(file.name for file in path.iterdir()) if path.is_dir() else "no such directory",
+        expected=f"{_FILE}, or {_INDEX} and its files{beside}",
+        hint='load_format="dummy" makes random weights; other formats must be converted to safetensors first',
+    )
+
+
+def lacks_file(path: Path, file_name: str) -> ModelLoadError:
+    """Return the error for a file that an index names and that is not there."""
+    return ModelLoadError(f"{path} lacks {file_name}", got="no such file", expected="named by its index")
 
 
 def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
@@ -19,33 +80,67 @@ def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
     Raises:
         ModelLoadError: no such files, or not readable.
     """
-    files = sorted(path.glob("*.safetensors"))
-    if files:
-        return {name: shape for file in files for name, shape in _header_shapes(file).items()}
+    if has_safetensors(path):
+        return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
     if not (path / PICKLED_FILE).is_file():
-        raise ModelLoadError(
-            f"{path} has no weights",
-            got=sorted(file.name for file in path.iterdir()) if path.is_dir() else "no such directory",
-            expected=f"*.safetensors, or {PICKLED_FILE}",
-            hint='load_format="dummy" makes random weights',
-        )
+        raise no_weights(path, beside=f", or {PICKLED_FILE}")
     from raypp.models.pickled_weights import PickledWeights
 
     return PickledWeights(path / PICKLED_FILE).shapes()
 
 
-def _header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return a file's shapes. Format: the header's length in 8 bytes, the header in JSON, the data."""
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return every tensor in a directory's safetensors files.
+
+    Raises:
+        ModelLoadError: no such files, or not readable.
+    """
+    files = file_of_tensor(path)
+    headers = {file: _header(path / file) for file in dict.fromkeys(files.values())}
+    return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+
+
+def are_alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two tensors hold the same bytes of the same type. Reads both, up to the first difference."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with (
+        one.file.open("rb") as one_file,
+        other.file.open("rb") as other_file,
+        mmap.mmap(one_file.fileno(), 0, access=mmap.ACCESS_READ) as one_bytes,
+        mmap.mmap(other_file.fileno(), 0, access=mmap.ACCESS_READ) as other_bytes,
+    ):
+        size = one.end - one.start
+        return all(
+            one_bytes[one.start + at : min(one.start + at + _COMPARED_AT_ONCE, one.end)]
+            == other_bytes[other.start + at : min(other.start + at + _COMPARED_AT_ONCE, other.end)]
+            for at in range(0, size, _COMPARED_AT_ONCE)
+        )
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    """Return a file's tensors. Format: the header's length in 8 bytes, the header in JSON, the data."""
+    if not file.is_file():
+        raise lacks_file(file.parent, file.name)
     try:
         with file.open("rb") as opened:
             (size,) = struct.unpack("<Q", opened.read(8))
             if size > _MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {size} bytes")
             header = json.loads(opened.read(size))
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+        num_bytes = file.stat().st_size
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        return {name: _stored(file, entry, 8 + size, num_bytes) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ModelLoadError(
             f"{file} is truncated or not a safetensors file",
             got=f"{type(error).__name__}: {error} ({file.stat().st_size} bytes)",
             hint="download it again",
         ) from error
+
+
+def _stored(file: Path, entry: Mapping[str, Any], data_start: int, num_bytes: int) -> StoredTensor:
+    start, end = (data_start + int(offset) for offset in entry["data_offsets"])
+    if end > num_bytes:
+        raise ValueError(f"data up to byte {end}")
+    return StoredTensor(file, str(entry["dtype"]), tuple(entry["shape"]), start, end)

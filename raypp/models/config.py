@@ -6,17 +6,23 @@ transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that plann
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
 from raypp.errors import ModelLoadError
+from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
 RopeType = Literal["default", "linear", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
+EMBEDDING = "embed_tokens.weight"
+"""The token embedding's name below a model's `weight_prefix`."""
+LM_HEAD = "lm_head.weight"
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +145,27 @@ def load_model_config(path: Path) -> ModelConfig:
     )
 
 
+def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
+    """Return the configuration as the directory's weights have it: they decide whether the LM head is tied.
+
+    Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
+    not, it is the LM head (as transformers has it: 5.17, `PreTrainedModel.tie_weights`).
+
+    Raises:
+        ModelLoadError: the checkpoint is not readable.
+    """
+    if not config.tie_word_embeddings or not has_safetensors(path):
+        return config
+    tensors = stored_tensors(path)
+    embedding, lm_head = tensors.get(f"{config.weight_prefix}{EMBEDDING}"), tensors.get(LM_HEAD)
+    if embedding is None or lm_head is None or are_alike(embedding, lm_head):
+        return config
+    _LOG.warning(
+        "%s: config.json says tie_word_embeddings, but %s is stored and is not the embedding: it is used", path, LM_HEAD
+    )
+    return replace(config, tie_word_embeddings=False)
+
+
 def _text_fields(whole: ConfigFields) -> ConfigFields:
     """Return the language model's fields; what its own section leaves unsaid may stand beside it."""
     text = whole.section("text_config")
@@ -169,8 +196,8 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     if others:
         raise fields.error("layer_types", others, "full_attention in every layer")
     activation = fields.get("hidden_act")
-    if activation not in (None, "silu"):
-        raise fields.error("hidden_act", repr(activation), "silu")
+    if activation not in (None, "silu", "swish"):  # two names of one function
+        raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
     quantization = fields.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -178,8 +205,11 @@ def refuse_unsupported(fields: ConfigFields) -> None:
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before)."""
-    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    Where a file has both, `rope_scaling` counts, as it does for transformers (5.17, `modeling_rope_utils.py`).
+    """
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     values = fields.get(name) or {}
     if not isinstance(values, dict):
         raise fields.error(name, repr(values), "an object")
@@ -198,13 +228,18 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
     if rope_type == "linear":
         return RopeConfig(theta=theta, rope_type="linear", factor=scaling.number("factor"))
+    low_freq_factor, high_freq_factor = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low_freq_factor >= high_freq_factor:
+        raise fields.error(f"{name}.low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
+    original = "original_max_position_embeddings"
+    beside = fields.get(original) is not None  # as some files have it; it counts then, for transformers too
     return RopeConfig(
         theta=theta,
         rope_type="llama3",
         factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_position_embeddings=scaling.integer("original_max_position_embeddings"),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position_embeddings=(fields if beside else scaling).integer(original),
     )
 
 
@@ -232,7 +267,7 @@ def read_dtype(fields: ConfigFields) -> str:
 
 def _eos_token_ids(path: Path, fields: ConfigFields) -> tuple[int, ...]:
     """Return the ids of both files: chat models name the end of a turn in one and the end of a text in the other."""
-    sources = [fields]
+    sources, vocab_size = [fields], fields.integer("vocab_size")
     generation = path / "generation_config.json"
     if generation.is_file():
         sources.append(ConfigFields(generation, read_json(generation)))
@@ -242,5 +277,7 @@ def _eos_token_ids(path: Path, fields: ConfigFields) -> tuple[int, ...]:
         listed = value if isinstance(value, list) else [value] if value is not None else []
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in listed):
             raise source.error("eos_token_id", repr(value), "a token id or a list of them")
+        if not all(0 <= token < vocab_size for token in listed):
+            raise source.error("eos_token_id", repr(value), f"token ids from 0 to {vocab_size - 1}")
         ids.update(listed)
     return tuple(sorted(ids))

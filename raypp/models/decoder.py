@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.graphs.cost import RecordingCost
-from raypp.models.config import ModelConfig
+from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
@@ -24,8 +24,6 @@ from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.rotary import Rotation
-
-_EMBEDDING = "embed_tokens.weight"  # below the language model's prefix
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,12 +149,28 @@ class DecoderModel:
         whole = WeightReader(source, self._dtype, self._device)
         weights = whole.below(config.weight_prefix)
         if self.is_first:
-            self._embedding = weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
+            self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         self._layers = [
             self._layer_class(config, weights.below(f"layers.{index}."), self._kernels) for index in self._layer_indices
         ]
         if self.is_last:
             self._load_lm_head(whole)
+
+    def looks_after(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint is this stage's to read, or to miss: of all stages, one says so.
+
+        A layer's stage looks after all that is stored for it. The rest of the language model is the last stage's, but
+        for the embedding and a tied LM head, which are always read; a vision tower's is its encoders'.
+        """
+        config = self._config
+        prefix = f"{config.weight_prefix}layers."
+        if name.startswith(prefix):
+            index = name.removeprefix(prefix).partition(".")[0]
+            if index.isdecimal() and int(index) < config.num_layers:
+                return int(index) in self._layer_indices
+        embeddings = {config.weight_prefix + EMBEDDING} | ({LM_HEAD} if config.tie_word_embeddings else set())
+        is_of_tower = config.vision is not None and not name.startswith((config.weight_prefix, LM_HEAD))
+        return self.is_last and name not in embeddings and not is_of_tower
 
     def compile_layers(self, max_tokens: int, backend: str) -> None:
         """Run what is before and after attention through torch.compile, from here on.
@@ -187,7 +201,7 @@ class DecoderModel:
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
             is_kept = config.tie_word_embeddings and self._device.type != "cpu"
-            self._embedding = weight if is_kept else weights.tensor(_EMBEDDING, config.vocab_size, config.hidden_size)
+            self._embedding = weight if is_kept else weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
         if support is not None and support.gives_lm_head:
@@ -200,7 +214,7 @@ class DecoderModel:
         config = self._config
         if config.tie_word_embeddings and self._embedding is not None:
             return self._embedding
-        name = config.weight_prefix + _EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+        name = config.weight_prefix + EMBEDDING if config.tie_word_embeddings else LM_HEAD
         return whole.tensor(name, config.vocab_size, config.hidden_size)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:

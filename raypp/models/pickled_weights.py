@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
@@ -17,6 +18,7 @@ class PickledWeights:
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        self._read: set[str] = set()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor."""
@@ -31,9 +33,14 @@ class PickledWeights:
         tensor = self._tensors.get(name)
         if tensor is None:
             raise missing_tensor(self._file, name, shape, self._tensors)
+        self._read.add(name)
         got, is_float = (tuple(tensor.shape), str(tensor.dtype)), tensor.dtype.is_floating_point
         check_tensor(self._file, name, got, (shape, dtype), holds_floats=is_float)
         return tensor.to(dtype, copy=True)
+
+    def unread(self) -> Collection[str]:
+        """Return the names of the tensors that are there and that nobody asked for yet."""
+        return self._tensors.keys() - self._read
 
     @cached_property
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -99,9 +99,12 @@ def build_encoder(
         ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
     """
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
+    from raypp.models.weights import warn_of_unread
 
     assert config.vision is not None, f"{config.architecture} reads text alone"
-    return Qwen3VLVisionTower(config.vision, dtype, device, source)
+    tower = Qwen3VLVisionTower(config.vision, dtype, device, source)
+    warn_of_unread(source, "the vision tower", lambda name: not name.startswith((config.weight_prefix, "lm_head.")))
+    return tower
 
 
 def resolve_model_path(model: str) -> Path:

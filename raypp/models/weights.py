@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,7 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError
+from raypp.models.checkpoint_names import file_of_tensor, lacks_file
 
+_LOG = logging.getLogger(__name__)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -27,6 +29,9 @@ class WeightSource(Protocol):
             ModelLoadError: there is none of that name and shape.
         """
 
+    def unread(self) -> Collection[str]:
+        """Return the names of the tensors that are there and that nobody asked for yet."""
+
 
 class CheckpointWeights:
     """A directory with `model.safetensors`, or with shards and `model.safetensors.index.json`.
@@ -37,6 +42,7 @@ class CheckpointWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open_files: dict[str, Any] = {}
+        self._read: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor `name`, which must be of `shape`, as `dtype`; integers only where those are asked for.
@@ -47,6 +53,7 @@ class CheckpointWeights:
         file_name = self._file_of_tensor.get(name)
         if file_name is None:
             raise missing_tensor(self._path, name, shape, self._file_of_tensor)
+        self._read.add(name)
         file = self._path / file_name
         try:
             found = self._open(file_name).get_slice(name)
@@ -58,37 +65,20 @@ class CheckpointWeights:
         # Never the mapping itself: a file that is replaced later must not change or kill a running engine.
         return tensor.to(dtype, copy=True)
 
+    def unread(self) -> Collection[str]:
+        """Return the names of the tensors that are there and that nobody asked for yet."""
+        return self._file_of_tensor.keys() - self._read
+
     @cached_property
     def _file_of_tensor(self) -> dict[str, str]:
         """Which file holds which tensor."""
-        index = self._path / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                return {str(name): str(file) for name, file in weight_map.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ModelLoadError(
-                    f"{index} is not an index of safetensors files",
-                    got=f"{type(error).__name__}: {error}",
-                    expected='an object with "weight_map": {tensor: file}',
-                ) from error
-        if not (self._path / "model.safetensors").is_file():
-            there = sorted(file.name for file in self._path.iterdir()) if self._path.is_dir() else None
-            raise ModelLoadError(
-                f"{self._path} has no weights",
-                got=there if there is not None else "no such directory",
-                expected="model.safetensors, or model.safetensors.index.json and its files",
-                hint='load_format="dummy" makes random weights; other formats must be converted to safetensors first',
-            )
-        return dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+        return file_of_tensor(self._path)
 
     def _open(self, file_name: str) -> Any:
         if file_name not in self._open_files:
             file = self._path / file_name
             if not file.is_file():
-                raise ModelLoadError(
-                    f"{self._path} lacks {file_name}", got="no such file", expected="named by its index"
-                )
+                raise lacks_file(self._path, file_name)
             try:
                 self._open_files[file_name] = safe_open(file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
@@ -177,6 +167,35 @@ class DummyWeights:
         for chunk in torch.split(tensor.view(-1), self._PERIOD):
             chunk.copy_(noise[: len(chunk)])
         return tensor
+
+    def unread(self) -> Collection[str]:
+        """Return nothing: what nobody asks for is not there."""
+        return ()
+
+
+_NAMED_AT_MOST = 8
+_COMPUTED = "rotary_emb.inv_freq"  # stored by old checkpoints; follows from config.json
+
+
+def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], bool]) -> None:
+    """Log the names of tensors that nobody reads: config.json does not speak of them, so the model may be another one.
+
+    Args:
+        source: Where all was read from.
+        whose: Whose tensors they are, for the log.
+        is_own: Whether a tensor is looked after here; each has to be in one place.
+    """
+    names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_COMPUTED))
+    if names:
+        more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
+        _LOG.warning(
+            "%s: %d tensors of the checkpoint are not used: %s%s; if the model has such parts, its config.json or its "
+            "architecture is not the right one, and its texts will be wrong",
+            whose,
+            len(names),
+            ", ".join(names[:_NAMED_AT_MOST]),
+            more,
+        )
 
 
 def open_weights(

@@ -29,6 +29,7 @@ class DecodeGroup:
     length: int  # L, a multiple of the block size
     head_blocks: torch.Tensor  # [2 * R * Hk * L / block_size], keys, then values; see `_head_blocks`
     mask: torch.Tensor  # [R * Hk, 1 or Q * G, L], 0 or -inf, in the precision of the scores
+    behind: torch.Tensor  # [n] int64, places of [2, R, Hk, L] that lie behind their row's length
     tokens: torch.Tensor | None  # [R * Q] int64, the group's tokens; None: all decode tokens, in order
 
 
@@ -146,6 +147,8 @@ def _attend_decode(
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_rows, length = group.num_rows, group.length
     gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks)
+    # What others left there may be infinite or no number, and that times a weight of 0 is no number either.
+    gathered.view(-1, head_dim).index_fill_(0, group.behind, 0)
     if gathered.dtype != group.mask.dtype:
         gathered = gathered.to(group.mask.dtype)
     keys, values = gathered.view(2, num_rows * num_kv_heads, length, head_dim).unbind(0)
@@ -239,12 +242,14 @@ def _decode_group(
         bounds = (seq_lens.view(num_rows, 1) + offsets).unsqueeze(2)
     mask = _additive_mask(positions < bounds, torch.promote_types(kv_cache.dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
+    is_behind = positions >= seq_lens.view(num_rows, 1, 1)
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
         head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
+        behind=is_behind.expand(2, -1, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1),
         tokens=tokens,
     )
 

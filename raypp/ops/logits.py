@@ -19,7 +19,8 @@ ANY_TOKEN = -1
 """Stands in `bad_words` before the beginning of a short word, and matches every token."""
 
 NO_TOKEN = -2
-"""Stands in a history before the beginning of a sequence, and matches no word's token."""
+"""Stands where there is no token: in a history before the beginning of a sequence, where it matches no word's token,
+and in a list of tokens behind the last one."""
 
 
 def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor) -> None:
@@ -57,10 +58,10 @@ def penalize(
 def ban(logits: torch.Tensor, token_ids: torch.Tensor, is_banned: torch.Tensor) -> None:
     """Take tokens out of each row's choice where `is_banned`.
 
-    Shapes: logits [N, V]; token_ids [N, E] int64, in the vocabulary also where not banned; is_banned [N, E] bool.
+    Shapes: logits [N, V]; token_ids [N, E] int64, a negative one is none; is_banned [N, E] bool.
     """
-    limits = torch.where(is_banned, BANNED, torch.inf).to(logits.dtype)
-    logits.scatter_reduce_(1, token_ids, limits, "amin")
+    limits = torch.where(is_banned & (token_ids >= 0), BANNED, torch.inf).to(logits.dtype)
+    logits.scatter_reduce_(1, token_ids.clamp(min=0), limits, "amin")
 
 
 _BITS = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1

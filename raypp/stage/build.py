@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from raypp.models.checkpoint_names import PICKLED_FILE
+from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import DecoderModel, HeadSupport
 from raypp.models.draft_head import DraftHead
 from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import build_model
-from raypp.models.weights import WeightReader, WeightSource, open_weights
+from raypp.models.weights import WeightReader, WeightSource, open_weights, warn_of_unread
 from raypp.ops.backend import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
@@ -28,7 +28,7 @@ from raypp.transport.rendezvous import Rendezvous
 StageFactory = Callable[[StageSpec, ModelConfig], StageModel]
 """Makes a stage's model in place of the one that the checkpoint names; see `raypp.testing.FakeStage`."""
 
-
+_TARGET_TO_DRAFT = "t2d"  # which tokens a head can draft, the other way round than d2t; only training needs it
 _NUM_KEPT_PRODUCTS = 32
 """Shapes of matrix products that oneDNN, and torch's layer above it, keep prepared; see docs/design/0062."""
 
@@ -74,7 +74,9 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         kernels=kernels,
         head_support=_head_support(spec),
     )
-    model.load_weights(open_weights(spec.load_format, spec.model_path, spec.seed, device))
+    source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
+    model.load_weights(source)
+    warn_of_unread(source, f"stage {spec.stage_index}", model.looks_after)
     if spec.graphs.compile_backend is not None:
         model.compile_layers(spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
@@ -102,11 +104,12 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     if heads != (config.num_heads, config.num_kv_heads, config.head_dim):
         kernels = choose_kernels(device, dtype, block_size=spec.block_size, max_rows=spec.max_step_rows)
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
-    pickled = Path(head.path) / PICKLED_FILE
-    if spec.load_format != "dummy" and pickled.is_file() and not list(pickled.parent.glob("*.safetensors")):
-        source = PickledWeights(pickled)
+    if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
+        source = PickledWeights(Path(head.path) / PICKLED_FILE)
     weights = WeightReader(source, dtype, device)
-    return DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
+    built = DraftHead(head.config, model, weights, kernels, choose_token_choice(device, spec.max_step_rows))
+    warn_of_unread(source, "the draft head", lambda name: name != _TARGET_TO_DRAFT)
+    return built
 
 
 def build_stage(

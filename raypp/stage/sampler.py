@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
+from raypp.messages import StartExtras, StepPlan
 from raypp.ops.backend import choose_token_choice
 from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
+from raypp.request_limits import MAX_BAD_WORD_TOKENS
 from raypp.stage.sampling_rows import Needs, SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_masks import StepMasks
@@ -135,6 +136,6 @@ class Sampler:
         elif need == Needs.BAD_WORDS and params.bad_words.is_there:
             words = params.bad_words.gather(rows)
             is_banned = completes_bad_word(words, history.before(rows, positions, MAX_BAD_WORD_TOKENS - 1))
-            ban(logits, words[:, :, -1].clamp(min=0).to(torch.int64), is_banned)
+            ban(logits, words[:, :, -1].to(torch.int64), is_banned)
         elif need == Needs.ALLOWED and params.allowed.is_there:
             allow_only(logits, params.allowed.gather(rows))

@@ -5,7 +5,7 @@ A request with more entries than these makes its table wider, and so moves it; s
 
 from __future__ import annotations
 
-from raypp.messages import MAX_BAD_WORD_TOKENS
+from raypp.request_limits import MAX_BAD_WORD_TOKENS
 
 END_TOKENS = 16
 BIASED_TOKENS = 512

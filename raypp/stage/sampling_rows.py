@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import MAX_BAD_WORD_TOKENS, StartExtras, StepPlan
+from raypp.messages import StartExtras, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
-from raypp.ops.logits import ANY_TOKEN
+from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
+from raypp.request_limits import MAX_BAD_WORD_TOKENS
 from raypp.stage.sampler_sizes import BAD_WORDS, BIASED_TOKENS, END_TOKENS
 from raypp.stage.spec import StageSpec
 from raypp.stage.wide_table import WideTable
@@ -59,7 +60,7 @@ class SamplingRows:
         self.frequency = torch.zeros(rows, device=device)
         self.presence = torch.zeros(rows, device=device)
         self.min_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.end_token_ids = WideTable(rows, 0, torch.int64, device)
+        self.end_token_ids = WideTable(rows, NO_TOKEN, torch.int64, device)
         self.bias_token_ids = WideTable(rows, 0, torch.int64, device)
         self.bias = WideTable(rows, 0.0, torch.float32, device)
         self.bad_words = WideTable(rows, ANY_TOKEN, torch.int32, device, entry_len=MAX_BAD_WORD_TOKENS)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import MAX_BAD_WORD_TOKENS
 from raypp.ops.host_to_device import to_device
 from raypp.ops.logits import NO_TOKEN
+from raypp.request_limits import MAX_BAD_WORD_TOKENS
 from raypp.stage.spec import StageSpec
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from raypp import request_limits as limits
 from raypp.errors import RequestError
 from raypp.types import SamplingParams
 
@@ -64,3 +67,29 @@ def test_what_cannot_be_is_refused_with_a_hint(given: dict) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**given)
     assert None not in (caught.value.got, caught.value.expected, caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "of_size"),
+    [
+        ("n", limits.MAX_CONTINUATIONS, int),
+        ("logit_bias", limits.MAX_BIASED_TOKENS, lambda size: dict.fromkeys(range(size), 1.0)),
+        ("stop_token_ids", limits.MAX_END_TOKENS, lambda size: [*range(size)]),
+        ("stop", limits.MAX_STOP_STRINGS, lambda size: [str(index) for index in range(size)]),
+        ("stop", limits.MAX_STOP_STRING_CHARS, lambda size: "x" * size),
+        ("bad_words", limits.MAX_BAD_WORDS, lambda size: [str(index) for index in range(size)]),
+        ("bad_words", limits.MAX_BAD_WORD_CHARS, lambda size: ["x" * size]),
+    ],
+)
+def test_each_limit_is_named_with_its_value(name: str, most: int, of_size: Callable[[int], object]) -> None:
+    SamplingParams(**{name: of_size(most)})
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: of_size(most + 1)})
+    assert f"{most:,}" in str(caught.value.expected)
+    assert f"{most + 1:,}".replace(",", "") in str(caught.value.got).replace(",", "")
+    assert caught.value.hint
+
+
+def test_a_key_of_many_digits_is_refused() -> None:
+    with pytest.raises(RequestError, match="logit_bias"):
+        SamplingParams(logit_bias={"9" * 5000: 1.0})

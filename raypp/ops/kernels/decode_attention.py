@@ -336,16 +336,17 @@ def _decode_attention(
         begin = split * split_len
         for tile in range(begin, tl.minimum(begin + split_len, context), TILE):
             token = tile + token_in_tile
-            # Past the length whole blocks are still read: they are finite, and their weights become zero.
+            # Past the length may be anything, also what is no number: its scores are replaced, its values not read.
+            in_context = (token < context)[:, None]
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
             offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D
             address = kv_cache + offset[:, None] + column[None, :]
             if BLOCK_D == D:
                 keys = tl.load(address)
-                values = tl.load(address + side_stride)
+                values = tl.load(address + side_stride, mask=in_context, other=0.0)
             else:
                 keys = tl.load(address, mask=in_head[None, :], other=0.0)
-                values = tl.load(address + side_stride, mask=in_head[None, :], other=0.0)
+                values = tl.load(address + side_stride, mask=in_context & in_head[None, :], other=0.0)
             is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
             highest, total, weighted = _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted)
         if IS_PROJECTION:  # noqa: SIM102  (a constant, and a value that the device has)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from raypp import request_limits as limits
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.errors import RayppError, RequestError
@@ -182,6 +183,12 @@ BAD: list[tuple[str, Callable[[LLM], object]]] = [
     ("bias as a list", lambda llm: llm.generate("x", SamplingParams(logit_bias=[1]))),  # type: ignore[arg-type]
     ("nothing allowed", lambda llm: llm.generate("x", SamplingParams(allowed_token_ids=[]))),
     ("allowed outside the vocabulary", lambda llm: llm.generate("x", SamplingParams(allowed_token_ids=[10**6]))),
+    ("more allowed than there are", lambda llm: llm.generate("x", SamplingParams(allowed_token_ids=[5] * 10_000))),
+    (
+        "too many spellings of bad words",
+        lambda llm: llm.generate("x", SamplingParams(bad_words=[f"w{index}" for index in range(200)])),
+    ),
+    ("too many end tokens", lambda llm: llm.generate("x", SamplingParams(stop_token_ids=[*range(100, 164)]))),
     (
         "allowed and banned",
         lambda llm: llm.generate("x", SamplingParams(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1)),
@@ -212,6 +219,16 @@ def test_bad_input_says_what_was_got_and_what_was_expected(llm: LLM, what: str, 
     assert caught.value.got is not None
     assert caught.value.expected is not None
     assert caught.value.hint is not None
+
+
+def test_as_many_entries_as_the_limits_allow(llm: LLM) -> None:
+    eos = llm._engine.eos_token_ids
+    params = {
+        "stop_token_ids": [*range(100, 164 - len(eos))],
+        "bad_words": [f"w{index}" for index in range(limits.MAX_BAD_WORD_SPELLINGS // 2)],
+        "logit_bias": dict.fromkeys(range(limits.MAX_BIASED_TOKENS), 0.5),
+    }
+    assert only(llm.generate("x", greedy(min_tokens=2, max_tokens=3, **params))).finished
 
 
 def test_bad_input_does_not_touch_those_that_run(llm: LLM) -> None:

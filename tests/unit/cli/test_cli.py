@@ -232,10 +232,10 @@ def test_ctrl_c_exits_130_and_closes(capsys: pytest.CaptureFixture[str]) -> None
     assert llm.num_closed == 1
 
 
-def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("RAYPP_LOG_LEVL", "INFO")
-    assert run(FakeLLM(), "--prompt", "a") == 2
-    assert "RAYPP_LOG_LEVEL" in capsys.readouterr().err
+    assert run(FakeLLM(), "--prompt", "a") == 0
+    assert "RAYPP_LOG_LEVL: did you mean RAYPP_LOG_LEVEL?" in caplog.text
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.config.env import read_environment
+from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS
 from raypp.config.toml import to_toml
 from raypp.errors import ConfigError
@@ -192,8 +192,18 @@ def test_environment() -> None:
     assert read_environment({}).log_level == "WARNING"
     with pytest.raises(ConfigError, match="RAYPP_LOG_LEVEL"):
         read_environment({"RAYPP_LOG_LEVEL": "loud"})
-    with pytest.raises(ConfigError, match="did you mean RAYPP_LOG_LEVEL"):
-        read_environment({"RAYPP_LOGLEVEL": "INFO"})
+
+
+def test_variables_that_raypp_does_not_have_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    beside_a_service = {"RAYPP_SERVICE_HOST": "10.0.0.7", "RAYPP_PORT_8000_TCP": "tcp://10.0.0.7:8000"}
+    variables = {"HOME": "/", "RAYPP_LOG_LEVEL": "info", "RAYPP_LOGLEVEL": "INFO", **beside_a_service}
+    assert read_environment(variables).log_level == "INFO"
+    warn_of_unknown_variables(variables)
+    warn_of_unknown_variables(variables)
+    warn_of_unknown_variables({"RAYPP_LOG_LEVEL": "info"})
+    [record] = caplog.records
+    assert "RAYPP_LOGLEVEL, RAYPP_PORT_8000_TCP, RAYPP_SERVICE_HOST" in record.getMessage()
+    assert record.getMessage().endswith("; RAYPP_LOGLEVEL: did you mean RAYPP_LOG_LEVEL?")
 
 
 def test_nobody_else_reads_raypps_environment_variables() -> None:

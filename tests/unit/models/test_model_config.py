@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 
 import pytest
-from checkpoints import write_config
+import torch
+from checkpoints import random_tensors, write_config, write_sharded
+from safetensors.torch import save_file
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import SUPPORTED_ARCHITECTURES, RopeConfig, load_model_config
+from raypp.models.config import LM_HEAD, SUPPORTED_ARCHITECTURES, RopeConfig, as_stored, load_model_config
+from raypp.models.rope import inverse_frequencies
 
 TEXT_ARCHITECTURES = [name for name in SUPPORTED_ARCHITECTURES if name != "Qwen3VLForConditionalGeneration"]
 LLAMA3 = {
@@ -89,6 +95,73 @@ def test_end_of_sequence_ids_of_both_files(tmp_path):
     assert load_model_config(write_config(tmp_path, eos_token_id=None)).eos_token_ids == (3,)
 
 
+@pytest.mark.parametrize("token_id", [-1, 64, 2**40])
+@pytest.mark.parametrize("in_config", [True, False])
+def test_end_of_sequence_ids_outside_of_the_vocabulary_are_refused(tmp_path, token_id, in_config):
+    write_config(tmp_path, eos_token_id=[5, token_id] if in_config else 5)
+    file = tmp_path / ("config.json" if in_config else "generation_config.json")
+    if not in_config:
+        file.write_text(json.dumps({"eos_token_id": token_id}))
+    with pytest.raises(ModelLoadError, match=f"{file}: field 'eos_token_id'.*{token_id}.*0 to 63"):
+        load_model_config(tmp_path)
+
+
+def _rope(path, **changes):
+    """Return what is read, and check that transformers computes the same frequencies of it."""
+    file = write_config(path, architectures=["LlamaForCausalLM"], model_type="llama", **changes) / "config.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**json.loads(file.read_text())))
+    rope = load_model_config(path).rope
+    torch.testing.assert_close(inverse_frequencies(8, rope), theirs.inv_freq, rtol=1e-6, atol=0)
+    return rope
+
+
+def test_rope_scaling_beside_rope_parameters_counts(tmp_path):
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    rope = _rope(tmp_path, rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=parameters)
+    assert (rope.rope_type, rope.factor, rope.theta) == ("linear", 2.0, 1e6)
+    assert _rope(tmp_path, rope_scaling=None, rope_parameters=parameters).theta == 5e5
+    assert _rope(tmp_path, rope_scaling={}, rope_parameters=parameters).theta == 5e5
+
+
+def test_the_original_context_at_the_top_level_counts(tmp_path):
+    rope = _rope(tmp_path, rope_scaling=LLAMA3, original_max_position_embeddings=64)
+    assert rope.original_max_position_embeddings == 64
+    unsaid = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
+    assert _rope(tmp_path, rope_scaling=unsaid, original_max_position_embeddings=64) == rope
+
+
+def test_swish_is_silu(tmp_path):
+    assert load_model_config(write_config(tmp_path, hidden_act="swish")) == load_model_config(
+        write_config(tmp_path, hidden_act="silu")
+    )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stored_lm_head_that_is_not_the_embedding_is_not_tied(tmp_path, sharded, caplog):
+    config = load_model_config(write_config(tmp_path, tie_word_embeddings=True))
+    tensors = random_tensors(tmp_path)
+    assert as_stored(config, tmp_path) is config  # no weights: whoever loads them says so
+
+    def stored(lm_head=None):
+        named = tensors if lm_head is None else {**tensors, LM_HEAD: lm_head}
+        if sharded:
+            write_sharded(tmp_path, named)
+        else:
+            save_file(named, tmp_path / "model.safetensors")
+        return as_stored(config, tmp_path)
+
+    embedding = tensors["model.embed_tokens.weight"]
+    assert stored() is config
+    assert stored(embedding.clone()) is config
+    assert not caplog.records
+    other = embedding.clone()
+    other[-1, -1] += 1
+    assert stored(other) == replace(config, tie_word_embeddings=False)
+    assert LM_HEAD in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -111,6 +184,8 @@ def test_end_of_sequence_ids_of_both_files(tmp_path):
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'rope_scaling.rope_type'", "dynamic"]),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["'rope_parameters.rope_type'", "longrope"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["'low_freq_factor'", "nothing"]),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.5}}, ["low_freq_factor'", "4.5", "below", "4.0"]),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ["low_freq_factor'", "below", "4.0"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["'partial_rotary_factor'", "0.5"]),
     ],
 )

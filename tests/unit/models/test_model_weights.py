@@ -10,7 +10,9 @@ from checkpoints import random_tensors, tensor_shapes, write_config, write_shard
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
-from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader
+from raypp.models.checkpoint_names import checkpoint_shapes, has_safetensors
+from raypp.models.pickled_weights import PickledWeights
+from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader, warn_of_unread
 
 CPU = torch.device("cpu")
 
@@ -47,6 +49,42 @@ def test_only_the_files_of_named_tensors_are_opened(tmp_path):
     assert source.get(names[0], (64, 24), torch.float32).shape == (64, 24)
     with pytest.raises(ModelLoadError, match="lacks model-00002-of-00002"):
         source.get(names[1], (24,), torch.float32)
+
+
+def test_planning_and_loading_agree_on_what_a_checkpoint_is(tmp_path):
+    tensors = random_tensors(write_config(tmp_path))
+    save_file(tensors, tmp_path / "weights.safetensors")  # a name that nobody else takes for a checkpoint
+    assert not has_safetensors(tmp_path)
+    for read in (checkpoint_shapes, lambda path: CheckpointWeights(path).unread()):
+        with pytest.raises(ModelLoadError, match="has no weights"):
+            read(tmp_path)
+    save_file({"fc.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    assert checkpoint_shapes(tmp_path) == {"fc.weight": (3, 2)}
+    assert CheckpointWeights(tmp_path).unread() == {"fc.weight"}
+    write_sharded(tmp_path, tensors)  # an index counts
+    assert checkpoint_shapes(tmp_path) == tensor_shapes(tmp_path)
+    assert CheckpointWeights(tmp_path).unread() == tensors.keys()
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="lacks model-00002-of-00002"):
+        checkpoint_shapes(tmp_path)
+
+
+def test_what_was_read_is_not_warned_of(tmp_path, caplog):
+    names = [f"layers.0.{index}.bias" for index in range(10)]
+    tensors = {name: torch.ones(1) for name in (*names, "layers.1.bias", "layers.0.rotary_emb.inv_freq")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    for source in (CheckpointWeights(tmp_path), PickledWeights(tmp_path / "pytorch_model.bin")):
+        caplog.clear()
+        source.get(names[0], (1,), torch.float32)
+        warn_of_unread(source, "stage 3", lambda name: name.startswith("layers.0."))
+        [record] = caplog.records
+        assert record.getMessage().startswith("stage 3: 9 tensors of the checkpoint are not used: layers.0.1.bias, ")
+        assert "layers.0.8.bias and 1 more; " in record.getMessage()
+    caplog.clear()
+    warn_of_unread(source, "stage 3", lambda name: name == names[0])
+    warn_of_unread(DummyWeights(0), "stage 3", lambda name: True)
+    assert not caplog.records
 
 
 def _get(directory, name="model.norm.weight", shape=(24,)):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
 from raypp.ops import cpu_attention, reference
-from raypp.ops.attention import AttentionBatch
+from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.sdpa_prefill import SdpaPrefill
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -130,6 +132,43 @@ def test_layers_share_one_plan():
     plan = step.batch.plan
     step.check()
     assert step.batch.plan is plan
+
+
+def _poison(step):
+    """Fill what belongs to no row: behind each row's length, and the null block, in which every table ends."""
+    block_size = step.cache.shape[3]
+    step.tables = torch.cat((step.tables, torch.zeros(len(step.seq_lens), 1, dtype=torch.int32)), 1)
+    step.batch.block_tables = step.tables
+    bad = itertools.cycle((torch.nan, torch.inf, -torch.inf))
+    step.cache[:, 0] = torch.nan
+    for table, length in zip(step.tables.tolist(), step.seq_lens, strict=True):
+        for position in range(length, (len(table) - 1) * block_size):
+            step.cache[:, table[position // block_size], :, position % block_size] = next(bad)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("group_bytes", [1, 2000, 2 << 20])
+def test_what_lies_behind_a_rows_length_reaches_nobody(monkeypatch, query_len, group_bytes):
+    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", group_bytes)
+    for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
+        step = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)
+        plain = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)
+        _poison(step)
+        got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, SCALE)
+        assert got.isfinite().all()
+        expected = paged_attention(plain.q, plain.k, plain.v, plain.cache, plain.batch, SCALE)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_nor_in_a_prefill_of_plain_torch():
+    step = Step((), ((5, 11), (6, 6), (1, 30)))
+    _poison(step)
+    expected = reference.paged_attention(
+        step.q, step.k, step.v, step.cache, step.query_lens, step.seq_lens, step.tables, SCALE
+    )
+    prefill, got = SdpaPrefill(Heads(4, 2, HEAD_DIM), 4), torch.empty_like(step.q)
+    prefill.run(prefill.plan(step.batch, 0), step.q, step.cache, got)
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 
 def test_a_row_past_its_table_hurts_nobody():

@@ -84,7 +84,7 @@ def test_end_tokens_are_banned_as_transformers_bans_them(logits, num_new):
     expected = processor(torch.zeros(1, prompt_len + num_new, dtype=torch.int64), logits[:1])
     is_early = torch.tensor([num_new < min_tokens, False, False])
     before = logits.clone()
-    ban(logits, torch.tensor([eos, eos, [0, 0]]), is_early.unsqueeze(1).expand(3, 2))
+    ban(logits, torch.tensor([eos, eos, [NO_TOKEN, NO_TOKEN]]), is_early.unsqueeze(1).expand(3, 2))
     assert torch.equal(_is_banned(logits[:1]), expected.isinf())
     assert torch.equal(logits[1:], before[1:])
 
@@ -93,6 +93,13 @@ def test_a_token_that_is_named_twice_is_banned_once_any_of_them_says_so(logits):
     before = logits.clone()
     ban(logits, torch.tensor([[4, 4], [4, 4], [4, 4]]), torch.tensor([[True, False], [False, True], [False, False]]))
     assert _is_banned(logits)[:, 4].tolist() == [True, True, False]
+    assert torch.equal(logits[2], before[2])
+
+
+def test_where_there_is_no_token_none_is_banned(logits):
+    before = logits.clone()
+    ban(logits, torch.tensor([[4, NO_TOKEN], [ANY_TOKEN, 0], [NO_TOKEN, NO_TOKEN]]), torch.ones(3, 2).bool())
+    assert _is_banned(logits).nonzero().tolist() == [[0, 4], [1, 0]]
     assert torch.equal(logits[2], before[2])
 
 
@@ -107,7 +114,7 @@ def test_bad_words_as_transformers_bans_them(logits, known):
     words = torch.tensor([[ANY_TOKEN] * (longest - len(word)) + word for word in WORDS] + [[ANY_TOKEN] * longest])
     history = torch.tensor([([NO_TOKEN] * longest + known)[-(longest - 1) :]])
     is_banned = completes_bad_word(words.unsqueeze(0), history)
-    ban(logits[:1], words[:, -1].clamp(min=0).unsqueeze(0), is_banned)
+    ban(logits[:1], words[:, -1].unsqueeze(0), is_banned)
     assert torch.equal(_is_banned(logits[:1]), expected.isinf())
 
 

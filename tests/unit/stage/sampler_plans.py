@@ -9,6 +9,7 @@ import torch
 
 from raypp.messages import StartExtras, StepPlan, pack, unpack
 from raypp.scheduler.cohorts import Cohort
+from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.in_flight import Chunk, InFlightStep
 from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
@@ -52,8 +53,7 @@ def start_plan(requests: Sequence[Request], rows: Sequence[int]) -> tuple[StepPl
     chunks = []
     for request, row in zip(requests, rows, strict=True):
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        ends = frozenset(request.params.stop_token_ids) | request.eos_token_ids
-        state = RequestState(request, 0, 1024, ends, num_tokens, row=row)
+        state = RequestState(request, 0, 1024, end_token_ids(request), num_tokens, row=row)
         chunks.append(Chunk(state, 0, num_tokens, is_last=True, is_first=True))
     plan = unpack(StepPlan, pack(build_plan(InFlightStep(0, Cohort(0), 0, [], chunks))))
     return plan, unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None

@@ -15,6 +15,7 @@ from transformers import TopPLogitsWarper
 
 from raypp.ops import reference
 from raypp.ops.sampling import draw_scores
+from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.stage.sampler import Sampler
 from raypp.stage.sampling_rows import Needs
@@ -48,6 +49,7 @@ def requests(draw: st.DrawFn) -> Request:
         logit_bias=draw(some(st.dictionaries(token_ids, st.floats(-5, 5), max_size=9), {})),
         allowed_token_ids=draw(some(st.lists(token_ids, min_size=1, max_size=9), None)),
         stop_token_ids=draw(st.lists(token_ids, max_size=3)),
+        ignore_eos=draw(st.booleans()),
     )
     words = draw(some(st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple), ()))
     seed = draw(st.integers(-(2**63), 2**63 - 1))
@@ -72,7 +74,7 @@ def check_token(token_id: int, request: Request, logits: torch.Tensor, output: l
 def expected_scores(request: Request, logits: torch.Tensor, output: list[int]) -> torch.Tensor:
     """Return what the twin takes the largest of, [V], for the token after `output`."""
     params = request.params
-    ends = {*params.stop_token_ids, *request.eos_token_ids} if len(output) < params.min_tokens else ()
+    ends = end_token_ids(request) if len(output) < params.min_tokens else ()
     changed = reference.changed_logits(
         logits,
         request.prompt_token_ids.tolist(),
@@ -120,6 +122,18 @@ def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_s
             check_token(token_id, request, row_logits, request.output_token_ids, device)
             request.output_token_ids.append(token_id)
         commit(sampler, rows, positions, [[token_id] for token_id in chosen], needs)
+
+
+def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
+    params = {"min_tokens": 9, "max_tokens": 9, "temperature": 0.0}
+    without = Request("a", [3], SamplingParams(ignore_eos=True, **params), 0, frozenset({5}))
+    with_some = Request("b", [3], SamplingParams(**params), 0, frozenset({5}))
+    sampler, logits = Sampler(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
+    logits[:, 0], logits[:, 5], logits[:, 7] = 2.0, 3.0, 1.0
+    start(sampler, [without, with_some], [0, 1])
+    assert choose(sampler, logits, [0, 1], [1, 1]) == [5, 0]
+    logits[:, 5] = 0.0
+    assert choose(sampler, logits, [0, 1], [1, 1]) == [0, 0]
 
 
 @pytest.mark.parametrize("device", DEVICES)
