@@ -187,24 +187,22 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 _MOST_ENTRIES = {
-    "stop": limits.MAX_STOP_STRINGS,
-    "bad_words": limits.MAX_BAD_WORDS,
-    "stop_token_ids": limits.MAX_END_TOKENS,
-    "logit_bias": limits.MAX_BIASED_TOKENS,
+    "stop": (limits.MAX_STOP_STRINGS, "look for further ones in the text that comes back"),
+    "bad_words": (limits.MAX_BAD_WORDS, "logit_bias and allowed_token_ids keep single tokens from being drawn"),
+    "stop_token_ids": (limits.MAX_END_TOKENS, "look for further ones among the tokens that come back"),
+    "logit_bias": (limits.MAX_BIASED_TOKENS, "allowed_token_ids takes any number of tokens out of the choice"),
 }
-"""Beside these the vocabulary limits `allowed_token_ids`, see `raypp.api.check_params`."""
+"""And what else to do. The vocabulary limits `allowed_token_ids`, see `raypp.api.check_params`."""
 
 
 def _check_count(name: str, value: Collection[object]) -> None:
-    most = _MOST_ENTRIES.get(name)
-    if most is not None and len(value) > most:
+    most, hint = _MOST_ENTRIES.get(name, (len(value), ""))
+    if len(value) > most:
         raise RequestError(
             f"SamplingParams.{name} has too many entries",
             got=f"{len(value):,} entries",
             expected=f"at most {most:,}",
-            hint="allowed_token_ids says of the whole vocabulary which tokens may be drawn"
-            if name != "stop"
-            else "look for further ones in the text that is returned",
+            hint=hint,
         )
 
 

@@ -36,7 +36,8 @@ read by `EngineConfig.from_toml("engine.toml")` and `raypp generate --config eng
 not fit: `"2"` is not a number.
 
 The environment holds one variable: `RAYPP_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING`, `ERROR`, `CRITICAL`; default
-`WARNING`).
+`WARNING`). Other variables named `RAYPP_...` are ignored with a warning: Kubernetes sets some beside a Service of
+that name.
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,7 @@ from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment, warn_of_unknown_variables
-from raypp.errors import ConfigError, RayppError
+from raypp.errors import ConfigError, ModelLoadError, RayppError
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 
@@ -99,6 +99,7 @@ def open_engine(
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
+            _check_in_vocabulary(eos_token_ids, info)
         pictures = _picture_reader(config, info)
         preparer = RequestPreparer(
             tokenizer,
@@ -113,6 +114,17 @@ def open_engine(
         handle.close()
         raise
     return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)))
+
+
+def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer whose end-of-sequence token the model cannot draw; the model's own were checked when read."""
+    if max(eos_token_ids, default=0) >= info["vocab_size"]:
+        raise ModelLoadError(
+            f"{info['model_path']}: the tokenizer's end-of-sequence token is outside of the model's vocabulary",
+            got=sorted(eos_token_ids),
+            expected=f"token ids from 0 to {info['vocab_size'] - 1}",
+            hint="the tokenizer does not belong to this model, or config.json lacks eos_token_id",
+        )
 
 
 def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:
