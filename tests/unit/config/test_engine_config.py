@@ -195,7 +195,7 @@ def test_environment() -> None:
 
 
 def test_variables_that_raypp_does_not_have_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    beside_a_service = {"RAYPP_SERVICE_HOST": "10.0.0.7", "RAYPP_PORT_8000_TCP": "tcp://10.0.0.7:8000"}
+    beside_a_service = {"RAYPP_SERVICE_HOST": "raypp", "RAYPP_PORT_8000_TCP": "tcp://raypp:8000"}
     variables = {"HOME": "/", "RAYPP_LOG_LEVEL": "info", "RAYPP_LOGLEVEL": "INFO", **beside_a_service}
     assert read_environment(variables).log_level == "INFO"
     warn_of_unknown_variables(variables)
