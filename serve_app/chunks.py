@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from raypp.errors import RayppError
-from raypp.openai_api.errors import describe_error
 from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
 from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.responses import PromptLogprobs
 from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
+from serve_app.client_connection import error_event
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 
@@ -85,8 +85,7 @@ class ChunkWriter:
         except RayppError as error:
             if not self._last:
                 raise
-            _, response = describe_error(error)
-            yield f"data: {response.model_dump_json()}\n\n"
+            yield error_event(error)
             return
         if self._with_usage:
             yield self._chunk("", usage_of(list(self._last.values())).model_dump_json())

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from raypp.errors import RayppError
+from raypp.openai_api.errors import describe_error
+
 T = TypeVar("T")
+Events = AsyncGenerator[str, None]
+
+KEEP_ALIVE_S = 15.0
+"""Proxies mostly cut a connection after 60 s of silence, some after 30."""
+
+KEEP_ALIVE = ": waiting\n\n"
+"""A comment: the format of server-sent events has clients ignore it."""
+
+_REFUSAL_S = 1.0
+"""For the engine to refuse what it is given. Later than that, it is told in the stream."""
+
 
 _CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody is left to read it
 _MAX_ID_CHARS = 128
@@ -47,21 +63,55 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, from a generator that is closed as soon as the client disconnects."""
+    """Server-sent events, from a generator that is closed as soon as the client disconnects.
+
+    While there are none, comments go out: a proxy would take a silent connection for a dead one.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None], first: str = "") -> None:
+    def __init__(
+        self, events: Events, first: asyncio.Future[str] | None = None, keep_alive_s: float = KEEP_ALIVE_S
+    ) -> None:
         """Begin to answer.
 
         Args:
             events: Complete events, each ended by an empty line.
-            first: Events that were made already.
+            first: The first of them, if it was asked for already; its error becomes an event.
+            keep_alive_s: The longest silence.
         """
         # A proxy between us and the client must not gather what is meant to be seen at once.
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._first = first
+        self._keep_alive_s = keep_alive_s
+        self._last_sent_s = -math.inf if first is not None and not first.done() else time.monotonic()
+        self._is_sending = False
+
+    @classmethod
+    async def opened(cls, receive: Receive, events: Events, keep_alive_s: float) -> Self:
+        """Return the response once nothing speaks against the request: that is told by a status of its own.
+
+        A request that only has to wait is not waited for: its stream begins without an event.
+
+        Args:
+            receive: The request's ASGI channel.
+            events: Of the response; they are closed when this raises.
+            keep_alive_s: The longest silence.
+
+        Raises:
+            RayppError: the request is refused.
+            ClientGoneError: the client disconnected.
+        """
+        first = asyncio.ensure_future(anext(events))
+        try:
+            await while_connected(receive, asyncio.wait((first,), timeout=min(_REFUSAL_S, keep_alive_s)))
+            if first.done():
+                first.result()
+        except BaseException:
+            await _close(events, first)
+            raise
+        return cls(events, first, keep_alive_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as the client stays for."""
@@ -70,15 +120,55 @@ class EventStream(StreamingResponse):
         except ClientGoneError:
             return
         finally:
-            await self._events.aclose()
+            await _close(self._events, self._first)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first:
-            await send({"type": "http.response.body", "body": self._first.encode(), "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        keeper = asyncio.create_task(self._keep_alive(send))
+        try:
+            await self._send_events(send)
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        if self._first is not None:
+            try:
+                event = await self._first
+            except RayppError as error:  # it was admitted, and something came up while it waited
+                event = error_event(error)
+            await self._send_text(send, event)
+        async for event in self._events:
+            await self._send_text(send, event)
+
+    async def _send_text(self, send: Send, text: str) -> None:
+        self._is_sending = True
+        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+        self._is_sending, self._last_sent_s = False, time.monotonic()
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            left_s = self._last_sent_s + self._keep_alive_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            elif self._is_sending:  # the client is slow to read: there is no silence
+                await asyncio.sleep(self._keep_alive_s)
+            else:
+                await self._send_text(send, KEEP_ALIVE)
+
+
+def error_event(error: RayppError) -> str:
+    """Return the event that tells an error and ends its stream."""
+    _, response = describe_error(error)
+    return f"data: {response.model_dump_json()}\n\n"
+
+
+async def _close(events: Events, first: asyncio.Future[str] | None) -> None:
+    if first is not None:  # else the generator would still be running
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    await events.aclose()
 
 
 def given_request_id(headers: Mapping[str, str]) -> str | None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from raypp.config.engine import EngineConfig
 from raypp.config.names import SECTION_OF_SETTING, unknown_name
 from raypp.errors import ConfigError
+from serve_app.client_connection import KEEP_ALIVE_S
 
 
 class ServeSettings(BaseModel):
@@ -49,6 +50,8 @@ class ServeSettings(BaseModel):
     """Requests whose pictures are encoded at once, over all replicas: more wait."""
     max_encodes_waiting: int = Field(default=64, ge=0)
     """Requests with pictures that may wait for that, of each replica; more are refused with 429."""
+    stream_keep_alive_s: float = Field(default=KEEP_ALIVE_S, gt=0)
+    """The longest silence of a stream: a comment goes out where there is nothing else, so that no proxy cuts it."""
     health_check_period_s: float = Field(default=0.5, gt=0)
     """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""
     live_period_s: float = Field(default=0.2, gt=0)

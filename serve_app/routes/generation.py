@@ -85,13 +85,12 @@ def generation_routes(context: AppContext) -> APIRouter:
 
 
 async def _stream(context: AppContext, request: Request, job: Job, writer: ChunkWriter) -> Response:
-    """Return a stream whose first events are there: what keeps a request from running is still told by a status."""
+    """Return a stream that begins when the request is admitted: what it is refused for is still told by a status."""
     events = writer.events(context.runner.run(job))
     try:
-        first = await while_connected(request.receive, anext(events))
+        return await EventStream.opened(request.receive, events, context.settings.stream_keep_alive_s)
     except ClientGoneError:
         return client_gone_response()
-    return EventStream(events, first)
 
 
 def _head(kind: str, body: RequestFields, request: Request, context: AppContext) -> ResponseHead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,7 +227,7 @@ LONG = {"prompt": [1], "max_tokens": 2000, "ignore_eos": True}  # 100 s
 
 @pytest.fixture(scope="module")
 def slow_app():
-    with running_app({"max_queued_requests": 2}, max_num_seqs=2, **SLOW) as app:
+    with running_app({"max_queued_requests": 2, "stream_keep_alive_s": 0.1}, max_num_seqs=2, **SLOW) as app:
         yield app
 
 
@@ -270,7 +271,7 @@ def running_stream(http: httpx.Client, **body: Any) -> Iterator[None]:
     """Have a long stream under way; disconnect in the end."""
     with http.stream("POST", "/v1/completions", json={**LONG, **body, "stream": True}) as answer:
         lines = answer.iter_lines()  # dropping it would end the response
-        next(lines)
+        next(line for line in lines if line.startswith("data: "))
         yield
 
 
@@ -281,6 +282,35 @@ def test_a_waiting_client_that_disconnects_leaves_the_queue(slow_app: RunningApp
             http.post("/v1/completions", json=LONG, timeout=0.5)
         slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
         assert slow_app.stats()["num_running"] == 2
+    wait_until_idle(slow_app)
+
+
+def test_a_stream_that_waits_begins_and_is_kept_alive(slow_app: RunningApp) -> None:
+    """Its status and comments come while others have all rows; its text when they have gone."""
+    wait_until_idle(slow_app)
+    with httpx.Client(base_url=slow_app.url, timeout=30) as http, contextlib.ExitStack() as waiting:
+        with running_stream(http), running_stream(http):
+            body = {**LONG, "max_tokens": 2, "stream": True}
+            answer = waiting.enter_context(http.stream("POST", "/v1/completions", json=body))
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
+            assert slow_app.stats()["num_waiting"] == 1
+            refused = http.post("/v1/completions", json={**LONG, "prompt": [[1], [1]], "stream": True})
+            assert refused.status_code == 429
+        rest = [line for line in lines if line.startswith("data: ")]
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert rest[-1] == "data: [DONE]"
+    wait_until_idle(slow_app)
+
+
+def test_a_waiting_stream_that_disconnects_leaves_the_queue(slow_app: RunningApp) -> None:
+    wait_until_idle(slow_app)
+    with httpx.Client(base_url=slow_app.url, timeout=30) as http, running_stream(http), running_stream(http):
+        with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            next(answer.iter_lines())
+            assert slow_app.stats()["num_waiting"] == 1
+        slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
     wait_until_idle(slow_app)
 
 
