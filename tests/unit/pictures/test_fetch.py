@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import SplitResult
 
 import pytest
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
 from raypp.pictures.fetch import Fetcher
+from raypp.pictures.timed_http import TimedLookups, connect
+from raypp.pictures.web_address import MAX_ADDRESS_CHARS, WebAddress, is_public, parse_address
 
 PUBLIC = "93.184.215.14"
 
@@ -28,17 +30,22 @@ class _Site(BaseHTTPRequestHandler):
             self.send_header("Location", self.path.removeprefix("/to/"))
             self.end_headers()
             return
-        if self.path == "/slow":
-            self.send_response(200)
-            self.end_headers()
-            for _ in range(200):
-                self.wfile.write(b"x")
-                self.wfile.flush()
-                time.sleep(0.05)
+        if self.path in ("/slow-body", "/slow-head", "/slow-status"):
+            if self.path == "/slow-body":
+                self.send_response(200)
+                self.end_headers()
+            self._drip(b"X-Word: " if self.path == "/slow-head" else b"")
             return
         self.send_response(200 if self.path == "/a.png?x=1" else 404)
         self.end_headers()
         self.wfile.write(self.headers["Host"].encode() + b" " + bytes(1000))
+
+    def _drip(self, data: bytes) -> None:
+        if data:
+            self.wfile.write(b"HTTP/1.0 200 OK\r\n" + data)
+        for _ in range(200):
+            self.wfile.write(b"x")
+            time.sleep(0.05)  # it is a slow site: that is what is tested
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -64,18 +71,22 @@ def _site() -> Iterator[int]:
 
 def _fetcher(port: int, asked: list[str] | None = None, **limits: object) -> Fetcher:
     """Return a fetcher for which the test's site is on the internet."""
+    ips = {"inside.example": ["172.16.0.7"], "half.example": [PUBLIC, "127.0.0.1"], "nat.example": ["64:ff9b::a01:203"]}
 
     def resolve(host: str, _: int) -> list[str]:
         if asked is not None:
             asked.append(host)
-        return {"inside.example": ["172.16.0.7"], "half.example": [PUBLIC, "127.0.0.1"]}.get(host, [PUBLIC])
+        return ips.get(host, [PUBLIC])
 
-    def connect(url: SplitResult, ip: str, timeout_s: float) -> http.client.HTTPConnection:
+    def connect(address: WebAddress, ip: str, deadline_s: float) -> http.client.HTTPConnection:
         assert ip == PUBLIC
-        return http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+        return http.client.HTTPConnection("127.0.0.1", port, timeout=deadline_s - time.monotonic())
 
-    section = ImagesSection.model_validate({"allow_image_urls": True, **limits})
-    return Fetcher(section, resolve, connect)
+    return Fetcher(_limits(**limits), TimedLookups(resolve), connect)
+
+
+def _limits(**limits: object) -> ImagesSection:
+    return ImagesSection.model_validate({"allow_image_urls": True, **limits})
 
 
 def test_a_file_is_fetched_with_its_query_and_host() -> None:
@@ -92,6 +103,8 @@ def test_redirections_are_followed_a_few_times_and_checked_each_time() -> None:
         assert fetcher.fetch("http://a.example/to//a.png?x=1")
         with pytest.raises(RequestError, match="not a public one"):
             fetcher.fetch("http://a.example/to/http://inside.example/a.png?x=1")
+        with pytest.raises(RequestError, match="not a public one"):
+            fetcher.fetch("http://a.example/to/http://nat.example/a.png?x=1")
         with pytest.raises(RequestError, match="redirected too often"):
             fetcher.fetch("http://a.example/to//to//to//to//to//a.png?x=1")
         with pytest.raises(RequestError, match="not an image's address"):
@@ -119,9 +132,114 @@ def test_size_time_and_status() -> None:
             _fetcher(port, max_image_bytes=900).fetch("http://a.example/a.png?x=1")
         with pytest.raises(RequestError, match="status 404"):
             _fetcher(port).fetch("http://a.example/b.png")
-        with pytest.raises(RequestError, match="cannot be fetched"):
-            _fetcher(port, image_url_timeout_s=0.3).fetch("http://a.example/slow")
     with pytest.raises(RequestError, match="cannot be fetched"):
         _fetcher(port).fetch("http://a.example/a.png?x=1")  # nobody listens there any more
     with pytest.raises(RequestError, match="user"):
         _fetcher(port).fetch("http://me:secret@a.example/a.png")
+
+
+@pytest.mark.parametrize("part", ["body", "head", "status"])
+def test_a_site_that_sends_a_byte_now_and_then_has_the_deadline_all_the_same(part: str) -> None:
+    with _site() as port:
+        started_s = time.monotonic()
+        with pytest.raises(RequestError, match="cannot be fetched") as caught:
+            _fetcher(port, image_url_timeout_s=0.2).fetch(f"http://a.example/slow-{part}")
+        took_s = time.monotonic() - started_s
+    assert "image_url_timeout_s = 0.2 s" in str(caught.value)
+    assert took_s < 5  # all of the bytes take ten seconds
+
+
+def test_a_slow_look_up_has_the_deadline_and_many_leave_no_more_threads_than_there_may_be() -> None:
+    hang = threading.Event()
+
+    def resolve(host: str, _: int) -> list[str]:
+        assert hang.wait(60)
+        return [PUBLIC]
+
+    fetcher = Fetcher(_limits(image_url_timeout_s=0.05), TimedLookups(resolve, max_lookups=2))
+    try:
+        for words in ("not found in time", "not found in time", "too many look-ups hang"):
+            with pytest.raises(RequestError, match=words):
+                fetcher.fetch("http://a.example/a.png")
+    finally:
+        hang.set()
+
+
+def test_a_handshake_that_never_ends_has_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+
+        def to_silent(address: WebAddress, ip: str, deadline_s: float) -> http.client.HTTPConnection:
+            return connect(WebAddress("https", address.host, port, "/"), "127.0.0.1", deadline_s)
+
+        fetcher = Fetcher(_limits(image_url_timeout_s=0.2), TimedLookups(lambda *_: [PUBLIC]), to_silent)
+        with pytest.raises(RequestError, match="cannot be fetched"):
+            fetcher.fetch("https://a.example/a.png")
+
+
+def test_what_is_not_ascii_is_encoded() -> None:
+    address = parse_address("HTTP://B\u00fccher.example:8080/\u00e4pfel.png?q=\u00f6%20")
+    assert (address.host_header, address.target) == ("xn--bcher-kva.example:8080", "/%C3%A4pfel.png?q=%C3%B6%20")
+    assert parse_address("https://[2600::1]/").host_header == "[2600::1]"
+    with _site() as port:
+        asked: list[str] = []
+        fetcher = _fetcher(port, asked)
+        with pytest.raises(RequestError, match="status 404"):
+            fetcher.fetch("http://b\u00fccher.example/to//\u00e4.png")
+        assert asked == ["xn--bcher-kva.example"] * 2
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://{'a' * 64}.example/a.png",
+        "http://" + "\u00fc" * 60 + ".example/a.png",
+        f"http://{'a.' * 200}example/a.png",
+        "http://a..example/a.png",
+        "https://.example/a.png",
+        "http://[::1/a.png",
+        "http://a.example:99999/a.png",
+        "http://a.example:0/a.png",
+        "http://\ud800.example/a.png",
+        "http://a.example/\ud800.png",
+        f"http://a.example/{'a' * MAX_ADDRESS_CHARS}",
+        "http://a.example/to/http://[::1/a.png",
+        f"http://a.example/to/http://{'a' * 64}.example/a.png",
+    ],
+)
+def test_what_cannot_be_encoded_is_the_requests_fault(url: str) -> None:
+    with _site() as port, pytest.raises(RequestError, match="address"):
+        _fetcher(port).fetch(url)
+
+
+@pytest.mark.parametrize(
+    ("ip", "expected"),
+    [
+        (PUBLIC, True),
+        ("2606:4700::1111", True),
+        ("::ffff:8.8.8.8", True),
+        ("64:ff9b::808:808", True),  # what a network without IPv4 makes of 8.8.8.8
+        ("2002:808:808::1", True),
+        ("64:ff9b::7f00:1", False),
+        ("64:ff9b::a9fe:a9fe", False),
+        ("64:ff9b:1::808:808", False),
+        ("2002:7f00:1::", False),
+        ("2002:a9fe:a9fe::1", False),
+        ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
+        ("2606:4700::5efe:7f00:1", False),
+        ("::7f00:1", False),
+        ("::808:808", False),
+        ("::ffff:127.0.0.1", False),
+        ("::ffff:0:8.8.8.8", False),
+        ("fec0::1", False),
+        ("fe80::1%eth0", False),
+        ("fd00::1", False),
+        ("ff0e::1", False),
+        ("5f00::1", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+    ],
+)
+def test_an_address_is_as_public_as_what_it_leads_to(ip: str, expected: bool) -> None:
+    assert is_public(ip) is expected
