@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypp.errors import EngineDeadError as EngineDeadError
     from raypp.errors import GraphMismatchError as GraphMismatchError
     from raypp.errors import ModelLoadError as ModelLoadError
+    from raypp.errors import QueueFullError as QueueFullError
     from raypp.errors import RayppError as RayppError
     from raypp.errors import RequestError as RequestError
     from raypp.errors import ResourceError as ResourceError
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "StageDiedError": "raypp.errors",
     "DeadlineError": "raypp.errors",
     "GraphMismatchError": "raypp.errors",
+    "QueueFullError": "raypp.errors",
     "bubble_fraction": "raypp.tracing",
 }
 

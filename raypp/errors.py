@@ -10,6 +10,7 @@
     |   +-- StageDiedError   ... because one of its stages died or froze (.stage_index)
     +-- EncoderDiedError     pictures cannot be encoded any more; text goes on
     +-- DeadlineError        something was waited for in vain
+    +-- QueueFullError       too much is under way; the same request may be served later (.retry_after_s)
     +-- GraphMismatchError   a CUDA graph does not do what it was recorded for (debug mode)
 
 Every error says what it got, what it expected, and what to do about it.
@@ -120,6 +121,18 @@ class EncoderDiedError(RayppError):
 
 class DeadlineError(RayppError):
     """Something was waited for in vain."""
+
+
+class QueueFullError(RayppError):
+    """So much waits already that one more request has no prospect of being served soon.
+
+    Args:
+        retry_after_s: When it may be worth trying again. Seconds.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int, got: object = None, expected: object = None) -> None:
+        super().__init__(message, got=got, expected=expected, hint=f"try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
 
 
 def _rebuild(cls: type[RayppError], state: dict[str, object]) -> RayppError:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from raypp.errors import RequestError
-from serve_app.errors import QueueFullError
+from raypp.errors import QueueFullError, RequestError
 
 _NEWEST_SHARE = 0.1  # of the newest request in the mean duration
 _MAX_RETRY_AFTER_S = 60

@@ -22,9 +22,8 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
-from raypp.errors import EncoderDiedError, RayppError
+from raypp.errors import EncoderDiedError, QueueFullError, RayppError
 from raypp.prompt_items import EncoderItem, unique_items
-from serve_app.errors import QueueFullError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,26 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from raypp.errors import EncoderDiedError, EngineDeadError, RayppError
+from raypp.errors import EncoderDiedError, EngineDeadError, QueueFullError, RayppError
 from raypp.openai_api.errors import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
 
 _ENGINE_RETRY_S = 3
 """When to ask again after the engine died: about what a small one takes to be replaced."""
 
 logger = logging.getLogger(__name__)
-
-
-class QueueFullError(RayppError):
-    """So many requests wait already that one more has no prospect of being served soon.
-
-    Args:
-        message: How full the queue is.
-        retry_after_s: When it may be worth trying again.
-    """
-
-    def __init__(self, message: str, *, retry_after_s: int, got: object = None, expected: object = None) -> None:
-        super().__init__(message, got=got, expected=expected, hint=f"try again in {retry_after_s} s")
-        self.retry_after_s = retry_after_s
 
 
 class UnknownModelError(RayppError):
@@ -119,8 +106,7 @@ async def _on_invalid_body(request: Request, error: Exception) -> AsciiJSONRespo
 async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONResponse:
     assert isinstance(error, RayppError)
     if isinstance(error, QueueFullError):
-        retry = {"Retry-After": str(error.retry_after_s)}
-        return error_response(429, str(error), kind="rate_limit_error", code="queue_full", headers=retry)
+        return _response(*describe_error(error), {"Retry-After": str(error.retry_after_s)})
     if isinstance(error, UnknownModelError):
         return _response(error.status, error.response)
     retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError | EncoderDiedError) else {}

@@ -19,6 +19,7 @@ from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
 from serve_app.pictures import OpenGate, PictureGate
 from serve_app.prompts import PromptEncoder
+from serve_app.reading_gate import ReadingGate
 from serve_app.routes.generation import generation_routes
 from serve_app.routes.models import model_routes
 from serve_app.routes.page import PAGE_PATHS, page_routes
@@ -79,13 +80,15 @@ def make_context(
             max_body_tokens=settings.max_tokens_per_request,
         )
     )
+    max_reading = settings.max_encodes + settings.max_encodes_waiting
+    gate = ReadingGate(max_reading, llm.config.images.image_wait_timeout_s)
     return AppContext(
         llm=llm,
         settings=settings,
         metrics=metrics,
         admission=admission,
         runner=RequestRunner(llm, admission, metrics, pictures or OpenGate()),
-        prompts=PromptEncoder(llm.tokenizer, llm.pictures),
+        prompts=PromptEncoder(llm.tokenizer, llm.pictures, gate),
         takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),
         siblings=siblings or OnlyReplica(llm, metrics),

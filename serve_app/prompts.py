@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from raypp.messages import Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt
+from serve_app.reading_gate import ReadingGate
 
 T = TypeVar("T")
 
@@ -44,9 +46,19 @@ _NOT_FOR_TEMPLATES = frozenset(
 class PromptEncoder:
     """Tokenizes for one model, and reads its pictures."""
 
-    def __init__(self, tokenizer: Tokenizer | None, pictures: PictureReader | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, pictures: PictureReader | None = None, gate: ReadingGate | None = None
+    ) -> None:
+        """Encode for one model.
+
+        Args:
+            tokenizer: The model's, if it has one.
+            pictures: Reads pictures; None for a model that takes text alone.
+            gate: Bounds the requests whose pictures are read; None: nothing does.
+        """
         self._tokenizer = tokenizer
         self._pictures = pictures
+        self._entered = contextlib.nullcontext if gate is None else gate.entered
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -138,15 +150,20 @@ class PromptEncoder:
 
         Raises:
             RequestError: the model's template refuses it, there is no template or tokenizer, or a picture is at fault.
+            QueueFullError: too many others have pictures, or these wait for too long.
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
         for name in _NOT_FOR_TEMPLATES & template_kwargs.keys():
             raise RequestError(f"chat_template_kwargs must not have {name}", got=repr(template_kwargs[name])[:80])
 
+        def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
+            return prompts.chat(messages, template_kwargs)
+
+        if self._pictures is not None and has_pictures(messages):
+            async with self._entered():
+                return await self._pictures.beside.messages(messages, encode)
         num_chars = sum(len(str(message["content"])) for message in messages)
-        if has_pictures(messages):
-            num_chars = _MAX_INLINE_CHARS + 1  # whatever their addresses are: reading them takes long
-        return await _beside_if_long(num_chars, lambda: prompts.chat(messages, template_kwargs))
+        return await _beside_if_long(num_chars, lambda: encode(messages))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones left out."""

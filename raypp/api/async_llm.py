@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -114,9 +114,13 @@ class AsyncLLM:
             EngineDeadError: the engine died.
         """
         request_ids = None if request_id is None else [request_id]
-        prepare = partial(self._engine.preparer.prompts, [prompt], params, request_ids, priority)
-        has_images = isinstance(prompt, Mapping) and "multi_modal_data" in prompt
-        return self._stream_beside(prepare) if has_images else self._stream(prepare())
+
+        def prepare(prompts: Sequence[Prompt | EncodedPrompt]) -> list[PreparedRequest]:
+            return self._engine.preparer.prompts(prompts, params, request_ids, priority)
+
+        if _has_images([prompt]):
+            return self._stream_beside(partial(self._with_pictures, [prompt], prepare))
+        return self._stream(prepare([prompt]))
 
     def chat(
         self,
@@ -137,8 +141,13 @@ class AsyncLLM:
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
         """
         request_ids = None if request_id is None else [request_id]
-        prepare = partial(self._engine.preparer.chats, [messages], params, request_ids, chat_template_kwargs, priority)
-        return self._stream_beside(prepare) if has_pictures(messages) else self._stream(prepare())
+
+        def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
+            return self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+
+        if has_pictures(messages):
+            return self._stream_beside(partial(self._with_pictures_in, messages, prepare))
+        return self._stream(prepare(messages))
 
     async def complete(
         self,
@@ -161,9 +170,12 @@ class AsyncLLM:
             EngineDeadError: the engine died.
         """
         frontend = self._frontend_here()
-        prepare = partial(self._engine.preparer.prompts, prompts, params, request_ids, priority)
-        has_images = any(isinstance(prompt, Mapping) and "multi_modal_data" in prompt for prompt in prompts)
-        return await frontend.complete(await asyncio.to_thread(prepare) if has_images else prepare())
+
+        def prepare(prompts: Sequence[Prompt | EncodedPrompt]) -> list[PreparedRequest]:
+            return self._engine.preparer.prompts(prompts, params, request_ids, priority)
+
+        has_images = _has_images(prompts)
+        return await frontend.complete(await self._with_pictures(prompts, prepare) if has_images else prepare(prompts))
 
     async def complete_chat(
         self,
@@ -177,8 +189,12 @@ class AsyncLLM:
         """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
         frontend = self._frontend_here()
         request_ids = None if request_id is None else [request_id]
-        prepare = partial(self._engine.preparer.chats, [messages], params, request_ids, chat_template_kwargs, priority)
-        prepared = await asyncio.to_thread(prepare) if has_pictures(messages) else prepare()
+
+        def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
+            return self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+
+        has_images = has_pictures(messages)
+        prepared = await self._with_pictures_in(messages, prepare) if has_images else prepare(messages)
         return (await frontend.complete(prepared))[0]
 
     async def abort(self, request_id: str) -> None:
@@ -293,14 +309,36 @@ class AsyncLLM:
             )
         return self._frontend
 
+    async def _with_pictures(
+        self,
+        prompts: Sequence[Prompt | EncodedPrompt],
+        prepare: Callable[[Sequence[Prompt | EncodedPrompt]], list[PreparedRequest]],
+    ) -> list[PreparedRequest]:
+        """Prepare prompts with pictures beside the event loop; a model that takes none says so at once."""
+        pictures = self._engine.pictures
+        return prepare(prompts) if pictures is None else await pictures.beside.prompts(prompts, prepare)
+
+    async def _with_pictures_in(
+        self, messages: Sequence[ChatMessage], prepare: Callable[[Sequence[ChatMessage]], list[PreparedRequest]]
+    ) -> list[PreparedRequest]:
+        """Do the same for a conversation."""
+        pictures = self._engine.pictures
+        return prepare(messages) if pictures is None else await pictures.beside.messages(messages, prepare)
+
     def _stream(self, prepared: list[PreparedRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._frontend_here().stream(prepared[0])
 
-    async def _stream_beside(self, prepare: Callable[[], list[PreparedRequest]]) -> AsyncGenerator[RequestOutput, None]:
+    async def _stream_beside(
+        self, prepare: Callable[[], Awaitable[list[PreparedRequest]]]
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request that takes its time to be prepared."""
-        async with contextlib.aclosing(self._stream(await asyncio.to_thread(prepare))) as outputs:
+        async with contextlib.aclosing(self._stream(await prepare())) as outputs:
             async for output in outputs:
                 yield output
+
+
+def _has_images(prompts: Sequence[Prompt | EncodedPrompt]) -> bool:
+    return any(isinstance(prompt, Mapping) and "multi_modal_data" in prompt for prompt in prompts)
 
 
 async def _run_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None], timeout_s: float) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
-from raypp.pictures.content import Content, take_pictures
+from raypp.pictures.content import Content, sources_as_contents, take_pictures
 from raypp.pictures.places import place_pictures
-from raypp.pictures.reader import PictureMarks, PictureReader, sources_as_contents
+from raypp.pictures.reader import PictureMarks, PictureReader
 from raypp.prompt_items import PromptItems
 
 

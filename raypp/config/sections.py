@@ -191,13 +191,24 @@ class ImagesSection(Section):
     allow_image_urls: bool = False
     """Whether images may be given as http or https addresses, which the door then fetches. Private addresses never."""
     image_url_timeout_s: float = Field(default=10.0, gt=0, le=600)
-    """How long fetching one image may take, redirections included."""
+    """How long fetching one image may take: look-up, redirections and all. It is one deadline."""
+    max_image_fetches: int = Field(default=16, ge=1, le=1024)
+    """Images that are fetched at once, on threads of their own; more wait."""
     max_image_bytes: int = Field(default=20 << 20, ge=1)
     """The largest file of an image."""
-    max_image_pixels: int = Field(default=64 << 20, ge=1)
-    """The most pixels that an image is decoded to: a small file can claim to be a large one."""
+    max_image_pixels: int = Field(default=64 << 20, ge=1, le=178_956_970)
+    """The most pixels of an image, by what its head says: a small file can claim to be a large one. More than can be
+    set here Pillow does not open."""
     max_images_per_prompt: int = Field(default=64, ge=1)
     """The most images and frames of one prompt."""
+    max_prompt_image_bytes: int = Field(default=1 << 30, ge=1)
+    """The most bytes of one prompt's images and frames: of what is handed in, and of the patches made of it, which are
+    sent to the engine."""
+    max_pixels_in_flight: int = Field(default=256 << 20, ge=1)
+    """The most pixels that are decoded at once, over all requests of a door, and the most of one prompt. A prompt holds
+    those of all its images, as their heads say, until it is read; others wait."""
+    image_wait_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """How long a prompt may wait for room to decode its images. Over HTTP: until all of them are read."""
 
 
 class ObservabilitySection(Section):

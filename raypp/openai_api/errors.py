@@ -14,6 +14,7 @@ from raypp.errors import (
     DeadlineError,
     EncoderDiedError,
     EngineDeadError,
+    QueueFullError,
     RayppError,
     RequestError,
 )
@@ -106,6 +107,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
             status, kind, code = 400, "invalid_request_error", None
         case ConfigError():
             status, kind, code = 400, "invalid_request_error", "unsupported"
+        case QueueFullError():
+            status, kind, code = 429, "rate_limit_error", "queue_full"
         case EncoderDiedError():
             status, kind, code = 503, "server_error", "encoder_dead"
         case EngineDeadError():

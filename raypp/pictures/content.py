@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
 
 DEFAULT_FPS = 2.0
 """Frames per second of a video that does not say: what Qwen's own tools sample."""
+
+_MIN_FPS, _MAX_FPS = 0.001, 1000
 
 _FORMS = '{"type": "text", ...}, {"type": "image", ...}, {"type": "image_url", ...} or {"type": "video", ...}'
 
@@ -33,6 +36,7 @@ class VideoContent:
 
     frames: tuple[Any, ...]
     fps: float
+    is_address: ClassVar[bool] = False
 
 
 Content = ImageContent | VideoContent
@@ -66,6 +70,52 @@ def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
+def sources_of(content: Content) -> tuple[Any, ...]:
+    """Return the image, or the frames, as the user gave them."""
+    return (content.source,) if isinstance(content, ImageContent) else content.frames
+
+
+def check_number(contents: Sequence[Content], limits: ImagesSection) -> None:
+    """Raise when a prompt has more images and frames than it may."""
+    num_images = sum(len(sources_of(content)) for content in contents)
+    if num_images > limits.max_images_per_prompt:
+        raise RequestError(
+            "a prompt with too many images",
+            got=f"{num_images} images and frames",
+            expected=f"at most max_images_per_prompt = {limits.max_images_per_prompt}",
+        )
+
+
+def sources_as_contents(images: Any) -> list[Content]:
+    """Return one image, or a list of them, as the contents of a prompt."""
+    listed = images if isinstance(images, list | tuple) else [images]
+    return [ImageContent(image, is_address=False) for image in listed]
+
+
+def with_files(messages: Sequence[Mapping[str, Any]], files: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """Return messages that `take_pictures` takes, with files in the place of their addresses.
+
+    Args:
+        messages: Any.
+        files: By their addresses.
+    """
+    return [
+        {**message, "content": [_filled(part, files) for part in content]}
+        if isinstance(content := message.get("content"), Sequence) and not isinstance(content, str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _filled(part: Any, files: Mapping[str, bytes]) -> Any:
+    found: list[Content] = []
+    _plain_part(part, found)
+    if not found or not any(isinstance(source, str) and source in files for source in sources_of(found[0])):
+        return part
+    filled = [files.get(source, source) if isinstance(source, str) else source for source in sources_of(found[0])]
+    return {**part, "video": filled} if part["type"] == "video" else {"type": "image", "image": filled[0]}
+
+
 def _plain_part(part: Any, found: list[Content]) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image" and "image" in part:
@@ -92,6 +142,10 @@ def _video(part: Mapping[str, Any]) -> VideoContent:
             expected="images, at least one",
             hint="decode it first",
         )
-    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < float("inf"):
-        raise RequestError("fps of a video is no number of frames per second", got=repr(fps), expected="above 0")
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not _MIN_FPS <= fps <= _MAX_FPS:
+        raise RequestError(
+            "fps of a video is no number of frames per second",
+            got=repr(fps)[:80],
+            expected=f"from {_MIN_FPS} to {_MAX_FPS}",
+        )
     return VideoContent(tuple(frames), float(fps))

@@ -7,7 +7,7 @@ what they are, 8 bits each: an eighth of the bytes to hash and to send, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,8 +71,11 @@ def image_item(image: Image.Image, size: tuple[int, int], config: VisionConfig) 
     return _item([pixels] * config.temporal_patch_size, config)
 
 
-def video_items(frames: Sequence[Image.Image], size: tuple[int, int], config: VisionConfig) -> list[EncoderItem]:
-    """Return the items of a video, one per group of frames that make a patch; the last frame fills the last group."""
+def video_items(frames: Iterable[Image.Image], size: tuple[int, int], config: VisionConfig) -> list[EncoderItem]:
+    """Return the items of a video, one per group of frames that make a patch; the last frame fills the last group.
+
+    Frames are taken one at a time, so that no more than one of them need be there in its own size.
+    """
     pixels = [_resized(frame, size) for frame in frames]
     group = config.temporal_patch_size
     pixels += pixels[-1:] * (-len(pixels) % group)

@@ -89,6 +89,11 @@ def redirected(url: str, location: str) -> str:
         raise _no_address(location, str(error)) from None
 
 
+def is_web_address(source: object) -> bool:
+    """Return whether what a user hands in is an address to fetch from, right or wrong."""
+    return isinstance(source, str) and source[:8].lower().startswith(("http://", "https://"))
+
+
 def is_public(ip: str) -> bool:
     """Return whether the whole internet reaches an IP address. One that leads to an IPv4 address is as public as that.
 

@@ -20,13 +20,12 @@ from serving import deploy, metric, serving
 
 from raypp.actors.engine import launch_engine
 from raypp.config.engine import EngineConfig
-from raypp.errors import RequestError
+from raypp.errors import QueueFullError, RequestError
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.weights import CheckpointWeights
 from raypp.prompt_items import EncoderItem
 from serve_app.encoder import DEPLOYMENT_NAME, ServedPictures, encoder_deployment
-from serve_app.errors import QueueFullError
 
 pytestmark = pytest.mark.ray
 

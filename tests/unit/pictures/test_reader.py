@@ -19,11 +19,15 @@ from raypp.errors import RequestError
 from raypp.pictures.content import ImageContent, VideoContent, has_pictures, take_pictures
 from raypp.pictures.decode import to_rgb
 from raypp.pictures.fetch import Fetcher
-from raypp.pictures.read import read_image, read_image_url
+from raypp.pictures.read import open_image, open_image_url
 from raypp.pictures.reader import PictureMarks, PictureReader, ReadPicture
 
 FETCHER = Fetcher(ImagesSection())
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)
+
+
+def read_image(source: Any, fetcher: Fetcher) -> Image.Image:
+    return open_image(source, fetcher).decode()
 
 
 def _file(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -89,18 +93,37 @@ def test_grey_paletted_transparent_and_turned_images() -> None:
         (np.zeros((4, 4, 2), np.uint8), "no image"),
         (GIF, "animated"),
         (Image.open(io.BytesIO(GIF)), "animated"),
-        (_file(IMAGE.convert("CMYK"), "JPEG"), "colours"),
-        (IMAGE.convert("CMYK"), "colours"),
         (Image.new("F", (4, 4)), "colours"),
         ("/no/such/file.png", "cannot be read"),
         ("data:image/png,abc", "base64"),
         ("data:image/png;base64,%%%", "base64"),
+        ("data:image/png;base64,A", "base64"),
+        ("data:image/png;base64,\u00e4", "base64"),
+        ("data:image/png;base64,\ud800", "base64"),
+        ("data:image/svg+xml;utf8,<svg/>", "base64"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "no image"),
+        ("data:image/png;base64,", "no image.*0 bytes"),
+        ("/dev/null", "which is no file"),
+        ("/", "which is no file"),
         (17, "not an image"),
     ],
 )
 def test_what_is_refused(source: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         read_image(source, FETCHER)
+
+
+def test_base64_is_read_as_browsers_do() -> None:
+    plain = base64.b64encode(_file(IMAGE)).decode()
+    percents = plain.replace("+", "%2B").replace("/", "%2F").replace("=", "%3d")
+    for text in (plain, plain.rstrip("="), f" {plain[:40]}\r\n {plain[40:]} ", percents):
+        for head in (
+            "data:image/png;base64,",
+            "DATA:;BASE64,",
+            "data:image/png;charset=utf-8; base64,",
+            " data:;base64,",
+        ):
+            assert read_image(head + text, FETCHER).size == (60, 40)
 
 
 def test_limits_of_bytes(tmp_path: Path) -> None:
@@ -120,9 +143,9 @@ def test_addresses_of_strangers_name_no_files(tmp_path: Path) -> None:
     fetcher = Fetcher(ImagesSection(allow_image_urls=True))
     for url in (str(path), f"file://{path}", "ftp://example.com/a.png", "http:///a.png", "http://a b/", 3, None):
         with pytest.raises(RequestError, match="address"):
-            read_image_url(url, fetcher)
+            open_image_url(url, fetcher)
     with pytest.raises(RequestError, match="not allowed"):
-        read_image_url("https://example.com/a.png", FETCHER)
+        open_image_url("https://example.com/a.png", FETCHER)
 
 
 def _reader(max_model_len: int = 200, **limits: Any) -> PictureReader:
@@ -145,6 +168,41 @@ def test_too_many_pictures() -> None:
         _reader(max_images_per_prompt=2).read([small] * 3)
     with pytest.raises(RequestError, match="too many images"):
         _reader(max_images_per_prompt=2).read([VideoContent((IMAGE,) * 3, 1.0)])
+
+
+def test_sizes_are_checked_before_anything_is_decoded() -> None:
+    half = ImageContent(_png(1000, 1000), is_address=False)  # a head without pixels
+    with pytest.raises(RequestError, match="more tokens than"):
+        _reader(64).read([half])
+    with pytest.raises(RequestError, match=r"2000000 pixels.*at most max_pixels_in_flight = 1999999"):
+        _reader(max_pixels_in_flight=1_999_999).read([half, half])
+    with pytest.raises(RequestError, match="broken or truncated"):
+        _reader(max_pixels_in_flight=2_000_000).read([half, half])
+
+
+def test_the_bytes_of_a_prompts_images_are_bounded_as_files_and_as_patches() -> None:
+    padded = ImageContent(_file(IMAGE) + bytes(100_000), is_address=False)
+    num_bytes = len(padded.source)
+    assert _reader(max_prompt_image_bytes=num_bytes).read([padded])
+    with pytest.raises(RequestError, match=rf"{2 * num_bytes} bytes as they are handed in.*image_bytes = {num_bytes}"):
+        _reader(max_prompt_image_bytes=num_bytes).read([padded, padded])
+    empty = ImageContent(_file(Image.new("RGB", (60, 40))), is_address=False)
+    [picture] = _reader().read([empty])
+    limit = picture.items[0].patches.nbytes
+    assert _reader(max_prompt_image_bytes=limit).read([empty])
+    with pytest.raises(RequestError, match=rf"{2 * limit} bytes as patches; expected.*= {limit}"):
+        _reader(max_prompt_image_bytes=limit).read([empty, empty])
+
+
+def test_frames_of_a_video_are_turned_one_by_one() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned, upright = _file(IMAGE, exif=exif), _file(IMAGE.transpose(Image.Transpose.ROTATE_270))
+    [video] = _reader().read([VideoContent((turned, upright), 1.0)])
+    [again] = _reader().read([VideoContent((upright, upright), 1.0)])
+    assert video.items[0].key == again.items[0].key
+    with pytest.raises(RequestError, match="differ in size"):
+        _reader().read([VideoContent((turned, _file(IMAGE)), 1.0)])
 
 
 def test_frames_of_a_video_are_marked_with_their_times() -> None:
@@ -197,6 +255,8 @@ def test_pictures_are_taken_out_of_messages_in_order() -> None:
         {"type": "video", "video": "a.mp4"},
         {"type": "video", "video": []},
         {"type": "video", "video": [1], "fps": 0},
+        {"type": "video", "video": [1], "fps": 10**400},
+        {"type": "video", "video": [1], "fps": 1e-300},
     ],
 )
 def test_parts_that_are_no_pictures(part: Any) -> None:

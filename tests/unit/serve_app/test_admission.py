@@ -6,9 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from raypp.errors import RequestError
+from raypp.errors import QueueFullError, RequestError
 from serve_app.admission import Admission, AdmissionLimits
-from serve_app.errors import QueueFullError
 
 
 class Clock:
