@@ -53,6 +53,7 @@ def http_stream(session: aiohttp.ClientSession) -> Stream:
             "prompt": prompt,
             "max_tokens": num_tokens,
             "temperature": 0.0,
+            "repetition_penalty": 1.0,  # whatever the model's generation_config.json says
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},

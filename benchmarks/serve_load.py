@@ -26,6 +26,7 @@ from pathlib import Path
 import aiohttp
 from report import print_report
 
+_PLAIN_DRAWS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 _WORDS = ["def", "class", "import", "return", "self", "print", "for", "in", "range", "open", "file", "name", "value"]
 _STATE = ("requests_running", "requests_waiting", "steps_in_flight", "kv_usage_ratio")
 _BLOCK_SIZE = 16
@@ -172,7 +173,7 @@ async def _client(
         body = {
             "prompt": " ".join(rng.choices(_WORDS, k=rng.randint(1, 24))),
             "max_tokens": rng.randint(2, max_tokens),
-            "temperature": 1.0,
+            **_PLAIN_DRAWS,
             "ignore_eos": True,
             "stream": True,
         }

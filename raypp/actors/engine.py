@@ -96,7 +96,7 @@ class EngineHandle:
 
     Attributes:
         client_address: The driver's zmq address for clients.
-        model_info: What clients must know of the model: model_path, vocab_size, max_model_len, eos_token_ids, vision.
+        model_info: What clients must know of the model; see `raypp.api.launch.EngineHandle`.
     """
 
     client_address: str
@@ -115,13 +115,7 @@ class EngineHandle:
         self._watchers: list[threading.Thread] = []
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
-        self.model_info = {
-            "model_path": plan.model_path,
-            "vocab_size": plan.model.vocab_size,
-            "max_model_len": plan.max_model_len,
-            "eos_token_ids": sorted(plan.model.eos_token_ids),
-            "vision": plan.model.vision,
-        }
+        self.model_info = plan.model_info()
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

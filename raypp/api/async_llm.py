@@ -84,6 +84,15 @@ class AsyncLLM:
         """The most tokens of a request, prompt and output together."""
         return int(self._engine.handle.model_info["max_model_len"])
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
+        return self._engine.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
+        return SamplingParams(**self.sampling_defaults)
+
     def draw_seeds_as(self, name: str) -> None:
         """Draw the seeds of requests that bring none as the engine of this name: others of the same seed draw others.
 
@@ -105,7 +114,7 @@ class AsyncLLM:
 
         Args:
             prompt: A str, `{"prompt_token_ids": [...]}`, or either with pictures; see `raypp.types.PicturePrompt`.
-            params: How to sample.
+            params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
 
@@ -135,7 +144,7 @@ class AsyncLLM:
 
         Args:
             messages: A list of `{"role": ..., "content": ...}`; content with pictures as for `LLM.chat`.
-            params: How to sample.
+            params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
@@ -161,7 +170,7 @@ class AsyncLLM:
 
         Args:
             prompts: Each a str or `{"prompt_token_ids": [...]}`.
-            params: One for all, or one per prompt.
+            params: One for all, or one per prompt; None: as `get_default_sampling_params` says.
             request_ids: Their public ids; made up by default.
             priority: One for all, or one per prompt; smaller is served first.
 

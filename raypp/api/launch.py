@@ -20,6 +20,8 @@ from raypp.pictures.reader import PictureReader
 if TYPE_CHECKING:
     from raypp.stage.build import StageFactory  # imports torch
 
+_LOG = logging.getLogger(__name__)
+
 Model = str | os.PathLike[str] | EngineConfig
 """What names a model, or a whole configuration: also as the path of a TOML file."""
 
@@ -33,7 +35,11 @@ class EngineHandle(Protocol):
 
     @property
     def model_info(self) -> Mapping[str, Any]:
-        """At least vocab_size, max_model_len, eos_token_ids, model_path; `vision`, a `VisionConfig`, if it has one."""
+        """What clients must know of the model.
+
+        At least vocab_size, max_model_len, eos_token_ids, model_path; `vision`, a `VisionConfig`, if it has one;
+        `sampling_defaults`, fields of `SamplingParams` that hold where a request says nothing.
+        """
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
@@ -75,6 +81,7 @@ class OpenEngine:
     preparer: RequestPreparer
     pictures: PictureReader | None  # None for a model that takes text alone
     eos_token_ids: tuple[int, ...]
+    sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
 
 
 def open_engine(
@@ -100,7 +107,7 @@ def open_engine(
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
             _check_in_vocabulary(eos_token_ids, info)
-        pictures = _picture_reader(config, info)
+        pictures, sampling_defaults = _picture_reader(config, info), info.get("sampling_defaults", {})
         preparer = RequestPreparer(
             tokenizer,
             vocab_size=info["vocab_size"],
@@ -109,11 +116,18 @@ def open_engine(
             max_logprobs=config.model.max_logprobs,
             eos_token_ids=eos_token_ids,
             pictures=pictures,
+            sampling_defaults=sampling_defaults,
         )
     except BaseException:
         handle.close()
         raise
-    return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)))
+    if sampling_defaults:
+        _LOG.warning(
+            "where a request says nothing else, %s, as the model's generation_config.json has it; "
+            'generation_config="none" keeps raypp\'s own defaults',
+            ", ".join(f"{name}={value}" for name, value in sampling_defaults.items()),
+        )
+    return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
 
 
 def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]) -> None:

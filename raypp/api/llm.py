@@ -74,6 +74,15 @@ class LLM:
         """The configuration as it was given."""
         return self._engine.config
 
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that hold where a request says nothing, of the model's generation_config.json."""
+        return self._engine.sampling_defaults
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
+        return SamplingParams(**self.sampling_defaults)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -88,7 +97,8 @@ class LLM:
         Args:
             prompts: One or more, each a str or `{"prompt_token_ids": [...]}`; with images as
                 `{"prompt": "<|vision_start|><|image_pad|><|vision_end|>...", "multi_modal_data": {"image": image}}`.
-            sampling_params: One for all, or one per prompt.
+            sampling_params: One for all, or one per prompt; None: those of `get_default_sampling_params`. What is
+                given holds as it is, whatever the model's generation_config.json says.
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per prompt; smaller is served first, 0 by default.
             use_tqdm: Show a progress bar.
@@ -119,7 +129,7 @@ class LLM:
                 `{"type": "image", "image": X}` with a PIL image, a path, bytes or an array,
                 `{"type": "image_url", "image_url": {"url": "data:..."}}`, and
                 `{"type": "video", "video": [X, ...], "fps": 2.0}`.
-            sampling_params: One for all, or one per conversation.
+            sampling_params: One for all, or one per conversation; None as for `generate`.
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per conversation; smaller is served first, 0 by default.
             chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
@@ -150,7 +160,7 @@ class LLM:
 
         Args:
             prompt: A str, `{"prompt_token_ids": [...]}`, or a list of `{"role": ..., "content": ...}`.
-            sampling_params: How to sample.
+            sampling_params: How to sample; None as for `generate`.
             request_id: Its public id; made up by default.
             chat_template_kwargs: Further values that the model's chat template reads.
 

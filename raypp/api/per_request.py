@@ -58,15 +58,15 @@ def request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
     return ids
 
 
-def params_per_request(params: Params, num_requests: int) -> list[SamplingParams]:
-    """Return parameters per request, the defaults when none are given.
+def params_per_request(params: Params, num_requests: int, default: SamplingParams) -> list[SamplingParams]:
+    """Return parameters per request, `default` when none are given.
 
     Raises:
         RequestError: they are of another kind, or not as many.
     """
     listed: Iterable[SamplingParams]
     if params is None or isinstance(params, SamplingParams):
-        listed = [params or SamplingParams()] * num_requests
+        listed = [params or default] * num_requests
     elif isinstance(params, Sequence):
         listed = params
     else:

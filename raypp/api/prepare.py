@@ -41,6 +41,7 @@ class RequestPreparer:
         max_logprobs: int = 20,
         eos_token_ids: Collection[int] = (),
         pictures: PictureReader | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare requests for one model.
 
@@ -52,7 +53,9 @@ class RequestPreparer:
             max_logprobs: The most log-probabilities that a request may ask for per token; -1: any number.
             eos_token_ids: The tokens that end a text.
             pictures: Reads those of the model; None for one that takes text alone.
+            sampling_defaults: Fields of `SamplingParams` for requests that come without one; None has none.
         """
+        self._default_params = SamplingParams(**sampling_defaults or {})
         self._tokenizer = tokenizer
         self._pictures = pictures
         self._params_checker = ParamsChecker(
@@ -81,7 +84,7 @@ class RequestPreparer:
         """
         check_listed(prompts, f"a list of prompts, each {_PROMPT_FORMS}")
         ids = ids_per_request(request_ids, len(prompts))
-        all_params = params_per_request(params, len(prompts))
+        all_params = params_per_request(params, len(prompts), self._default_params)
         texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
         encoded = iter(self._encode([text for text in texts if text is not None], add_special_tokens=True))
         prepared = [
@@ -105,7 +108,7 @@ class RequestPreparer:
         """
         check_listed(conversations, _CONVERSATION_FORM)
         ids = ids_per_request(request_ids, len(conversations))
-        all_params = params_per_request(params, len(conversations))
+        all_params = params_per_request(params, len(conversations), self._default_params)
         for conversation in conversations:
             _check_conversation(conversation)
         tokenizer, kwargs = self._needed_tokenizer("a conversation"), template_kwargs or {}

@@ -82,7 +82,9 @@ class Answerer:
     ) -> ChatCompletion | Completion:
         model = request.model or self._served[0]
         if isinstance(request, ChatRequest):
-            params = self._seeded(request.sampling_params(self._llm.max_model_len, self._conventions), line)
+            max_model_len, defaults = self._llm.max_model_len, self._llm.sampling_defaults
+            given = request.sampling_params(max_model_len, self._conventions, defaults=defaults)
+            params = self._seeded(given, line)
             output = await self._llm.complete_chat(
                 request.conversation(takes_images=self._llm.takes_images),
                 params,
@@ -93,7 +95,8 @@ class Answerer:
             prompt_end = (output.prompt or "")[-_PROMPT_END:]
             head = ResponseHead.new("chatcmpl", model)
             return chat_completion(head, output, params, lambda: request.parser(self._conventions, prompt_end))
-        params = self._seeded(request.sampling_params(self._llm.max_model_len), line)
+        given = request.sampling_params(self._llm.max_model_len, self._llm.sampling_defaults)
+        params = self._seeded(given, line)
         prompts = request.prompts()
         request_ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
         outputs = await self._llm.complete(prompts, params, request_ids, priority=request.priority or 0)

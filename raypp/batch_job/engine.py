@@ -19,6 +19,10 @@ class BatchEngine(Protocol):
         """The most tokens of a request, prompt and output together."""
 
     @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """Fields of `SamplingParams` that hold where a request says nothing."""
+
+    @property
     def takes_images(self) -> bool:
         """Whether conversations may hold pictures."""
 

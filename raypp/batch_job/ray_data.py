@@ -44,18 +44,20 @@ class Completer:
             messages_column: Conversations to answer (lists of `{"role": ..., "content": ...}`), instead of prompts.
             output_column: Where the texts go. `<output_column>_finish_reason`, `..._num_tokens` and `..._error` are
                 added beside it; a row has either a text or an error.
-            sampling_params: Fields of SamplingParams, for all rows.
+            sampling_params: Fields of SamplingParams, for all rows; others are the model's defaults.
             launch: Starts the engine; for tests.
             **settings: As of `LLM`.
 
         Raises:
             RayppError: as of `LLM`.
         """
-        self._params = SamplingParams(**(sampling_params or {}))
+        given = sampling_params or {}
+        SamplingParams(**given)  # mistakes are told before an engine starts
         self._is_chat = messages_column is not None
         self._input_column = messages_column if messages_column is not None else prompt_column
         self._output_column = output_column
         self._llm = LLM(model, launch=launch, **settings)
+        self._params = SamplingParams(**{**self._llm.sampling_defaults, **given})
 
     def __call__(self, batch: dict[str, Column]) -> dict[str, Column]:
         """Return the batch with the added columns.

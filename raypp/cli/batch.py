@@ -40,7 +40,9 @@ def add_parser(commands: Any) -> None:
     job.add_argument(
         "--progress-interval", metavar="S", type=float, default=10.0, help="seconds between reports without a terminal"
     )
-    add_sampling_options(parser, "for lines that do not say; defaults are OpenAI's")
+    add_sampling_options(
+        parser, "for lines that do not say; else the model's generation_config.json counts, then OpenAI's defaults"
+    )
     parser.set_defaults(run=run)
 
 

@@ -37,16 +37,20 @@ def add_parser(commands: Any) -> None:
         help="a picture that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
-    add_sampling_options(parser, "defaults are those of raypp.SamplingParams")
+    add_sampling_options(
+        parser, "defaults are those of the model's generation_config.json, then of raypp.SamplingParams"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate and print."""
-    params = SamplingParams(**given_sampling(args))
+    given = given_sampling(args)
+    SamplingParams(**given)  # mistakes are told before an engine starts
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
     with args.doors.open_llm(config) as llm:
+        params = SamplingParams(**{**llm.sampling_defaults, **given})
         if args.image:
             outputs = llm.chat([_question(prompt, args.image) for prompt in prompts], params)
         else:

@@ -35,6 +35,10 @@ class ModelSection(Section):
     """`dummy` makes random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """What holds where a request says nothing of temperature, top_p, top_k, min_p, repetition_penalty or max_tokens.
+    `auto`: what the model's generation_config.json says of them, for HTTP, batches and the command line, and for `LLM`
+    where it is given no `SamplingParams`. `none`: raypp's own defaults."""
     max_model_len: int | None = Field(default=None, ge=2)
     """The most tokens of a request, prompt and output together. None: what the model was made for."""
     seed: int = Field(default=0, ge=0)

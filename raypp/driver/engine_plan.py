@@ -5,7 +5,7 @@ Pure: reads the model's config.json and the machine's description, starts nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from raypp.driver.speculation_plan import (
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
 from raypp.scheduler.draft_policy import DraftPolicy
@@ -80,6 +81,7 @@ class EnginePlan:
     graphs: GraphSpec  # which steps are recorded and replayed
     max_steps_per_cohort: int  # in flight
     stages: tuple[StageLayout, ...]
+    sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
 
     @property
     def dtype_bytes(self) -> int:
@@ -186,6 +188,17 @@ class EnginePlan:
             stage_num_threads=self.num_threads,
         )
 
+    def model_info(self) -> dict[str, Any]:
+        """Return what clients must know of the model; see `raypp.api.launch.EngineHandle`."""
+        return {
+            "model_path": self.model_path,
+            "vocab_size": self.model.vocab_size,
+            "max_model_len": self.max_model_len,
+            "eos_token_ids": sorted(self.model.eos_token_ids),
+            "vision": self.model.vision,
+            "sampling_defaults": self.sampling_defaults,
+        }
+
     def describe(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage, as plain data."""
         return {
@@ -204,6 +217,7 @@ class EnginePlan:
             "draft_head_weights": None if self.draft_head is None else self.draft_head.config.weights_name,
             "graphs": describe_graphs(self.config, self.graphs),
             "encoders": describe_encoders(self),
+            "sampling_defaults": dict(self.sampling_defaults) or None,
             "stages": [
                 {
                     "stage_index": stage.stage_index,
@@ -249,9 +263,8 @@ def plan_engine(
         ResourceError: the KV cache is too small for one request.
     """
     model_path = find_model(config.model.model)
-    model = load_model_config(model_path)
-    if config.model.load_format != "dummy":
-        model = as_stored(model, model_path)
+    described = load_model_config(model_path)
+    model = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
@@ -299,6 +312,7 @@ def plan_engine(
         for index, (start, count) in enumerate(zip(starts, layers, strict=True))
     )
     return EnginePlan(
+        sampling_defaults=read_sampling_defaults(model_path) if config.model.generation_config == "auto" else {},
         config=config,
         model_path=str(model_path),
         model=model,

@@ -14,6 +14,7 @@ from typing import Literal, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
+from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -268,7 +269,7 @@ def read_dtype(fields: ConfigFields) -> str:
 def _eos_token_ids(path: Path, fields: ConfigFields) -> tuple[int, ...]:
     """Return the ids of both files: chat models name the end of a turn in one and the end of a text in the other."""
     sources, vocab_size = [fields], fields.integer("vocab_size")
-    generation = path / "generation_config.json"
+    generation = path / GENERATION_CONFIG
     if generation.is_file():
         sources.append(ConfigFields(generation, read_json(generation)))
     ids: set[int] = set()

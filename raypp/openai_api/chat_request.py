@@ -12,7 +12,7 @@ from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
 from raypp.openai_api.conventions import ChatConventions, begins_in_thought
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.request_fields import OpenAIModel, RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import NO_DEFAULTS, OpenAIModel, RequestFields, make_sampling_params
 from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
 from raypp.types import SamplingParams
 
@@ -119,20 +119,25 @@ class ChatRequest(RequestFields):
         return [_plain_message(message, takes_images=takes_images) for message in self.messages]
 
     def sampling_params(
-        self, max_model_len: int, conventions: ChatConventions = _PLAIN, prompt_end: str = ""
+        self,
+        max_model_len: int,
+        conventions: ChatConventions = _PLAIN,
+        prompt_end: str = "",
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> SamplingParams:
-        """Return how to sample; without a limit, up to the engine's `max_model_len`.
+        """Return how to sample; without a limit, here or among the defaults, up to the engine's `max_model_len`.
 
         Args:
             max_model_len: The most tokens of a request, prompt and output together.
             conventions: How the model writes thoughts and calls.
             prompt_end: The end of the rendered conversation.
+            defaults: Fields of `SamplingParams` that hold where the body says nothing.
 
         Raises:
             RequestError: a value that makes no sense, or one that this engine cannot serve.
         """
         self._check_supported()
-        given = self.given_params()
+        given = self.given_params(defaults)
         if (constraint := self._form(conventions, prompt_end).constraint()) is not None:
             if given.get("structured_outputs"):
                 raise RequestError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.request_fields import RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import NO_DEFAULTS, RequestFields, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
@@ -44,8 +45,12 @@ class CompletionRequest(RequestFields):
             return [_as_prompt(given)]
         return [_as_prompt(one) for one in cast("list[str | list[int]]", given)]
 
-    def sampling_params(self, max_model_len: int) -> SamplingParams:
-        """Return how to sample; without a limit, OpenAI's 16 tokens.
+    def sampling_params(self, max_model_len: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
+        """Return how to sample; without a limit, here or among the defaults, OpenAI's 16 tokens.
+
+        Args:
+            max_model_len: The most tokens of a request, prompt and output together.
+            defaults: Fields of `SamplingParams` that hold where the body says nothing.
 
         Raises:
             RequestError: a value that makes no sense, or one that this engine cannot serve.
@@ -54,7 +59,7 @@ class CompletionRequest(RequestFields):
             raise RequestError("suffix is not supported", got=self.suffix[:80], hint="leave suffix out")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError("best_of differs from n", got=self.best_of, expected=f"n = {self.n or 1}, or nothing")
-        given = self.given_params()
+        given = self.given_params(defaults)
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
             if self.echo:

@@ -6,12 +6,16 @@ there. A field that nobody knows is refused: a misspelt one would change the tex
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from raypp.types import SamplingParams
 
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+"""For a model whose generation_config.json says nothing of sampling."""
 _INT64 = 2**63
 _MAX_TOP_LOGPROBS = 20
 _NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # a line feed would forge a line of a log
@@ -136,9 +140,10 @@ class RequestFields(OpenAIModel):
     prompt_cache_retention: str | None = None
     """Taken and ignored."""
 
-    def given_params(self) -> dict[str, Any]:
-        """Return the sampling parameters that the body names, by the engine's names."""
+    def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given = {**defaults, **given}
         if self.structured_outputs is not None:
             given["structured_outputs"] = self.structured_outputs.given()
         return given

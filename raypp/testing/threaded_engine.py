@@ -89,13 +89,7 @@ class ThreadedEngine:
     @property
     def model_info(self) -> dict[str, Any]:
         """What clients must know of the model."""
-        return {
-            "model_path": self._plan.model_path,
-            "vocab_size": self._plan.model.vocab_size,
-            "max_model_len": self._plan.max_model_len,
-            "eos_token_ids": sorted(self._plan.model.eos_token_ids),
-            "vision": self._plan.model.vision,
-        }
+        return self._plan.model_info()
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

@@ -43,7 +43,9 @@ def generation_routes(context: AppContext) -> APIRouter:
         messages = body.conversation(takes_images=context.takes_images)
         prompt = await context.prompts.chat(messages, body.template_kwargs())
         prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:].tolist())
-        params = body.sampling_params(context.max_model_len, context.conventions, prompt_end)
+        params = body.sampling_params(
+            context.max_model_len, context.conventions, prompt_end, context.llm.sampling_defaults
+        )
         head = _head("chatcmpl", body, request, context)
         job = Job(head.id, [prompt], params, body.priority or 0)
 
@@ -63,7 +65,7 @@ def generation_routes(context: AppContext) -> APIRouter:
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, at once or as a stream of server-sent events."""
         context.check_model(body.model)
-        params = body.sampling_params(context.max_model_len)
+        params = body.sampling_params(context.max_model_len, context.llm.sampling_defaults)
         prompts = body.prompts()
         context.admission.check(len(prompts), params.n)
         encoded = await context.prompts.completion(prompts, context.admission.limits.check_tokens)

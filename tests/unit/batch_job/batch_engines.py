@@ -20,6 +20,7 @@ class ShoutingEngine:
     max_model_len = 1000
     takes_images = False
     tokenizer = None
+    sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(
         self, lives_for: int | None = None, num_turns: int = 1, on_question: Callable[[int], object] = lambda _: None

@@ -55,6 +55,15 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     assert "4 completions, 0 errors" in said[-1]
 
 
+def test_the_models_defaults_hold_where_neither_line_nor_job_says_a_value(tmp_path: Path) -> None:
+    conversation = {"messages": [{"role": "user", "content": "hi"}]}
+    write_lines(tmp_path, {"custom_id": "a", "prompt": "x", "top_k": 3}, {"custom_id": "b", **conversation})
+    engine = ShoutingEngine()
+    engine.sampling_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    run(tmp_path, engine, defaults={"temperature": 0.5})
+    assert sorted((p.temperature, p.top_k, p.max_tokens) for p in engine.params) == [(0.5, 3, 9), (0.5, 20, 9)]
+
+
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [

@@ -30,6 +30,7 @@ class FakeLLM:
         self.raises: BaseException | None = None
         self.does_not_start: BaseException | None = None
         self.plan_differs: dict[str, Any] = {}
+        self.sampling_defaults: dict[str, Any] = {}
 
     def open(self, config: EngineConfig) -> FakeLLM:
         if self.does_not_start is not None:
@@ -84,6 +85,13 @@ def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.config.parallel.num_stages == 2
     assert llm.params == SamplingParams(max_tokens=5)
     assert llm.num_closed == 1
+
+
+def test_the_models_defaults_hold_for_options_that_are_left_out() -> None:
+    llm = FakeLLM()
+    llm.sampling_defaults = {"temperature": 0.6, "top_k": 20}
+    assert run(llm, "--prompt", "a", "--temperature", "0", "--max-tokens", "5") == 0
+    assert llm.params == SamplingParams(temperature=0, top_k=20, max_tokens=5)
 
 
 def test_pictures_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,19 @@ def test_defaults() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).sampling_params(100).max_tokens == 7
 
 
+def test_the_models_defaults_hold_for_fields_that_are_left_out():
+    defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
+    for make in (chat, complete):
+        assert make().sampling_params(100, defaults=defaults) == SamplingParams(**defaults)
+        assert make(temperature=None, top_k=0, max_tokens=4).sampling_params(100, defaults=defaults) == SamplingParams(
+            temperature=0.6, top_k=0, max_tokens=4
+        )
+        assert make(temperature=0, n=1).sampling_params(5, defaults=defaults) == SamplingParams(
+            temperature=0, top_k=20, max_tokens=5
+        )
+    assert chat(max_completion_tokens=7).sampling_params(100, defaults=defaults).max_tokens == 7
+
+
 def test_all_parameters_of_the_engine() -> None:
     fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1, "seed": -4, "stop": ["x", "y"]}
     fields |= {"n": 2, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"7": -100}}

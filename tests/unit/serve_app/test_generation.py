@@ -6,6 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -36,6 +37,18 @@ def test_a_chat_has_openais_shape(http: httpx.Client) -> None:
     assert completion.choices[0].message.content
     assert completion.usage.completion_tokens == 5
     assert completion.usage.total_tokens == completion.usage.prompt_tokens + 5
+
+
+def test_the_models_defaults_hold_for_fields_that_are_left_out(
+    app: RunningApp, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = app.context.llm
+    monkeypatch.setattr(llm, "_engine", replace(llm._engine, sampling_defaults={"temperature": 0.0, "max_tokens": 3}))
+    for url, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "def main("})):
+        given = {**body, "ignore_eos": True, "temperature": None}
+        short, long = (http.post(url, json={**given, **more}).json() for more in ({}, {"max_tokens": 7}))
+        assert [answer["usage"]["completion_tokens"] for answer in (short, long)] == [3, 7]
+        assert http.post(url, json=given).json()["choices"] == short["choices"]  # greedy: the same each time
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "text"])
