@@ -2,7 +2,7 @@
 
     RayppError
     +-- ConfigError          a setting, or a combination of settings, that cannot work
-    +-- RequestError         one request is at fault; the others do not notice (.request_id)
+    +-- RequestError         one request is at fault; the others do not notice (.request_id, .param)
     |   +-- ContextLengthError ... because it is longer than the model's context
     +-- ModelLoadError       a checkpoint that cannot be read as the model it claims to be
     +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
@@ -60,6 +60,7 @@ class RequestError(RayppError):
 
     Args:
         request_id: The request's public id, or None when it has none yet.
+        param: The parameter at fault, by its name in `SamplingParams` or in the body of an HTTP request.
     """
 
     def __init__(
@@ -70,13 +71,15 @@ class RequestError(RayppError):
         got: object = None,
         expected: object = None,
         hint: str | None = None,
+        param: str | None = None,
     ) -> None:
         super().__init__(message, got=got, expected=expected, hint=hint)
         self.request_id = request_id
+        self.param = param
 
 
 class ContextLengthError(RequestError):
-    """A request that is longer than the model's context."""
+    """A prompt that is too long for the model's context."""
 
 
 class ModelLoadError(RayppError):

@@ -130,6 +130,7 @@ class SamplingParams:
                     got=f"{longest:,} characters",
                     expected=f"at most {most:,} characters",
                     hint="a shorter part of it has the same effect earlier",
+                    param=name,
                 )
 
     def _check_together(self) -> None:
@@ -139,6 +140,7 @@ class SamplingParams:
                 got=f"min_tokens={self.min_tokens} and max_tokens={self.max_tokens}",
                 expected="min_tokens <= max_tokens",
                 hint="raise max_tokens or lower min_tokens",
+                param="min_tokens",
             )
         if self.n > 1 and self.is_greedy:
             raise RequestError(
@@ -146,6 +148,7 @@ class SamplingParams:
                 got=f"n={self.n} and temperature=0",
                 expected="n=1 for greedy sampling",
                 hint="all continuations would be the same; raise the temperature",
+                param="n",
             )
         if self.structured_outputs and self.ignore_eos:
             raise RequestError(
@@ -153,6 +156,7 @@ class SamplingParams:
                 got="structured_outputs and ignore_eos=True",
                 expected="ignore_eos=False",
                 hint="a text that follows a grammar ends where the grammar does",
+                param="ignore_eos",
             )
         if self.stop and not self.detokenize:
             raise RequestError(
@@ -160,6 +164,7 @@ class SamplingParams:
                 got="stop strings and detokenize=False",
                 expected="detokenize=True",
                 hint="stop strings are found in the text; stop_token_ids need none",
+                param="stop",
             )
 
 
@@ -178,9 +183,10 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise RequestError(
             f"SamplingParams.{name} is not a list",
-            got=repr(value)[:80],
+            got=_excerpt(value),
             expected="a list or a tuple",
             hint="a single one goes into a list, too",
+            param=name,
         )
     _check_count(name, value)
     return tuple(value)
@@ -203,6 +209,7 @@ def _check_count(name: str, value: Collection[object]) -> None:
             got=f"{len(value):,} entries",
             expected=f"at most {most:,}",
             hint=hint,
+            param=name,
         )
 
 
@@ -247,8 +254,19 @@ def _are_token_ids(values: tuple[object, ...]) -> bool:
 
 def _out_of_range(name: str, value: object, expected: str, hint: str) -> RequestError:
     return RequestError(
-        f"SamplingParams.{name} is out of range", got=repr(value)[:80], expected=expected, hint=f"{name}: {hint}"
+        f"SamplingParams.{name} is out of range",
+        got=_excerpt(value),
+        expected=expected,
+        hint=f"{name}: {hint}",
+        param=name,
     )
+
+
+def _excerpt(value: object) -> str:
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python writes no integer with more than 4,300 digits
+        return f"{type(value).__name__} with a very large integer"
 
 
 _RULES = (

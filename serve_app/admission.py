@@ -43,6 +43,7 @@ class AdmissionLimits:
                 expected=f"at most {limit}: max_sequences_per_request, and no more than "
                 "max_num_seqs + max_queued_requests",
                 hint="send several requests, or raise these settings",
+                param="prompt" if num_prompts > 1 else "n",
             )
 
     def check_tokens(self, num_prompts: int, num_tokens: int) -> None:
@@ -57,6 +58,7 @@ class AdmissionLimits:
                 got=f"{num_prompts} prompts, at least {num_tokens} tokens",
                 expected=f"at most max_tokens_per_request = {self.max_body_tokens}",
                 hint="send several requests, or raise max_tokens_per_request",
+                param="prompt",
             )
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from raypp.errors import RayppError
 from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
 from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
+from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.responses import PromptLogprobs
-from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
+from raypp.types import CompletionOutput, Logprobs, RequestOutput
 from serve_app.client_connection import error_event
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -40,34 +41,23 @@ class ChunkWriter:
     They are written by hand: a chunk is a few dozen bytes, and a model object for each would cost more than its token.
     """
 
-    def __init__(
-        self,
-        head: ResponseHead,
-        kind: Literal["chat", "text"],
-        params: SamplingParams,
-        options: StreamOptions | None,
-        echoes: Sequence[str] | None = None,
-        make_parser: Callable[[], MessageParser] | None = None,
-    ) -> None:
+    def __init__(self, head: ResponseHead, prepared: Prepared, options: StreamOptions | None) -> None:
         """Write nothing yet.
 
         Args:
             head: The response's name.
-            kind: Which of the two endpoints' chunks.
-            params: How the texts are sampled.
+            prepared: What the engine was asked for.
             options: What else the stream holds.
-            echoes: Texts that the choices of each prompt begin with.
-            make_parser: Of a parser for each answer of a chat.
         """
-        name = "chat.completion.chunk" if kind == "chat" else "text_completion"
+        self._make_parser = prepared.make_parser if isinstance(prepared, PreparedChat) else None
+        self._is_echoed = isinstance(prepared, PreparedCompletion) and prepared.echo
+        self._shown = prepared.shown
+        name = "text_completion" if self._make_parser is None else "chat.completion.chunk"
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
         self._head = json.dumps(fields, separators=(",", ":"))[:-1]
-        self._is_chat = kind == "chat"
-        self._num_top = params.logprobs or 0
+        self._num_top = prepared.params.logprobs or 0
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
-        self._echoes = echoes
-        self._make_parser = make_parser
         self._choices: dict[int, _Choice] = {}
         self._last: dict[int, RequestOutput] = {}
 
@@ -93,13 +83,13 @@ class ChunkWriter:
 
     def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
         """Return the events of what is new in a prompt's outputs."""
-        self._last[prompt_index] = output
+        self._last[prompt_index] = output = self._shown(output)
         return "".join(
-            self._event(prompt_index * len(output.outputs) + completion.index, completion, prompt_index, output)
+            self._event(prompt_index * len(output.outputs) + completion.index, completion, output)
             for completion in output.outputs
         )
 
-    def _event(self, index: int, completion: CompletionOutput, prompt_index: int, output: RequestOutput) -> str:
+    def _event(self, index: int, completion: CompletionOutput, output: RequestOutput) -> str:
         if index not in self._choices:
             self._choices[index] = _Choice(None if self._make_parser is None else self._make_parser())
         choice = self._choices[index]
@@ -110,13 +100,13 @@ class ChunkWriter:
         has_news = bool(text) if delta is None else bool(delta)
         if choice.is_finished or not (has_news or is_last or not choice.is_begun):
             return ""
-        fields = self._text_fields(index, choice, text, prompt_index, delta)
-        fields["logprobs"] = self._logprobs(choice, completion, output, prompt_index)
+        fields = self._text_fields(index, choice, text, output, delta)
+        fields["logprobs"] = self._logprobs(choice, completion, output)
         parser = choice.parser
         fields["finish_reason"] = completion.finish_reason if parser is None else reason_of(completion, parser)
         if completion.finish_reason:
             fields["stop_reason"] = completion.stop_reason
-        if not choice.is_begun and output.prompt_logprobs is not None and self._echoes is None:
+        if not choice.is_begun and output.prompt_logprobs is not None and not self._is_echoed:
             fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
         choice.num_tokens = len(completion.token_ids)
         choice.is_begun, choice.is_finished = True, completion.finish_reason is not None
@@ -128,30 +118,28 @@ class ChunkWriter:
         return f'data: {self._head},"choices":[{choice}]{tail}}}\n\n'
 
     def _text_fields(
-        self, index: int, choice: _Choice, text: str, prompt_index: int, delta: MessageDelta | None
+        self, index: int, choice: _Choice, text: str, output: RequestOutput, delta: MessageDelta | None
     ) -> dict[str, Any]:
-        if self._is_chat:
-            new = {"content": text} if delta is None else delta.plain()
+        if delta is not None:
+            new = delta.plain()
             if not choice.is_begun:
                 new = {"role": "assistant", "content": ""} | new
             return {"index": index, "delta": new}
-        if self._echoes is not None and not choice.is_begun:
-            text = self._echoes[prompt_index] + text
+        if self._is_echoed and not choice.is_begun:
+            text = (output.prompt or "") + text
         return {"index": index, "text": text}
 
-    def _logprobs(
-        self, choice: _Choice, completion: CompletionOutput, output: RequestOutput, prompt_index: int
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, choice: _Choice, completion: CompletionOutput, output: RequestOutput) -> dict[str, Any] | None:
         """Return those of the tokens that are new; with an echo, in the first chunk, of the prompt's tokens before."""
         if completion.logprobs is None:
             return None
         token_ids: Sequence[int] = completion.token_ids[choice.num_tokens :]
         logprobs: Sequence[Logprobs | None] = completion.logprobs[choice.num_tokens :]
-        if self._is_chat:
+        if choice.parser is not None:
             return chat_logprobs(token_ids, completion.logprobs[choice.num_tokens :], self._num_top).model_dump()
         first_text = ""
-        if self._echoes is not None and not choice.is_begun:
-            echo, of_prompt = self._echoes[prompt_index], output.prompt_logprobs
+        if self._is_echoed and not choice.is_begun:
+            echo, of_prompt = output.prompt or "", output.prompt_logprobs
             if of_prompt is None:
                 choice.logprobs_offset = len(echo)
             else:

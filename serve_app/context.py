@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.openai_api.conventions import ChatConventions
+from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission
 from serve_app.errors import UnknownModelError
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
-from serve_app.prompts import PromptEncoder
 from serve_app.runner import RequestRunner
 from serve_app.settings import ServeSettings
 
@@ -32,12 +31,11 @@ class AppContext:
     metrics: EngineMetrics
     admission: Admission
     runner: RequestRunner
-    prompts: PromptEncoder
+    preparer: BodyPreparer
     live: LiveFeed
     siblings: Siblings
     model_names: tuple[str, ...]
     takes_images: bool = False
-    conventions: ChatConventions = field(default_factory=ChatConventions)
     created_s: int = field(default=0)  # when the engine was started, seconds since the epoch
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -20,6 +21,17 @@ _ENGINE_RETRY_S = 3
 """When to ask again after the engine died: about what a small one takes to be replaced."""
 
 logger = logging.getLogger(__name__)
+
+
+class BodyTooLargeError(RayppError):
+    """A body of more bytes than the server takes.
+
+    Args:
+        max_bytes: How many it takes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__("the body is too large", expected=f"at most {max_bytes} bytes")
 
 
 class UnknownModelError(RayppError):
@@ -96,17 +108,21 @@ def event_stream(data: dict[str, Any] | None = None) -> dict[str, Any]:
 
 async def _on_invalid_body(request: Request, error: Exception) -> AsciiJSONResponse:
     assert isinstance(error, RequestValidationError)
-    complaints = error.errors()
-    if complaints and complaints[0]["type"] == "json_invalid":
-        detail = complaints[0].get("ctx", {}).get("error", "")
-        return error_response(400, f"the body is not valid JSON: {detail}", kind="invalid_request_error")
-    return _response(*describe_error(body_error(complaints)))
+    given = {**request.path_params, **request.query_params}  # bodies are checked by JsonRoute
+    return _response(*describe_error(body_error(error.errors(), given)))
 
 
 async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONResponse:
     assert isinstance(error, RayppError)
+    return error_answer(error)
+
+
+def error_answer(error: RayppError) -> AsciiJSONResponse:
+    """Return the response that tells an error."""
     if isinstance(error, QueueFullError):
         return _response(*describe_error(error), {"Retry-After": str(error.retry_after_s)})
+    if isinstance(error, BodyTooLargeError):
+        return error_response(413, str(error), kind="invalid_request_error", code="body_too_large")
     if isinstance(error, UnknownModelError):
         return _response(error.status, error.response)
     retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError | EncoderDiedError) else {}
@@ -117,7 +133,13 @@ async def _on_http_error(request: Request, error: Exception) -> AsciiJSONRespons
     assert isinstance(error, HTTPException)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-    return error_response(error.status_code, str(error.detail), kind=kind, code=code, headers=error.headers)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is nothing at {request.method} {request.url.path[:200]}; /openapi.json lists what there is"
+    elif error.status_code == 405:
+        allowed = Headers(error.headers or {}).get("allow", "another method")
+        message = f"{request.url.path[:200]} does not take {request.method}; expected: {allowed}"
+    return error_response(error.status_code, message, kind=kind, code=code, headers=error.headers)
 
 
 async def _on_bug(request: Request, error: Exception) -> AsciiJSONResponse:

@@ -10,7 +10,7 @@ from fastapi.security import HTTPBearer
 
 import raypp
 from raypp.api.async_llm import AsyncLLM
-from raypp.openai_api.conventions import ChatConventions
+from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Siblings
 from serve_app.errors import AsciiJSONResponse, add_error_handlers
@@ -18,7 +18,6 @@ from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
 from serve_app.pictures import OpenGate, PictureGate
-from serve_app.prompts import PromptEncoder
 from serve_app.reading_gate import ReadingGate
 from serve_app.routes.generation import generation_routes
 from serve_app.routes.models import model_routes
@@ -88,12 +87,17 @@ def make_context(
         metrics=metrics,
         admission=admission,
         runner=RequestRunner(llm, admission, metrics, pictures or OpenGate()),
-        prompts=PromptEncoder(llm.tokenizer, llm.pictures, gate),
+        preparer=BodyPreparer(
+            llm.tokenizer,
+            llm.pictures,
+            max_model_len=llm.max_model_len,
+            sampling_defaults=llm.sampling_defaults,
+            reading=gate.entered,
+        ),
         takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),
         siblings=siblings or OnlyReplica(llm, metrics),
         model_names=model_names(llm.config.model.model, settings),
-        conventions=ChatConventions.of(llm.tokenizer),
         created_s=int(time.time()),
     )
 

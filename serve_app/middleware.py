@@ -10,10 +10,9 @@ import hmac
 from collections.abc import Callable, Collection, Iterable
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import error_response
+from serve_app.errors import BodyTooLargeError, error_answer, error_response
 
 
 class ApiKeys:
@@ -72,8 +71,7 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isdigit() and int(announced) > self._max_bytes:
-            response = error_response(413, self._message(), kind="invalid_request_error", code="body_too_large")
-            await response(scope, receive, send)
+            await error_answer(BodyTooLargeError(self._max_bytes))(scope, receive, send)
             return
         num_bytes = 0
 
@@ -82,13 +80,10 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise HTTPException(413, self._message())
+                raise BodyTooLargeError(self._max_bytes)
             return message
 
         await self._app(scope, counted, send)
-
-    def _message(self) -> str:
-        return f"the body is too large; expected: at most {self._max_bytes} bytes"
 
 
 class RequestCounter:

@@ -44,7 +44,7 @@ class ParamsChecker:
         self._check_token_ids(request_id, "logit_bias", params.logit_bias)
         self._check_token_ids(request_id, "allowed_token_ids", params.allowed_token_ids or ())
         bad_words = self._bad_words(request_id, params)
-        self._check_allowed(request_id, params, bad_words)
+        self._check_something_is_left(request_id, params, bad_words)
         logprobs = self._num_logprobs(request_id, "logprobs", params.logprobs)
         prompt_logprobs = self._num_logprobs(request_id, "prompt_logprobs", params.prompt_logprobs)
         if (logprobs, prompt_logprobs) != (params.logprobs, params.prompt_logprobs):
@@ -62,6 +62,7 @@ class ParamsChecker:
                     got=getattr(params, name),
                     expected="no strings",
                     hint=hint,
+                    param=name,
                 )
 
     def _check_token_ids(self, request_id: str, name: str, token_ids: Iterable[int]) -> None:
@@ -73,6 +74,7 @@ class ParamsChecker:
                     got=token_id,
                     expected=f"0 to {self._vocab_size - 1}",
                     hint="token ids are those of this model's tokenizer",
+                    param=name,
                 )
 
     def _check_counts(self, request_id: str, params: SamplingParams) -> None:
@@ -84,6 +86,7 @@ class ParamsChecker:
                 got=f"{num_allowed:,} entries",
                 expected=f"at most {self._vocab_size:,}, the vocabulary",
                 hint="name each token once",
+                param="allowed_token_ids",
             )
         num_ends = len({*params.stop_token_ids} | (frozenset() if params.ignore_eos else self._eos_token_ids))
         if num_ends > MAX_END_TOKENS:
@@ -93,6 +96,7 @@ class ParamsChecker:
                 got=f"{num_ends:,} tokens, the model's {len(self._eos_token_ids)} end-of-sequence tokens among them",
                 expected=f"at most {MAX_END_TOKENS:,} together",
                 hint="name fewer stop tokens",
+                param="stop_token_ids",
             )
 
     def _num_logprobs(self, request_id: str, name: str, number: int | None) -> int | None:
@@ -104,6 +108,7 @@ class ParamsChecker:
                 got=number,
                 expected=f"at most max_logprobs = {self._max_logprobs}",
                 hint="ask for fewer, or make the engine with a larger max_logprobs (-1: no limit)",
+                param=name,
             )
         return None if wanted is None else min(wanted, self._vocab_size)
 
@@ -122,6 +127,7 @@ class ParamsChecker:
                     got=f"{len(token_ids)} tokens: {word[:40]!r}...",
                     expected=f"at most {MAX_BAD_WORD_TOKENS} tokens",
                     hint="a part of it does, if that must not appear either",
+                    param="bad_words",
                 )
             self._check_token_ids(request_id, "bad_words", token_ids)
         distinct = tuple(dict.fromkeys(tuple(token_ids) for token_ids in spellings if token_ids))
@@ -132,22 +138,29 @@ class ParamsChecker:
                 got=f"{len(distinct):,} spellings of {len(words):,} words, each at the beginning and after a space",
                 expected=f"at most {MAX_BAD_WORD_SPELLINGS:,} spellings",
                 hint="logit_bias and allowed_token_ids ban tokens",
+                param="bad_words",
             )
         return distinct
 
-    def _check_allowed(self, request_id: str, params: SamplingParams, bad_words: BadWords) -> None:
-        if params.allowed_token_ids is None:
-            return
+    def _check_something_is_left(self, request_id: str, params: SamplingParams, bad_words: BadWords) -> None:
+        """Check that a text can begin: that bans leave a token of those that are allowed."""
         banned = {word[0] for word in bad_words if len(word) == 1}
-        reason = "bad_words"
+        causes = ["bad_words"] if banned else []
         if params.min_tokens:
-            banned |= {*params.stop_token_ids} | (frozenset() if params.ignore_eos else self._eos_token_ids)
-            reason = "min_tokens and bad_words" if bad_words else "min_tokens"
-        if banned.issuperset(params.allowed_token_ids):
-            raise RequestError(
-                "SamplingParams contradict each other: no token is left to begin with",
-                request_id=request_id,
-                got=f"allowed_token_ids={list(params.allowed_token_ids)[:20]}, all banned by {reason}",
-                expected="at least one allowed token that is not banned",
-                hint="allow more tokens, or ban fewer",
-            )
+            ends = {*params.stop_token_ids} | (frozenset() if params.ignore_eos else self._eos_token_ids)
+            banned |= ends
+            causes += ["min_tokens"] if ends else []
+        is_listed = params.allowed_token_ids is not None
+        allowed = range(self._vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+        num_allowed = len(set(allowed)) if is_listed else self._vocab_size
+        if len(banned) < num_allowed or not banned.issuperset(allowed):
+            return
+        raise RequestError(
+            "SamplingParams contradict each other: no token is left to begin with",
+            request_id=request_id,
+            got=f"{f'allowed_token_ids={list(allowed)[:20]}' if is_listed else 'the whole vocabulary'}, "
+            f"all banned by {' and '.join(causes)}",
+            expected="at least one allowed token that is not banned",
+            hint="allow more tokens, or ban fewer; min_tokens bans stop_token_ids until it is reached",
+            param="allowed_token_ids" if is_listed else causes[-1],
+        )

@@ -6,6 +6,9 @@
 A token alone has no text: its first character may have begun in the token before, and a leading space may depend on
 there being one. So a short window is decoded, twice. While its text ends in U+FFFD the last character is incomplete,
 and nothing of the pending tokens is given out.
+
+Vocabularies with byte fallback have tokens that are one byte each. A run of them is text if all its bytes together are
+valid UTF-8; if one is not, each of them becomes U+FFFD, the valid ones too. So a run is kept back until it ends.
 """
 
 from __future__ import annotations
@@ -26,6 +29,10 @@ class Decoder(Protocol):
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` leaves out."""
 
+    @property
+    def byte_token_ids(self) -> frozenset[int]:
+        """The tokens of a byte fallback, one byte each; empty without one."""
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
 
@@ -36,13 +43,15 @@ class Detokenizer:
     def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
         self._decode = partial(decoder.decode, skip_special_tokens=skip_special_tokens)
         self._skipped_token_ids = decoder.special_token_ids if skip_special_tokens else frozenset()
+        self._byte_token_ids = decoder.byte_token_ids
+        self._run: list[int] = []  # the newest tokens, as far as they are single bytes
         self._window: list[int] = []
         self._num_context = 0  # tokens of the window whose text is out
         self._context_text_len = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Take in tokens and return the text that they complete; no character of it will change any more."""
-        pending = [t for t in token_ids if t not in self._skipped_token_ids]
+        pending = self._without_open_run([t for t in token_ids if t not in self._skipped_token_ids])
         if not pending:
             return ""
         window = self._window
@@ -56,9 +65,22 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text of what is still pending, incomplete characters as U+FFFD."""
-        new_text = self._decode(self._window)[self._context_text_len :]
+        new_text = self._decode(self._window + self._run)[self._context_text_len :]
+        self._run = []
         self._set_context([], num_pending=0)
         return new_text
+
+    def _without_open_run(self, token_ids: list[int]) -> list[int]:
+        """Return the tokens up to the last one that is no single byte; keep those behind it back."""
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._byte_token_ids:
+            end -= 1
+        if not end:
+            self._run += token_ids
+            return []
+        closed = self._run + token_ids[:end]
+        self._run = token_ids[end:]
+        return closed
 
     def _settle_part(self, text: str) -> str:
         """Give out the pending tokens but the last few, cut where the text is the same cut or whole."""

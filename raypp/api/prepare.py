@@ -6,21 +6,25 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from raypp.api.check_params import BadWords, ParamsChecker
+from raypp.api.context_length import check_context_length, context_length_error
+from raypp.api.conversation import plain_conversation
 from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
 from raypp.api.per_request import request_ids as ids_per_request
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
-from raypp.errors import ContextLengthError, RequestError
+from raypp.errors import RequestError
 from raypp.messages import NO_INT32S, Int32s
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, SamplingParams
+
+T = TypeVar("T")
 
 _CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
 _ONE_MESSAGE = "a conversation has at least one message; generate() takes prompts"
@@ -86,7 +90,8 @@ class RequestPreparer:
         ids = ids_per_request(request_ids, len(prompts))
         all_params = params_per_request(params, len(prompts), self._default_params)
         texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
-        encoded = iter(self._encode([text for text in texts if text is not None], add_special_tokens=True))
+        named = [(request_id, text) for request_id, text in zip(ids, texts, strict=True) if text is not None]
+        encoded = iter(self._encode(named, add_special_tokens=True))
         prepared = [
             EncodedPrompt(next(encoded), text=text) if text is not None else self._encoded(prompt, request_id)
             for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
@@ -111,6 +116,7 @@ class RequestPreparer:
         all_params = params_per_request(params, len(conversations), self._default_params)
         for conversation in conversations:
             _check_conversation(conversation)
+        conversations = [plain_conversation(conversation) for conversation in conversations]
         tokenizer, kwargs = self._needed_tokenizer("a conversation"), template_kwargs or {}
         if any(has_pictures(conversation) for conversation in conversations):
             pictures = PicturePrompts(tokenizer, self._pictures)
@@ -119,15 +125,25 @@ class RequestPreparer:
                 for conversation, request_id in zip(conversations, ids, strict=True)
             ]
         else:
-            texts = [tokenizer.render_chat(conversation, kwargs) for conversation in conversations]
-            token_ids = self._encode(texts, add_special_tokens=False)
-            encoded = [EncodedPrompt(t, text=text) for t, text in zip(token_ids, texts, strict=True)]
+            named = [
+                (request_id, _of_request(request_id, partial(tokenizer.render_chat, conversation, kwargs)))
+                for conversation, request_id in zip(conversations, ids, strict=True)
+            ]
+            token_ids = self._encode(named, add_special_tokens=False)
+            encoded = [EncodedPrompt(t, text=text) for t, (_, text) in zip(token_ids, named, strict=True)]
         return self._finish(ids, encoded, all_params, priorities(priority, len(ids)))
 
-    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Int32s]:
+    def _encode(self, texts: Sequence[tuple[str, str]], *, add_special_tokens: bool) -> list[Int32s]:
+        """Return the tokens of texts that come with the ids of their requests."""
         if not texts:
             return []
-        return self._needed_tokenizer("a prompt that is text").encode(texts, add_special_tokens=add_special_tokens)
+        encode = partial(self._needed_tokenizer("a prompt that is text").encode, add_special_tokens=add_special_tokens)
+        try:
+            return encode([text for _, text in texts])
+        except RequestError:
+            for request_id, text in texts:  # whose it was; encoding all at once does not tell
+                _of_request(request_id, partial(encode, [text]))
+            raise
 
     def _needed_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
@@ -169,6 +185,7 @@ class RequestPreparer:
                 got=repr(given)[:80],
                 expected=expected,
                 hint="each prompt is a dict of its own",
+                param="prompt",
             )
         bad = np.flatnonzero((token_ids < 0) | (token_ids >= self._vocab_size))
         if bad.size:
@@ -178,6 +195,7 @@ class RequestPreparer:
                 got=f"{token_ids[bad[0]]} at position {bad[0]}",
                 expected=expected,
                 hint="token ids are those of this model's tokenizer",
+                param="prompt",
             )
         return token_ids.astype(np.int32)  # a copy: an array that was given stays its owner's
 
@@ -209,12 +227,14 @@ class RequestPreparer:
     def _check_room(self, request_id: str, token_ids: Int32s, params: SamplingParams) -> None:
         room = self._max_model_len - len(token_ids)
         if params.min_tokens > room:
-            raise ContextLengthError(
+            raise context_length_error(
                 "a prompt leaves no room for min_tokens",
+                self._max_model_len,
                 request_id=request_id,
                 got=f"{len(token_ids)} prompt tokens and min_tokens={params.min_tokens}",
                 expected=f"at most max_model_len = {self._max_model_len} together",
                 hint="shorten the prompt, lower min_tokens or raise max_model_len",
+                param="min_tokens",
             )
 
     def _check_prompt(self, request_id: str, token_ids: Int32s) -> None:
@@ -225,15 +245,9 @@ class RequestPreparer:
                 got="0 tokens",
                 expected="at least one token",
                 hint="to begin from nothing, give the token that texts of this model begin with",
+                param="prompt",
             )
-        if len(token_ids) >= self._max_model_len:
-            raise ContextLengthError(
-                "a prompt leaves no room for a single output token",
-                request_id=request_id,
-                got=f"{len(token_ids)} tokens",
-                expected=f"at most max_model_len - 1 = {self._max_model_len - 1}",
-                hint="shorten the prompt or raise max_model_len",
-            )
+        check_context_length(len(token_ids), self._max_model_len, request_id=request_id)
         if (largest := int(token_ids.max())) >= self._vocab_size:
             raise RequestError(
                 "the tokenizer makes a token that the model has no embedding for",
@@ -244,7 +258,7 @@ class RequestPreparer:
             )
 
 
-def _of_request(request_id: str, encode: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+def _of_request(request_id: str, encode: Callable[[], T]) -> T:
     """Return what `encode` does; its errors name the request."""
     try:
         return encode()

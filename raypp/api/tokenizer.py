@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from raypp.api.context_length import context_length_error
 from raypp.api.tokenizer_class import tokenizer_class
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.messages import Int32s
@@ -120,6 +122,10 @@ class Tokenizer:
             ) from error
         return text
 
+    def template_reads(self, name: str) -> bool:
+        """Return whether the model's chat template has a variable of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template or "")) is not None
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, by default without special ones, spaces as they are."""
         text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -141,6 +147,15 @@ class Tokenizer:
         added = self._hf.added_tokens_decoder
         return frozenset(self._hf.all_special_ids) | {index for index, token in added.items() if token.special}
 
+    @cached_property
+    def byte_token_ids(self) -> frozenset[int]:
+        """The tokens of a byte fallback, `<0x00>` to `<0xFF>`; empty where they are no bytes to the decoder."""
+        vocabulary = self._hf.get_vocab()
+        found = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+        if None in found or self.decode([found[ord("A")]]) != "A":
+            return frozenset()
+        return frozenset(found)
+
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The token that ends a text, as far as the tokenizer knows; the model may name more."""
@@ -153,8 +168,9 @@ class Tokenizer:
 
 
 def _too_long(got: str, max_tokens: int, more: str = "") -> ContextLengthError:
-    return ContextLengthError(
-        "a text is longer than the model's context",
+    return context_length_error(
+        "a text is longer",
+        max_tokens,
         got=got,
         expected=f"at most max_model_len = {max_tokens} tokens{more}",
         hint="shorten the text or raise max_model_len",

@@ -15,18 +15,15 @@ from raypp.batch_job.engine import BatchEngine
 from raypp.batch_job.line import Line, request_of
 from raypp.batch_job.settings import JobSettings
 from raypp.errors import RayppError, RequestError
+from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.errors import ErrorResponse, describe_error, model_not_found
-from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.responses import ChatCompletion, Completion
 from raypp.types import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_PROMPT_END = 40
-"""Characters that tell whether a prompt leaves off inside of a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +42,9 @@ class Answerer:
     def __init__(self, llm: BatchEngine, settings: JobSettings) -> None:
         self._llm = llm
         self._settings = settings
-        self._conventions = ChatConventions.of(llm.tokenizer)
+        self._preparer = BodyPreparer(
+            llm.tokenizer, llm.pictures, max_model_len=llm.max_model_len, sampling_defaults=llm.sampling_defaults
+        )
 
     async def answer(self, line: Line) -> Answer:
         """Run a line; what is wrong with it is its answer.
@@ -80,27 +79,15 @@ class Answerer:
     async def _run(
         self, line: Line, request: ChatRequest | CompletionRequest, request_id: str
     ) -> ChatCompletion | Completion:
-        model = request.model or self._served[0]
-        if isinstance(request, ChatRequest):
-            max_model_len, defaults = self._llm.max_model_len, self._llm.sampling_defaults
-            given = request.sampling_params(max_model_len, self._conventions, defaults=defaults)
-            params = self._seeded(given, line)
-            output = await self._llm.complete_chat(
-                request.conversation(takes_images=self._llm.takes_images),
-                params,
-                request_id,
-                priority=request.priority or 0,
-                chat_template_kwargs=request.template_kwargs(),
-            )
-            prompt_end = (output.prompt or "")[-_PROMPT_END:]
-            head = ResponseHead.new("chatcmpl", model)
-            return chat_completion(head, output, params, lambda: request.parser(self._conventions, prompt_end))
-        given = request.sampling_params(self._llm.max_model_len, self._llm.sampling_defaults)
-        params = self._seeded(given, line)
-        prompts = request.prompts()
-        request_ids = [request_id] if len(prompts) == 1 else [f"{request_id}-{i}" for i in range(len(prompts))]
-        outputs = await self._llm.complete(prompts, params, request_ids, priority=request.priority or 0)
-        return completion(ResponseHead.new("cmpl", model), outputs, params, echo=bool(request.echo))
+        prepared = await self._preparer.prepare(request)
+        prepared = replace(prepared, params=self._seeded(prepared.params, line))
+        num_prompts = len(prepared.prompts)
+        request_ids = [request_id] if num_prompts == 1 else [f"{request_id}-{i}" for i in range(num_prompts)]
+        outputs = await self._llm.complete(
+            prepared.prompts, prepared.params, request_ids, priority=request.priority or 0
+        )
+        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
+        return prepared.response(ResponseHead.new(kind, request.model or self._served[0]), outputs)
 
     def _seeded(self, params: SamplingParams, line: Line) -> SamplingParams:
         """Give a line without a seed one that follows from its name: its text is the same in whatever run it falls."""

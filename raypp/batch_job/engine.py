@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
+from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 
@@ -23,8 +25,8 @@ class BatchEngine(Protocol):
         """Fields of `SamplingParams` that hold where a request says nothing."""
 
     @property
-    def takes_images(self) -> bool:
-        """Whether conversations may hold pictures."""
+    def pictures(self) -> PictureReader | None:
+        """Reads the pictures of the model's prompts; None for a model that takes text alone."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -32,24 +34,13 @@ class BatchEngine(Protocol):
 
     async def complete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | EncodedPrompt],
         params: SamplingParams | None = None,
         request_ids: Sequence[str] | None = None,
         *,
         priority: int = 0,
     ) -> list[RequestOutput]:
         """Continue prompts; return the finished outputs in order."""
-
-    async def complete_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> RequestOutput:
-        """Answer a conversation; return the finished output."""
 
     async def __aenter__(self) -> BatchEngine: ...
 

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
 from raypp.openai_api.conventions import ChatConventions, begins_in_thought
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.request_fields import NO_DEFAULTS, OpenAIModel, RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import (
+    NO_DEFAULTS,
+    Integer,
+    LenientModel,
+    OpenAIModel,
+    RequestFields,
+    make_sampling_params,
+)
 from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
 from raypp.types import SamplingParams
 
 _PLAIN = ChatConventions()
 
+_NOT_FOR_TEMPLATES = frozenset(
+    {
+        "chat_template",
+        "conversation",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+    }
+)
+"""Arguments of the rendering itself. Whoever sends a request must not bring the template: it is a program."""
 
-class TextPart(OpenAIModel):
+
+class TextPart(LenientModel):
     """A piece of text."""
 
     type: Literal["text"]
     text: str
 
 
-class ImageUrl(OpenAIModel):
+class ImageUrl(LenientModel):
     """Where an image is."""
 
     url: str
@@ -35,7 +60,7 @@ class ImageUrl(OpenAIModel):
     """Taken and ignored: images keep their size."""
 
 
-class ImagePart(OpenAIModel):
+class ImagePart(LenientModel):
     """An image between the texts."""
 
     type: Literal["image_url"]
@@ -45,22 +70,23 @@ class ImagePart(OpenAIModel):
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
-class FunctionCall(OpenAIModel):
+class FunctionCall(LenientModel):
     """A call that the model made."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object as text, as OpenAI has it; or the object itself."""
 
 
-class ToolCall(OpenAIModel):
+class ToolCall(LenientModel):
     """A call that the model made, and its id."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = "function"
     function: FunctionCall
 
 
-class Message(OpenAIModel):
+class Message(LenientModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -68,8 +94,14 @@ class Message(OpenAIModel):
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None
+    """Another name of `reasoning_content`, if it is text."""
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    function_call: Any = None
+    """Only null: calls are in `tool_calls`."""
+    audio: Any = None
+    """Only null."""
 
 
 class ResponseFormat(OpenAIModel):
@@ -84,11 +116,11 @@ class ChatRequest(RequestFields):
 
     messages: list[Message] = Field(min_length=1)
     """The conversation so far."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate; wins over `max_tokens`. By default all that the context has room for."""
     logprobs: bool | None = None
     """Return log-probabilities of the generated tokens."""
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Integer | None = Field(default=None, ge=0, le=20)
     """And of this many alternatives at each position; needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
@@ -103,7 +135,8 @@ class ChatRequest(RequestFields):
     modalities: list[Literal["text", "audio"]] | None = None
     """Only text."""
     reasoning_effort: str | None = None
-    """Taken and ignored."""
+    """`none` asks for no thoughts, and is refused where the model's chat template cannot do without; whatever is said
+    here reaches templates that read it, and changes nothing else."""
     verbosity: str | None = None
     """Taken and ignored."""
 
@@ -114,9 +147,11 @@ class ChatRequest(RequestFields):
             takes_images: Whether the engine's model does.
 
         Raises:
-            RequestError: images for a model that takes none.
+            RequestError: images for a model that takes none, or something else that the template would not be shown.
         """
-        return [_plain_message(message, takes_images=takes_images) for message in self.messages]
+        for index, message in enumerate(self.messages):
+            _check_message(message, f"messages[{index}]", takes_images=takes_images)
+        return plain_conversation([_fields_of(message) for message in self.messages])
 
     def sampling_params(
         self,
@@ -143,6 +178,7 @@ class ChatRequest(RequestFields):
                 raise RequestError(
                     "structured_outputs beside response_format or tools that hold the answer to a form",
                     expected="one of them",
+                    param="structured_outputs",
                 )
             given["structured_outputs"] = constraint
         if self.max_completion_tokens is not None:
@@ -151,17 +187,35 @@ class ChatRequest(RequestFields):
             given["logprobs"] = self.top_logprobs or 0
         elif self.top_logprobs:
             raise RequestError(
-                "top_logprobs without logprobs", got=self.top_logprobs, expected="logprobs=true beside it"
+                "top_logprobs without logprobs",
+                got=self.top_logprobs,
+                expected="logprobs=true beside it",
+                param="top_logprobs",
             )
         given.setdefault("max_tokens", max_model_len)
         return make_sampling_params(given, max_model_len)
 
-    def template_kwargs(self) -> Mapping[str, Any]:
-        """Return what the chat template gets besides the messages."""
+    def template_kwargs(self, conventions: ChatConventions = _PLAIN) -> dict[str, Any]:
+        """Return what the chat template gets besides the messages.
+
+        Args:
+            conventions: How the model writes thoughts, and what its template reads.
+
+        Raises:
+            RequestError: an argument of the rendering itself, or no thoughts from a model that cannot do without.
+        """
         given = self.chat_template_kwargs or {}
-        if self._tool_use() is None:
-            return given
-        return {**given, "tools": [tool.model_dump(exclude_none=True) for tool in self.tools or ()]}
+        for name in sorted(_NOT_FOR_TEMPLATES & given.keys()):
+            raise RequestError(
+                f"chat_template_kwargs must not have {name}",
+                got=repr(given[name])[:80],
+                expected="values that the model's chat template reads",
+                param="chat_template_kwargs",
+            )
+        kwargs = {**self._effort_kwargs(conventions, given), **given}
+        if self._tool_use() is not None:
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return kwargs
 
     def parser(self, conventions: ChatConventions, prompt_end: str = "") -> MessageParser:
         """Return a parser for one of the answers.
@@ -170,11 +224,31 @@ class ChatRequest(RequestFields):
             conventions: How the model writes thoughts and calls.
             prompt_end: The end of the rendered conversation.
         """
+        use = self._tool_use()
         return MessageParser(
             has_thoughts=conventions.has_thoughts,
-            calls=None if self._tool_use() is None else conventions.calls,
+            calls=None if use is None else conventions.calls,
             begins_in_thought=conventions.has_thoughts and begins_in_thought(prompt_end),
+            must_call=use is not None and use.must_call,
         )
+
+    def _effort_kwargs(self, conventions: ChatConventions, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what `reasoning_effort` says to the chat template."""
+        effort = self.reasoning_effort
+        if effort is None:
+            return {}
+        kwargs: dict[str, Any] = {"reasoning_effort": effort} if conventions.reads("reasoning_effort") else {}
+        if effort == "none" and conventions.reads("enable_thinking"):
+            kwargs["enable_thinking"] = False
+        if effort == "none" and conventions.has_thoughts and not kwargs and "enable_thinking" not in given:
+            raise RequestError(
+                "this model's chat template cannot turn thoughts off",
+                got="reasoning_effort='none'",
+                expected="another value, or none",
+                hint="leave reasoning_effort out; thoughts come apart from the answer, as reasoning_content",
+                param="reasoning_effort",
+            )
+        return kwargs
 
     def _tool_use(self) -> ToolUse | None:
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
@@ -187,50 +261,53 @@ class ChatRequest(RequestFields):
                 got=f"{len(use.tools)} tools",
                 expected="a model that writes calls as Qwen3 or Llama 3 does, and has their tokens for it",
                 hint='leave tools out, or say tool_choice="none"',
+                param="tools",
             )
         wanted = self.response_format
-        thinks = conventions.has_thoughts and (self.chat_template_kwargs or {}).get("enable_thinking") is not False
+        is_thinking = conventions.has_thoughts and begins_in_thought(prompt_end)
+        may_think = conventions.has_thoughts and self.template_kwargs(conventions).get("enable_thinking") is not False
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),
             tool_use=use,
             calls=conventions.calls,
-            may_think=thinks,
-            is_thinking=thinks and begins_in_thought(prompt_end),
+            may_think=may_think or is_thinking,
+            is_thinking=is_thinking,
         )
 
     def _check_supported(self) -> None:
         wanted = self.response_format
         if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None:
-            raise RequestError("response_format has no json_schema", expected='{"name": ..., "schema": {...}}')
+            raise RequestError(
+                "response_format has no json_schema",
+                expected='{"name": ..., "schema": {...}}',
+                param="response_format",
+            )
         if self.modalities is not None and self.modalities != ["text"]:
-            raise RequestError("modalities other than text", got=self.modalities, expected='["text"]')
+            raise RequestError(
+                "modalities other than text", got=self.modalities, expected='["text"]', param="modalities"
+            )
 
 
-def _plain_message(message: Message, *, takes_images: bool) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True, exclude={"content"})
-    if message.role == "developer":  # OpenAI's newer word; templates know the older one
-        plain["role"] = "system"
-    plain["content"] = _plain_content(message.content, takes_images=takes_images)
-    for call in plain.get("tool_calls", ()):
-        call["function"]["arguments"] = _plain_arguments(call["function"]["arguments"])
-    return plain
+def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
+    for name, hint in (("function_call", "send calls as tool_calls"), ("audio", "send its transcript as content")):
+        if (value := getattr(message, name)) is not None:
+            raise RequestError(
+                f"a message with {name}", got=repr(value)[:80], expected="null", hint=hint, param=f"{where}.{name}"
+            )
+    if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
+        raise RequestError(
+            "this model takes no images",
+            got="a part of type image_url",
+            expected="text only",
+            param=f"{where}.content",
+        )
 
 
-def _plain_arguments(arguments: str) -> Any:
-    """Return a call's arguments as an object: templates write it as JSON, and some would write a text as a string."""
-    try:
-        plain = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return plain if isinstance(plain, dict) else arguments
-
-
-def _plain_content(content: str | list[ContentPart] | None, *, takes_images: bool) -> Any:
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = [part.text for part in content if isinstance(part, TextPart)]
-    if len(texts) == len(content):
-        return "\n".join(texts)
-    if not takes_images:
-        raise RequestError("this model takes no images", got="a part of type image_url", expected="text only")
-    return [part.model_dump(exclude_none=True) for part in content]
+def _fields_of(message: Message) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True)
+    reasoning = fields.pop("reasoning", None)
+    if isinstance(reasoning, str):
+        fields.setdefault("reasoning_content", reasoning)
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    return fields

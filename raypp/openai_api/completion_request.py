@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.request_fields import NO_DEFAULTS, RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import NO_DEFAULTS, Integer, RequestFields, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
@@ -21,11 +21,13 @@ class CompletionRequest(RequestFields):
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     """What to continue: text or token ids, one or several."""
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    max_tokens: Integer | None = Field(default=None, ge=0)
+    """The most tokens to generate; 0 only with `echo`, for the log-probabilities of the prompt."""
+    logprobs: Integer | None = Field(default=None, ge=0, le=20)
     """Return log-probabilities of the generated tokens, and of this many alternatives at each position."""
     echo: bool | None = None
     """Begin the text with the prompt."""
-    best_of: int | None = Field(default=None, ge=1)
+    best_of: Integer | None = Field(default=None, ge=1)
     """Only the value of `n`: nothing is generated to be thrown away."""
     suffix: str | None = None
     """Not supported."""
@@ -40,10 +42,15 @@ class CompletionRequest(RequestFields):
         if isinstance(given, str):
             return [given]
         if not given:
-            raise RequestError("there is no prompt", got=given, expected="at least one")
+            raise RequestError("there is no prompt", got=given, expected="at least one", param="prompt")
         if isinstance(given[0], int):
             return [_as_prompt(given)]
         return [_as_prompt(one) for one in cast("list[str | list[int]]", given)]
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether nothing is to be generated: what is asked for are the prompts' log-probabilities."""
+        return self.max_tokens == 0
 
     def sampling_params(self, max_model_len: int, defaults: Mapping[str, Any] = NO_DEFAULTS) -> SamplingParams:
         """Return how to sample; without a limit, here or among the defaults, OpenAI's 16 tokens.
@@ -56,15 +63,29 @@ class CompletionRequest(RequestFields):
             RequestError: a value that makes no sense, or one that this engine cannot serve.
         """
         if self.suffix:
-            raise RequestError("suffix is not supported", got=self.suffix[:80], hint="leave suffix out")
+            raise RequestError("suffix is not supported", got=self.suffix[:80], hint="leave suffix out", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise RequestError("best_of differs from n", got=self.best_of, expected=f"n = {self.n or 1}, or nothing")
+            raise RequestError(
+                "best_of differs from n",
+                got=self.best_of,
+                expected=f"n = {self.n or 1}, or nothing",
+                param="best_of",
+            )
+        if self.is_scoring and not self.echo:
+            raise RequestError(
+                "max_tokens is 0, and there is no echo: the answer would be empty",
+                got=self.max_tokens,
+                expected="at least 1, or echo=true beside it",
+                param="max_tokens",
+            )
         given = self.given_params(defaults)
         if self.logprobs is not None:
             given["logprobs"] = self.logprobs
             if self.echo:
                 given["prompt_logprobs"] = self.logprobs
         given.setdefault("max_tokens", _DEFAULT_MAX_TOKENS)
+        if self.is_scoring:
+            given["max_tokens"] = 1  # the least that the engine computes; the answer leaves it out
         return make_sampling_params(given, max_model_len)
 
 

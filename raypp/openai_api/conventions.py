@@ -15,6 +15,7 @@ from typing import Literal
 from raypp.api.tokenizer import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
+_SWITCHES = ("enable_thinking", "reasoning_effort")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,12 @@ class ChatConventions:
 
     has_thoughts: bool = False
     calls: CallSyntax | None = None
+    template_switches: frozenset[str] = frozenset()
+    """What of `enable_thinking` and `reasoning_effort` the chat template reads."""
+
+    def reads(self, name: str) -> bool:
+        """Return whether the chat template reads one of these values."""
+        return name in self.template_switches
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> ChatConventions:
@@ -81,6 +88,7 @@ class ChatConventions:
         return cls(
             has_thoughts=tokenizer.has_tokens(THINK, END_THINK),
             calls=next((calls for calls in known if tokenizer.has_tokens(*calls.taught_tokens)), None),
+            template_switches=frozenset(name for name in _SWITCHES if tokenizer.template_reads(name)),
         )
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
+from raypp.api.conversation import MAX_JSON_DEPTH
 from raypp.errors import (
     ConfigError,
     ContextLengthError,
@@ -21,8 +23,6 @@ from raypp.errors import (
 from raypp.openai_api.request_fields import OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
-
-_MEMBER_NAMES = frozenset({"body", "str", "int", "float", "bool", "list", "dict"})
 
 
 class ErrorObject(OpenAIModel):
@@ -44,16 +44,19 @@ class ErrorResponse(OpenAIModel):
 
 
 class BodyError(RequestError):
-    """A body that does not have the shape that it should have.
+    """A body that does not have the shape that it should have."""
 
-    Args:
-        message: What is wrong with it.
-        param: The field at fault.
+
+def decode_json(raw: bytes) -> Any:
+    """Return the value that a body is, in JSON.
+
+    Raises:
+        BodyError: it is none, or one that is too deep or has too long a number in it.
     """
-
-    def __init__(self, message: str, *, param: str | None, got: object = None, expected: object = None) -> None:
-        super().__init__(message, got=got, expected=expected)
-        self.param = param
+    try:
+        return from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise _not_json(raw, str(error)) from None
 
 
 def parse_body(kind: type[Body], body: object) -> Body:
@@ -65,22 +68,22 @@ def parse_body(kind: type[Body], body: object) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise body_error(error.errors(include_url=False), kind.model_fields) from None
+        raise body_error(error.errors(include_url=False), body, kind.model_fields) from None
 
 
-def body_error(complaints: Sequence[Mapping[str, Any]], field_names: Iterable[str] = ()) -> BodyError:
+def body_error(complaints: Sequence[Mapping[str, Any]], body: object, field_names: Iterable[str] = ()) -> BodyError:
     """Return one of pydantic's complaints as an error that names the field, as a user would write it.
 
     Of a value that could be several things, it is the complaint of the one that got furthest.
 
     Args:
         complaints: `ValidationError.errors()`, or FastAPI's `RequestValidationError.errors()`.
+        body: What was validated.
         field_names: The fields there are; an unknown one is answered with the nearest of them.
     """
-    fields = [_field_path(complaint["loc"]) for complaint in complaints]
-    of_first = [c for c, field in zip(complaints, fields, strict=True) if field.startswith(fields[0])]
-    first = max(of_first, key=lambda complaint: _field_path(complaint["loc"]).count("["))
-    where = _field_path(first["loc"])
+    fields = [_field_path(complaint, body) for complaint in complaints]
+    of_first = [(c, f) for c, f in zip(complaints, fields, strict=True) if f.startswith(fields[0])]
+    first, where = max(of_first, key=lambda pair: pair[1].count("["))
     if first["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(where, list(field_names), n=1)
         return BodyError(
@@ -98,13 +101,12 @@ def body_error(complaints: Sequence[Mapping[str, Any]], field_names: Iterable[st
 
 def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
     """Return the HTTP status and the body for an error. What is not raypp's own is not told in detail."""
-    param = error.param if isinstance(error, BodyError) else None
-    code: str | None
+    code: str | None = None
     match error:
         case ContextLengthError():
             status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
         case RequestError():
-            status, kind, code = 400, "invalid_request_error", None
+            status, kind = 400, "invalid_request_error"
         case ConfigError():
             status, kind, code = 400, "invalid_request_error", "unsupported"
         case QueueFullError():
@@ -117,6 +119,7 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
             status, kind, code = 504, "server_error", "timeout"
         case _:
             status, kind, code = 500, "server_error", "internal_error"
+    param = error.param if isinstance(error, RequestError) else None
     message = str(error) if isinstance(error, RayppError) else f"internal error: {type(error).__name__}"
     return status, ErrorResponse(error=ErrorObject(message=message, type=kind, param=param, code=code))
 
@@ -128,12 +131,43 @@ def model_not_found(name: str, served: Sequence[str]) -> tuple[int, ErrorRespons
     return 404, ErrorResponse(error=error)
 
 
-def _field_path(location: Sequence[Any]) -> str:
-    """Return pydantic's location as a path. The names of a union's members in it say nothing to a user."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier() and part not in _MEMBER_NAMES:
-            path += f".{part}" if path else part
-    return path
+def _not_json(raw: bytes, complaint: str) -> BodyError:
+    """Return the error for a body that the JSON parser does not take."""
+    where = complaint[complaint.find("at line") :] if "at line" in complaint else None
+    if not raw.strip():
+        return BodyError("the body is empty", expected="a JSON object")
+    if "recursion" in complaint:
+        return BodyError("the body is nested too deeply", got=where, expected=f"at most {MAX_JSON_DEPTH} levels")
+    if "number out of range" in complaint:
+        return BodyError("the body holds a number that is too long", got=where, expected="at most 4,300 digits")
+    try:
+        raw.decode()
+    except UnicodeDecodeError as error:
+        got = f"the byte 0x{raw[error.start]:02x} at position {error.start}"
+        return BodyError("the body is not valid UTF-8", got=got, expected="JSON in UTF-8")
+    if "escape" in complaint:
+        expected = "escapes that are valid Unicode: no half of a surrogate pair alone"
+        return BodyError("the body holds an invalid escape in a string", got=complaint, expected=expected)
+    return BodyError("the body is not valid JSON", got=complaint, expected="a JSON object")
+
+
+def _field_path(complaint: Mapping[str, Any], body: object) -> str:
+    """Return where pydantic complains as a path in the body, as a user would write it.
+
+    pydantic also names the members of unions that it tried. They are not in the body, and so not in the path.
+    """
+    path, value = "", body
+    location = complaint["loc"]
+    for index, part in enumerate(location):
+        is_last = index == len(location) - 1
+        if isinstance(part, int) and isinstance(value, list) and part < len(value):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(value, dict) and part in value:
+            path, value = _joined(path, part), value[part]
+        elif is_last and complaint["type"] == "missing":
+            path = _joined(path, part)
+    return path[:200]
+
+
+def _joined(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)

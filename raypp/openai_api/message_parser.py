@@ -65,15 +65,24 @@ class _Place(Enum):
 class MessageParser:
     """Reads one message. White space around thoughts and calls belongs to neither."""
 
-    def __init__(self, *, has_thoughts: bool, calls: CallSyntax | None, begins_in_thought: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        has_thoughts: bool,
+        calls: CallSyntax | None,
+        begins_in_thought: bool = False,
+        must_call: bool = False,
+    ) -> None:
         """Begin before the first character.
 
         Args:
             has_thoughts: Whether a thought in front is one, or content.
             calls: How the calls that are looked for are written; None: what looks like one is content.
             begins_in_thought: Whether the prompt has begun one.
+            must_call: Whether the text is held to calls: what is none is the beginning of one that was cut off.
         """
         self._calls = calls
+        self._must_call = must_call
         self._place = _Place.THOUGHT if begins_in_thought else _Place.START if has_thoughts else self._behind_thoughts
         self._rest = ""
         self._is_after_tag = begins_in_thought  # white space is still to be dropped
@@ -86,6 +95,8 @@ class MessageParser:
         delta = MessageDelta()
         while self._go_on(delta, is_last):
             pass
+        if self._must_call:
+            delta.content = ""
         return delta
 
     def _go_on(self, delta: MessageDelta, is_last: bool) -> bool:

@@ -1,7 +1,8 @@
 """What the bodies of chat and of plain completions have in common: how to sample, and what is taken and ignored.
 
 Names, types and defaults are OpenAI's published ones; the fields that only vLLM's server has keep the names they have
-there. A field that nobody knows is refused: a misspelt one would change the text silently.
+there. A field that nobody knows is refused: a misspelt one would change the text silently. Inside of messages and tools
+it is passed over: clients send back what servers gave them, with notes of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from raypp.types import SamplingParams
 
@@ -25,6 +26,20 @@ class OpenAIModel(BaseModel):
     """Base of all shapes: strict types (`"5"` is not a number), no NaN, fields documented by their docstrings."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class LenientModel(OpenAIModel):
+    """Base of what clients send back: fields that are not known are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+"""20.0 is one, too: to JSON, and to clients whose language has one kind of numbers, it is the same as 20."""
 
 
 class StreamOptions(OpenAIModel):
@@ -71,17 +86,17 @@ class RequestFields(OpenAIModel):
     """The name of the served model; by default the one there is."""
 
     # How to sample, OpenAI's part.
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 is greedy, 1 the default."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the smallest set of tokens whose probabilities sum to at least this."""
-    n: int | None = Field(default=None, ge=1, le=128)
+    n: Integer | None = Field(default=None, ge=1, le=128)
     """Continuations per prompt."""
     stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
     """The text ends before the first of these."""
-    seed: int | None = Field(default=None, ge=-_INT64, lt=_INT64)
+    seed: Integer | None = Field(default=None, ge=-_INT64, lt=_INT64)
     """The same request with the same seed has the same text."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     """Lowers (if negative, raises) the logits of tokens that were generated."""
@@ -95,19 +110,19 @@ class RequestFields(OpenAIModel):
     """Only with `stream`."""
 
     # How to sample, vLLM's part.
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: Integer | None = Field(default=None, ge=-1)
     """Keep the k most likely tokens; 0 or -1 keeps all."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Keep tokens at least this fraction as likely as the most likely one."""
     repetition_penalty: float | None = Field(default=None, gt=0)
     """Divides (if negative, multiplies) the logits of tokens in the prompt or in the text."""
-    min_tokens: int | None = Field(default=None, ge=0)
+    min_tokens: Integer | None = Field(default=None, ge=0)
     """Do not end before this many tokens."""
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: list[Annotated[Integer, Field(ge=0)]] | None = None
     """The text ends with the first of these tokens."""
     ignore_eos: bool | None = None
     """Go on past the model's end of text."""
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    allowed_token_ids: list[Annotated[Integer, Field(ge=0)]] | None = None
     """Generate no others."""
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     """Never generate these."""
@@ -115,11 +130,11 @@ class RequestFields(OpenAIModel):
     """Leave special tokens out of the text; the default."""
     include_stop_str_in_output: bool | None = None
     """Let the text end behind the stop string, not before it."""
-    prompt_logprobs: int | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
+    prompt_logprobs: Integer | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
     """Log-probabilities of the prompt's tokens, and of this many alternatives."""
     structured_outputs: StructuredOutputsFields | None = None
     """What the text has to be, all of it (vLLM)."""
-    priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
+    priority: Integer | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Smaller is earlier, where the engine schedules by priority."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128, pattern=_NO_CONTROLS)
     """A name to find the request by, in its answer's `id` and in the logs; without control characters."""

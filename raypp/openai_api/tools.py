@@ -10,12 +10,12 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.grammar.schema_check import enforceable
-from raypp.openai_api.request_fields import OpenAIModel
+from raypp.openai_api.request_fields import LenientModel, OpenAIModel
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
-class FunctionDefinition(OpenAIModel):
+class FunctionDefinition(LenientModel):
     """A function."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -26,7 +26,7 @@ class FunctionDefinition(OpenAIModel):
     """Hold the arguments of every call to the schema."""
 
 
-class Tool(OpenAIModel):
+class Tool(LenientModel):
     """Something that the model may call."""
 
     type: Literal["function"]
@@ -78,6 +78,7 @@ class ToolUse:
                     got=error.got,
                     expected=error.expected,
                     hint="leave strict out: then any object is taken",
+                    param="tools",
                 ) from error
             return _ANY_ARGUMENTS
         return schema
@@ -93,10 +94,12 @@ def tool_use(
     """
     names = [tool.function.name for tool in tools or ()]
     if len(set(names)) < len(names):
-        raise RequestError("two tools have the same name", got=", ".join(names))
+        raise RequestError("two tools have the same name", got=", ".join(names), param="tools")
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice without tools", got=_plain(choice), expected="tools beside it")
+            raise RequestError(
+                "tool_choice without tools", got=_plain(choice), expected="tools beside it", param="tool_choice"
+            )
         return None
     if choice == "none":
         return None
@@ -108,6 +111,7 @@ def tool_use(
                 "tool_choice names a function that is not among the tools",
                 got=choice.function.name,
                 expected=", ".join(names),
+                param="tool_choice",
             )
         return ToolUse(named, must_call=True, may_call_several=False)
     return ToolUse(tuple(tools), must_call=choice == "required", may_call_several=several)

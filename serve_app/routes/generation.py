@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
-from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.request_fields import RequestFields
 from raypp.openai_api.responses import ChatCompletion, Completion
 from serve_app.chunks import ChunkWriter
@@ -23,67 +22,43 @@ from serve_app.client_connection import (
 )
 from serve_app.context import AppContext
 from serve_app.errors import AsciiJSONResponse, documented, event_stream
+from serve_app.json_route import JsonRoute
 from serve_app.runner import Job
-
-_PROMPT_END = 8
-"""Tokens that tell whether a prompt leaves off inside of a thought."""
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
 
 
 def generation_routes(context: AppContext) -> APIRouter:
     """Return the routes that generate text."""
-    router = APIRouter(tags=["generation"])
+    router = APIRouter(tags=["generation"], route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", responses={200: _ok(ChatCompletion), **_ERRORS})
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of server-sent events."""
-        context.check_model(body.model)
-        context.admission.check(1, body.n or 1)
-        messages = body.conversation(takes_images=context.takes_images)
-        prompt = await context.prompts.chat(messages, body.template_kwargs())
-        prompt_end = await context.prompts.decode(prompt.token_ids[-_PROMPT_END:].tolist())
-        params = body.sampling_params(
-            context.max_model_len, context.conventions, prompt_end, context.llm.sampling_defaults
-        )
-        head = _head("chatcmpl", body, request, context)
-        job = Job(head.id, [prompt], params, body.priority or 0)
-
-        def make_parser() -> MessageParser:
-            return body.parser(context.conventions, prompt_end)
-
-        if body.stream:
-            writer = ChunkWriter(head, "chat", params, body.stream_options, make_parser=make_parser)
-            return await _stream(context, request, job, writer)
-        try:
-            [output] = await while_connected(request.receive, context.runner.complete(job))
-        except ClientGoneError:
-            return client_gone_response()
-        return AsciiJSONResponse(chat_completion(head, output, params, make_parser).model_dump())
+        return await _answer(context, body, request, "chatcmpl")
 
     @router.post("/v1/completions", responses={200: _ok(Completion), **_ERRORS})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, at once or as a stream of server-sent events."""
-        context.check_model(body.model)
-        params = body.sampling_params(context.max_model_len, context.llm.sampling_defaults)
-        prompts = body.prompts()
-        context.admission.check(len(prompts), params.n)
-        encoded = await context.prompts.completion(prompts, context.admission.limits.check_tokens)
-        head = _head("cmpl", body, request, context)
-        job = Job(head.id, encoded, params, body.priority or 0)
-        echoes = await context.prompts.echoes(encoded) if body.echo else None
-        if body.stream:
-            return await _stream(context, request, job, ChunkWriter(head, "text", params, body.stream_options, echoes))
-        try:
-            outputs = await while_connected(request.receive, context.runner.complete(job))
-        except ClientGoneError:
-            return client_gone_response()
-        if echoes is not None:
-            for output, echo in zip(outputs, echoes, strict=True):
-                output.prompt = echo
-        return AsciiJSONResponse(completion(head, outputs, params, echo=bool(body.echo)).model_dump())
+        return await _answer(context, body, request, "cmpl")
 
     return router
+
+
+async def _answer(context: AppContext, body: ChatRequest | CompletionRequest, request: Request, kind: str) -> Response:
+    context.check_model(body.model)
+    num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts())
+    context.admission.check(num_prompts, body.n or 1)
+    prepared = await context.preparer.prepare(body, context.admission.limits.check_tokens)
+    head = _head(kind, body, request, context)
+    job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0)
+    if body.stream:
+        return await _stream(context, request, job, ChunkWriter(head, prepared, body.stream_options))
+    try:
+        outputs = await while_connected(request.receive, context.runner.complete(job))
+    except ClientGoneError:
+        return client_gone_response()
+    return AsciiJSONResponse(prepared.response(head, outputs).model_dump())
 
 
 async def _stream(context: AppContext, request: Request, job: Job, writer: ChunkWriter) -> Response:

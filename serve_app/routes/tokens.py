@@ -10,8 +10,10 @@ from pydantic import Field
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest, Message
 from raypp.openai_api.request_fields import OpenAIModel
+from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
 from serve_app.errors import documented
+from serve_app.json_route import JsonRoute
 
 _ERRORS = documented(400, 401, 404, 413, 500, 503)
 
@@ -27,6 +29,10 @@ class TokenizeRequest(OpenAIModel):
     """Or a conversation."""
     add_special_tokens: bool = True
     """Put those around a text that the model expects there."""
+    tools: list[Tool] | None = None
+    """Functions that the model may call, as its chat template shows them."""
+    reasoning_effort: str | None = None
+    """As of `/v1/chat/completions`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further values that the model's chat template reads."""
     return_token_strs: bool | None = None
@@ -59,32 +65,38 @@ class DetokenizeResponse(OpenAIModel):
 
 def token_routes(context: AppContext) -> APIRouter:
     """Return the routes that show what the model reads."""
-    router = APIRouter(tags=["tokens"])
+    router = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @router.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """Return the token ids of a text, or of a conversation as the chat template renders it."""
         context.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise RequestError("not one thing to tokenize", expected="either prompt or messages")
+            raise RequestError("not one thing to tokenize", expected="either prompt or messages", param="prompt")
         if body.prompt is not None:
-            token_ids = await context.prompts.text(body.prompt, add_special_tokens=body.add_special_tokens)
+            [token_ids] = await context.preparer.texts([body.prompt], add_special_tokens=body.add_special_tokens)
         else:
-            chat = ChatRequest(messages=body.messages or [], chat_template_kwargs=body.chat_template_kwargs)
-            messages = chat.conversation(takes_images=context.takes_images)
-            token_ids = (await context.prompts.chat(messages, chat.template_kwargs())).token_ids
+            chat = ChatRequest(
+                messages=body.messages or [],
+                tools=body.tools,
+                reasoning_effort=body.reasoning_effort,
+                chat_template_kwargs=body.chat_template_kwargs,
+            )
+            token_ids = (await context.preparer.conversation(chat)).token_ids
         tokens = token_ids.tolist()
-        texts = context.prompts.tokenizer.token_texts(tokens) if body.return_token_strs else None
+        texts = context.preparer.tokenizer.token_texts(tokens) if body.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=context.max_model_len, tokens=tokens, token_strs=texts)
 
     @router.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
-        """Return the text of token ids, special tokens left out."""
+        """Return the text of token ids, special tokens among it."""
         context.check_model(body.model)
         vocab_size = int(context.llm.model_info["vocab_size"])
         unknown = next((token for token in body.tokens if token >= vocab_size), None)
         if unknown is not None:
-            raise RequestError("a token is outside of the vocabulary", got=unknown, expected=f"0 to {vocab_size - 1}")
-        return DetokenizeResponse(prompt=await context.prompts.decode(body.tokens))
+            raise RequestError(
+                "a token is outside of the vocabulary", got=unknown, expected=f"0 to {vocab_size - 1}", param="tokens"
+            )
+        return DetokenizeResponse(prompt=await context.preparer.decode(body.tokens, skip_special_tokens=False))
 
     return router

@@ -169,3 +169,34 @@ def test_engines_of_one_seed_draw_different_seeds_by_their_names(tokenizer: Toke
         return [p.seed for p in preparer.prompts(["a", "b"])]
 
     assert seeds("first") == seeds("first") != seeds("second")
+
+
+def test_min_tokens_leaves_a_token_that_ends_nothing() -> None:
+    small = RequestPreparer(None, vocab_size=8, max_model_len=64, seed=0, eos_token_ids=(7,))
+    prompt, ends = [{"prompt_token_ids": [1]}], list(range(7))
+    with pytest.raises(RequestError, match="the whole vocabulary, all banned by min_tokens") as caught:
+        small.prompts(prompt, SamplingParams(min_tokens=2, stop_token_ids=ends))  # type: ignore[arg-type]
+    assert caught.value.param == "min_tokens"
+    for params in (
+        SamplingParams(stop_token_ids=ends),
+        SamplingParams(min_tokens=2, stop_token_ids=ends, ignore_eos=True),
+    ):
+        small.prompts(prompt, params)  # type: ignore[arg-type]
+
+
+def test_an_error_names_the_request_whose_text_it_is(preparer: RequestPreparer) -> None:
+    with pytest.raises(RequestError, match="Unicode") as caught:
+        preparer.prompts(["a", "\ud800"], request_ids=["first", "second"])
+    assert caught.value.request_id == "second"
+    conversations = [[{"role": "user", "content": text}] for text in ("a", "\ud800")]
+    with pytest.raises(RequestError, match="Unicode") as caught:
+        preparer.chats(conversations, request_ids=["first", "second"])
+    assert caught.value.request_id == "second"
+
+
+def test_conversations_are_read_as_clients_send_them(preparer: RequestPreparer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    sent = [{"role": "developer", "content": parts, "name": None}, {"role": "assistant", "content": None}]
+    [prepared] = preparer.chats([sent])
+    assert prepared.prompt is not None
+    assert prepared.prompt.startswith("<|im_start|>system\na\nb<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n")

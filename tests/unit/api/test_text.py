@@ -18,6 +18,7 @@ class ByteDecoder:
     """Tokens are bytes, the worst case of a byte-level vocabulary; 256 is special."""
 
     special_token_ids = frozenset({256})
+    byte_token_ids: frozenset[int] = frozenset()
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         special = b"" if skip_special_tokens else SPECIAL
@@ -82,6 +83,45 @@ def test_real_tokenizer_streams_what_it_decodes(
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
     assert out == tokenizer.decode(tokens, skip_special_tokens=skip)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer like Llama 2's: what is no token of its own is written as bytes."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<s>": 0, "a": 1, "\u2581b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    backend = Backend(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    path = tmp_path_factory.mktemp("byte-fallback")
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>").save_pretrained(path)
+    return Tokenizer(path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), sizes=pieces_sizes, skip=st.booleans())
+def test_bytes_of_a_fallback_stream_to_what_they_decode_to(
+    byte_fallback: Tokenizer, data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
+    """One invalid byte turns the whole run of bytes around it into U+FFFD, also what came before it."""
+    characters = st.sampled_from("\u4e16\U0001f389\u00fc").map(lambda char: [3 + byte for byte in char.encode()])
+    parts = st.lists(characters | st.integers(0, 258).map(lambda token_id: [token_id]), max_size=12)
+    tokens = [token_id for part in data.draw(parts) for token_id in part]
+    detokenizer = Detokenizer(byte_fallback, skip_special_tokens=skip)
+    out = "".join(detokenizer.add(piece) for piece in in_pieces(tokens, sizes)) + detokenizer.finish()
+    assert out == byte_fallback.decode(tokens, skip_special_tokens=skip)
+
+
+def test_only_a_fallbacks_tokens_are_bytes(tokenizer: Tokenizer, byte_fallback: Tokenizer) -> None:
+    assert tokenizer.byte_token_ids == frozenset()
+    assert byte_fallback.byte_token_ids == frozenset(range(3, 259))
+    detokenizer = Detokenizer(byte_fallback)
+    assert [detokenizer.add([token_id]) for token_id in (1, *(3 + b for b in b"\xe4\xb8\x96"), 2)] == [
+        *("a", "", "", ""),
+        "\u4e16 b",
+    ]
 
 
 def first_stop(text: str, stops: list[str], *, first: int = 0, include: bool = False) -> tuple[str, str | None]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import raypp
+from raypp.api.picture_prompts import EncodedPrompt
+from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job.settings import JobSettings
 from raypp.config.engine import EngineConfig
 from raypp.errors import EngineDeadError, RequestError
@@ -18,8 +22,8 @@ class ShoutingEngine:
     """Answers every prompt with its capital letters. Dies before its answer number `lives_for`, if that is given."""
 
     max_model_len = 1000
-    takes_images = False
-    tokenizer = None
+    pictures = None
+    tokenizer = Tokenizer(Path(raypp.__file__).parent / "assets" / "tiny")
     sampling_defaults: Mapping[str, Any] = {}
 
     def __init__(
@@ -33,12 +37,12 @@ class ShoutingEngine:
         self.most_at_once = 0
         self.params: list[SamplingParams] = []
         self.priorities: list[int] = []
-        self.template_kwargs: list[Mapping[str, Any] | None] = []
+        self.prompts: list[str] = []
         self.num_closed = 0
 
     async def complete(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt | EncodedPrompt],
         params: SamplingParams | None = None,
         request_ids: Sequence[str] | None = None,
         *,
@@ -47,24 +51,10 @@ class ShoutingEngine:
         assert params is not None
         assert request_ids is not None
         self.priorities.append(priority)
+        texts = [_text_of(prompt) for prompt in prompts]
+        self.prompts += texts
         await self._take_a_turn(params)
-        return [_shout(prompt, request_id) for prompt, request_id in zip(prompts, request_ids, strict=True)]
-
-    async def complete_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> RequestOutput:
-        assert params is not None
-        assert request_id is not None
-        self.priorities.append(priority)
-        self.template_kwargs.append(chat_template_kwargs)
-        await self._take_a_turn(params)
-        return _shout(messages[-1]["content"], request_id)
+        return [_shout(text, request_id) for text, request_id in zip(texts, request_ids, strict=True)]
 
     async def __aenter__(self) -> ShoutingEngine:
         return self
@@ -88,10 +78,18 @@ class ShoutingEngine:
             self.num_at_once -= 1
 
 
-def _shout(prompt: Prompt, request_id: str) -> RequestOutput:
+def _text_of(prompt: Prompt | EncodedPrompt) -> str:
+    assert isinstance(prompt, EncodedPrompt)
+    assert prompt.text is not None
+    return prompt.text
+
+
+def _shout(prompt: str, request_id: str) -> RequestOutput:
     if not prompt:
         raise RequestError("a prompt has no tokens", request_id=request_id)
-    assert isinstance(prompt, str)
+    asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
+    if asked:  # a conversation: its last question
+        prompt = asked[-1]
     if prompt == "crash":
         raise KeyError("a bug")
     completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="stop")

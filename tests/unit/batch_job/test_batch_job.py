@@ -12,8 +12,12 @@ from batch_engines import ShoutingEngine, Starter, make_settings, read_output, t
 from hypothesis import given
 from hypothesis import strategies as st
 
+import raypp
+from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job.job import BatchJob
 from raypp.errors import ConfigError, EngineDeadError
+from raypp.openai_api.body_preparer import BodyPreparer
+from raypp.openai_api.chat_request import ChatRequest
 
 
 def run(folder: Path, *engines: ShoutingEngine, **changes: Any) -> tuple[Starter, list[str]]:
@@ -49,7 +53,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     assert lines["c"]["response"]["body"]["usage"]["total_tokens"] == 5
     assert len({line["id"] for line in lines.values()}) == 4
     assert sorted((params.max_tokens, params.temperature) for params in engine.params) == [(5, 0), *[(7, 0.5)] * 3]
-    assert engine.template_kwargs == [{"enable_thinking": False}] * 2
+    assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in engine.prompts if "chat" in prompt] == [True] * 2
     assert sorted(engine.priorities) == [-3, 0, 0, 0]
     assert engine.num_closed == 1
     assert "4 completions, 0 errors" in said[-1]
@@ -62,6 +66,38 @@ def test_the_models_defaults_hold_where_neither_line_nor_job_says_a_value(tmp_pa
     engine.sampling_defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 9}
     run(tmp_path, engine, defaults={"temperature": 0.5})
     assert sorted((p.temperature, p.top_k, p.max_tokens) for p in engine.params) == [(0.5, 3, 9), (0.5, 20, 9)]
+
+
+def test_a_line_becomes_what_the_same_body_becomes_over_http(tmp_path: Path) -> None:
+    """Also where the template begins a thought: a form then comes behind it."""
+    tiny, folder = Path(raypp.__file__).parent / "assets" / "tiny", tmp_path / "thinker"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(tiny / name)
+    template = (tiny / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(template + "{{- '<think>\\n' -}}")
+    body = {"messages": [{"role": "user", "content": "so\n</think>\n\n{}"}], "response_format": {"type": "json_object"}}
+    write_lines(tmp_path, {"custom_id": "a", "seed": 1, **body})
+    engine = ShoutingEngine()
+    engine.tokenizer = Tokenizer(folder)
+    run(tmp_path, engine)
+    preparer = BodyPreparer(engine.tokenizer, None, max_model_len=engine.max_model_len)
+    expected = asyncio.run(preparer.prepare(ChatRequest(seed=1, **body)))
+    assert engine.prompts == [expected.prompts[0].text]
+    assert engine.params == [expected.params]
+    assert "</think>" in str(expected.params.structured_outputs)
+    [line] = read_output(tmp_path)
+    message = line["response"]["body"]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("SO\n</THINK>\n\n{}", "")
+
+
+def test_lines_bring_no_template(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "mine"}}
+    write_lines(tmp_path, {"custom_id": "a", **chat})
+    run(tmp_path, ShoutingEngine())
+    [line] = read_output(tmp_path)
+    assert line["response"]["status_code"] == 400
+    assert "chat_template_kwargs must not have chat_template" in line["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from running_app import RunningApp, running_app
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
 from raypp.models.registry import resolve_model_path
+from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.http_app import OPEN_PATHS
-from serve_app.prompts import PromptEncoder
 
 BODY = {"prompt": "x", "max_tokens": 1}
 
@@ -63,6 +63,7 @@ def test_large_bodies_are_refused(door: httpx.Client, announced: bool) -> None:
     answer = door.post("/v1/completions", content=content if announced else iter([content]), headers=headers)
     assert answer.status_code == 413
     assert "2000 bytes" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["code"] == "body_too_large"
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [("https://good.example", True), ("https://bad.example", False)])
@@ -104,11 +105,11 @@ def test_a_text_that_cannot_fit_costs_nothing(http: httpx.Client) -> None:
 
 def test_tokenizing_many_texts_lets_others_in() -> None:
     """While a megabyte is tokenized, the event loop goes on."""
-    encoder = PromptEncoder(Tokenizer(resolve_model_path("tiny")))
+    preparer = BodyPreparer(Tokenizer(resolve_model_path("tiny")), None, max_model_len=4096)
     texts = ["def main(argv): pass\n" * 760] * 64
 
     async def count_turns() -> int:
-        num_turns, task = 0, asyncio.ensure_future(encoder.texts(texts))
+        num_turns, task = 0, asyncio.ensure_future(preparer.texts(texts))
         while not task.done():
             num_turns += 1
             await asyncio.sleep(0)
@@ -128,5 +129,5 @@ def test_texts_are_tokenized_no_further_than_they_may_be() -> None:
             raise RequestError("enough")
 
     with pytest.raises(RequestError, match="enough"):
-        asyncio.run(PromptEncoder(tokenizer).texts(["x y z " * 3000] * 50, check_tokens=check))
+        asyncio.run(BodyPreparer(tokenizer, None, max_model_len=4096).texts(["x y z " * 3000] * 50, check_tokens=check))
     assert len(seen) < 5

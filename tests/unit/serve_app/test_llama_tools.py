@@ -59,7 +59,7 @@ def client(app: RunningApp) -> Iterator[openai.OpenAI]:
 
 
 def test_the_clients_helpers(app: RunningApp, client: openai.OpenAI) -> None:
-    assert app.context.conventions.calls is LLAMA3_CALLS
+    assert app.context.preparer.conventions.calls is LLAMA3_CALLS
     check_tools(client)
     check_named_tool_and_none(client)
 
@@ -104,6 +104,9 @@ def test_whose_tokens_these_are(model: Path) -> None:
 
         def has_tokens(self, *texts: str) -> bool:
             return set(texts) <= set(self.known)
+
+        def template_reads(self, name: str) -> bool:
+            return False
 
     def calls_of(*known: str) -> object:
         return ChatConventions.of(Tokens(*known)).calls  # type: ignore[arg-type]

@@ -13,10 +13,11 @@ from raypp.config.sections import ImagesSection
 from raypp.errors import QueueFullError, RequestError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
+from raypp.openai_api.body_preparer import BodyPreparer
+from raypp.openai_api.chat_request import ChatRequest
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 from raypp.pictures.timed_http import TimedLookups
-from serve_app.prompts import PromptEncoder
 from serve_app.reading_gate import ReadingGate
 
 TEXT = {"type": "text", "text": "What?"}
@@ -24,11 +25,11 @@ ADDRESS = {"type": "image_url", "image_url": {"url": "http://slow.example/a.png"
 BAD = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
 
 
-def _of(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [*parts, TEXT]}]
+def _of(*parts: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": [*parts, TEXT]}]})
 
 
-def _encoder(hang: threading.Event, **limits: Any) -> PromptEncoder:
+def _preparer(hang: threading.Event, **limits: Any) -> BodyPreparer:
     def resolve(host: str, port: int) -> list[str]:
         assert hang.wait(60)
         return ["127.0.0.1"]
@@ -38,25 +39,27 @@ def _encoder(hang: threading.Event, **limits: Any) -> PromptEncoder:
     assert vision is not None
     section = ImagesSection.model_validate({"allow_image_urls": True, **limits})
     pictures = PictureReader(vision, 512, Fetcher(section, TimedLookups(resolve)))
-    return PromptEncoder(Tokenizer(path), pictures, ReadingGate(2, section.image_wait_timeout_s))
+    gate = ReadingGate(2, section.image_wait_timeout_s)
+    return BodyPreparer(Tokenizer(path), pictures, max_model_len=512, reading=gate.entered)
 
 
 def test_a_request_more_than_may_be_read_is_told_to_come_back() -> None:
     hang = threading.Event()
-    encoder = _encoder(hang)
+    preparer = _preparer(hang)
 
     async def run() -> None:
-        slow = [asyncio.create_task(encoder.chat(_of(ADDRESS), {})) for _ in range(2)]
+        slow = [asyncio.create_task(preparer.conversation(_of(ADDRESS))) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match=r"2 requests.*max_encodes \+ max_encodes_waiting = 2"):
-            await encoder.chat(_of(BAD), {})
-        assert (await encoder.chat([{"role": "user", "content": "x" * 20_000}], {})).token_ids.size
+            await preparer.conversation(_of(BAD))
+        text = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x" * 20_000}]})
+        assert (await preparer.conversation(text)).token_ids.size
         hang.set()
         for task in slow:
             with pytest.raises(RequestError, match="not a public one"):
                 await task
         with pytest.raises(RequestError, match="no image"):
-            await encoder.chat(_of(BAD), {})
+            await preparer.conversation(_of(BAD))
 
     asyncio.run(run())
 
@@ -66,7 +69,7 @@ def test_pictures_that_are_not_read_in_time_are_refused() -> None:
 
     async def run() -> None:
         with pytest.raises(QueueFullError, match=r"not read in time.*image_wait_timeout_s = 0\.05 s"):
-            await _encoder(hang, image_wait_timeout_s=0.05).chat(_of(ADDRESS), {})
+            await _preparer(hang, image_wait_timeout_s=0.05).conversation(_of(ADDRESS))
 
     asyncio.run(run())
     hang.set()

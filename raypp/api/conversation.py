@@ -1,0 +1,76 @@
+"""Conversations as chat templates read them: the same for every door, Python's and HTTP's.
+
+What clients send differs from what templates expect: `developer` for `system`, `null` for no content, the arguments of
+a replayed call as JSON text, texts in parts. A template would refuse these, or write them into the prompt as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from raypp.errors import RequestError
+
+MAX_JSON_DEPTH = 200
+"""Levels of lists and objects, in a body and in the arguments of a replayed call: what the JSON parser follows."""
+
+
+def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as a chat template reads them.
+
+    Raises:
+        RequestError: the arguments of a call are nested too deeply.
+    """
+    return [_plain_message(message) for message in messages]
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in message.items() if value is not None}
+    if plain.get("role") == "developer":  # OpenAI's newer word; templates know the older one
+        plain["role"] = "system"
+    plain["content"] = _plain_content(message.get("content"))
+    if isinstance(calls := plain.get("tool_calls"), Sequence):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_content(content: Any) -> Any:
+    """Return texts in parts as one text, and content with other parts as it is."""
+    if content is None:
+        return ""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    texts = [part["text"] for part in content if _is_text(part)]
+    return "\n".join(texts) if len(texts) == len(content) else content
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _plain_call(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = function.get("arguments")
+    plain = _plain_arguments(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": {**function, "arguments": {} if plain is None else plain}}
+
+
+def _plain_arguments(arguments: str) -> Any:
+    """Return a call's arguments as an object: templates write it as JSON, and some would write a text as a string."""
+    if not arguments.strip():
+        return {}
+    try:
+        plain = from_json(arguments)
+    except ValueError as error:
+        if "recursion" in str(error):
+            raise RequestError(
+                "the arguments of a tool call are nested too deeply",
+                got=arguments[:80],
+                expected=f"at most {MAX_JSON_DEPTH} levels of lists and objects",
+                param="messages",
+            ) from None
+        return arguments
+    return plain if isinstance(plain, dict) else arguments

@@ -1,0 +1,227 @@
+"""From bodies to what the engine gets: texts and conversations are tokenized here, long ones beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from raypp.api.context_length import check_context_length
+from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
+from raypp.api.tokenizer import ChatMessage, Tokenizer
+from raypp.errors import RequestError
+from raypp.messages import Int32s
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.conventions import ChatConventions
+from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
+from raypp.openai_api.request_fields import NO_DEFAULTS
+from raypp.pictures.content import has_pictures
+from raypp.pictures.reader import PictureReader
+
+T = TypeVar("T")
+
+_MAX_INLINE_CHARS = 16_384
+"""About a millisecond of tokenizing. More would hold up every stream of the replica."""
+_PROMPT_END = 40
+"""Characters that tell whether a prompt leaves off inside of a thought."""
+
+
+class BodyPreparer:
+    """Prepares bodies for one model, and reads its pictures."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        pictures: PictureReader | None,
+        *,
+        max_model_len: int,
+        sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
+        reading: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """Prepare for one model.
+
+        Args:
+            tokenizer: The model's; None takes prompts as token ids only.
+            pictures: Reads the model's pictures; None for one that takes text alone.
+            max_model_len: The most tokens of a request, prompt and output together.
+            sampling_defaults: Fields of `SamplingParams` that hold where a body says nothing.
+            reading: Entered while a request's pictures are read, to bound how many are; by default nothing does.
+        """
+        self._tokenizer = tokenizer
+        self._pictures = pictures
+        self._max_model_len = max_model_len
+        self._sampling_defaults = sampling_defaults
+        self._reading = reading
+        self.conventions = ChatConventions.of(tokenizer)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: the engine has none.
+        """
+        if self._tokenizer is None:
+            raise RequestError(
+                "this takes a tokenizer, and the engine was made with skip_tokenizer_init",
+                expected="a prompt of token ids",
+            )
+        return self._tokenizer
+
+    async def prepare(
+        self,
+        request: ChatRequest | CompletionRequest,
+        check_tokens: Callable[[int, int], None] = lambda *_: None,
+    ) -> Prepared:
+        """Return what a body becomes.
+
+        Args:
+            request: The body.
+            check_tokens: Called with the number of prompts and of their tokens so far; raises when they are too many.
+
+        Raises:
+            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+        """
+        if isinstance(request, ChatRequest):
+            return await self._chat(request)
+        return await self._completion(request, check_tokens)
+
+    async def conversation(self, request: ChatRequest) -> EncodedPrompt:
+        """Return a conversation, up to where the assistant's message begins.
+
+        Raises:
+            RequestError: the model's template refuses it, there is no template or tokenizer, or a picture is at fault.
+            QueueFullError: too many others have pictures, or these wait for too long.
+        """
+        prompts = PicturePrompts(self.tokenizer, self._pictures)
+        kwargs = request.template_kwargs(self.conventions)
+        messages = request.conversation(takes_images=self._pictures is not None)
+
+        def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
+            return prompts.chat(messages, kwargs)
+
+        with _naming("messages"):
+            if self._pictures is not None and has_pictures(messages):
+                async with self._reading():
+                    return await self._pictures.beside.messages(messages, encode)
+            num_chars = sum(len(str(message["content"])) for message in messages)
+            return await _beside_if_long(num_chars, lambda: encode(messages))
+
+    async def texts(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_tokens: Callable[[int], None] = lambda _: None,
+    ) -> list[Int32s]:
+        """Return the token ids of each text, int32 [T].
+
+        Many are tokenized a slice at a time: nobody waits for all of them.
+
+        Args:
+            texts: What to tokenize.
+            add_special_tokens: Put those around each text that the model expects there.
+            check_tokens: Called with the number of tokens so far; raises when they are too many.
+
+        Raises:
+            ContextLengthError: a text that is longer than the model's context.
+            RequestError: a text that is not valid Unicode, or an engine without a tokenizer.
+        """
+        tokenizer, num_tokens = self.tokenizer, 0
+        token_ids: list[Int32s] = []
+        is_long = sum(map(len, texts)) > _MAX_INLINE_CHARS
+        for piece in _slices(texts, _MAX_INLINE_CHARS):
+            encode = partial(tokenizer.encode, piece, add_special_tokens=add_special_tokens)
+            with _naming("prompt"):
+                encoded = await asyncio.to_thread(encode) if is_long else encode()
+            num_tokens += sum(map(len, encoded))
+            check_tokens(num_tokens)
+            token_ids += encoded
+        return token_ids
+
+    async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        tokenizer = self.tokenizer
+        return await _beside_if_long(
+            len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def _chat(self, request: ChatRequest) -> PreparedChat:
+        prompt = await self.conversation(request)
+        check_context_length(len(prompt.token_ids), self._max_model_len, param="messages")
+        # The text as it was rendered: tokens that are special have none any more when it is decoded.
+        prompt_end = (prompt.text or "")[-_PROMPT_END:]
+        params = request.sampling_params(self._max_model_len, self.conventions, prompt_end, self._sampling_defaults)
+
+        def make_parser() -> MessageParser:
+            return request.parser(self.conventions, prompt_end)
+
+        return PreparedChat(prompt, params, make_parser)
+
+    async def _completion(
+        self, request: CompletionRequest, check_tokens: Callable[[int, int], None]
+    ) -> PreparedCompletion:
+        params = request.sampling_params(self._max_model_len, self._sampling_defaults)
+        given = request.prompts()
+        check = partial(check_tokens, len(given))
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        check(sum(len(prompt["prompt_token_ids"]) for prompt in given if not isinstance(prompt, str)))
+        encoded = iter(await self.texts(texts, check_tokens=check) if texts else ())
+        prompts = [
+            EncodedPrompt(next(encoded), text=prompt)
+            if isinstance(prompt, str)
+            else EncodedPrompt(np.asarray(prompt["prompt_token_ids"]))
+            for prompt in given
+        ]
+        for prompt in prompts:
+            check_context_length(len(prompt.token_ids), self._max_model_len, param="prompt")
+        if request.echo:
+            prompts = await self._with_texts(prompts)
+        return PreparedCompletion(prompts, params, bool(request.echo), request.is_scoring)
+
+    async def _with_texts(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
+        """Return the prompts with their texts; those of token ids have no special tokens in them."""
+        num_tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.text is None)
+
+        def with_text(prompt: EncodedPrompt) -> EncodedPrompt:
+            if prompt.text is not None:
+                return prompt
+            known = prompt.token_ids[prompt.token_ids < self.tokenizer.vocab_size]  # the engine will refuse others
+            return replace(prompt, text=self.tokenizer.decode(known.tolist()))
+
+        return await _beside_if_long(num_tokens, lambda: [with_text(prompt) for prompt in prompts])
+
+
+def _slices(texts: Sequence[str], max_chars: int) -> Iterator[list[str]]:
+    """Yield the texts in order, in lists of about so many characters. A text counts as one more: it is work, too."""
+    piece: list[str] = []
+    num_chars = 0
+    for text in texts:
+        piece.append(text)
+        num_chars += len(text) + 1
+        if num_chars >= max_chars:
+            yield piece
+            piece, num_chars = [], 0
+    if piece:
+        yield piece
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Let errors name the field whose content was at fault."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = error.param or param
+        raise
+
+
+async def _beside_if_long(num_chars: int, work: Callable[[], T]) -> T:
+    return work() if num_chars <= _MAX_INLINE_CHARS else await asyncio.to_thread(work)

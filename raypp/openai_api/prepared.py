@@ -1,0 +1,75 @@
+"""What a body becomes: prompts and parameters for the engine, and how its outputs become the response.
+
+Both doors, HTTP and batches, go this way: the same body has the same prompt, parameters and response behind either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from raypp.api.picture_prompts import EncodedPrompt
+from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.responses import ChatCompletion, Completion
+from raypp.types import RequestOutput, SamplingParams
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation to be answered."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+    make_parser: Callable[[], MessageParser]
+    """Of a parser for each answer."""
+
+    @property
+    def prompts(self) -> list[EncodedPrompt]:
+        """The prompt, in a list."""
+        return [self.prompt]
+
+    def shown(self, output: RequestOutput) -> RequestOutput:
+        """Return what of the engine's output belongs into the response: all of it."""
+        return output
+
+    def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+        """Return the response of the finished output."""
+        [output] = outputs
+        return chat_completion(head, output, self.params, self.make_parser)
+
+
+@dataclass(frozen=True)
+class PreparedCompletion:
+    """Prompts to be continued."""
+
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    echo: bool = False
+    """Whether texts begin with their prompts."""
+    is_scoring: bool = False
+    """Whether the one token that the engine generates is left out."""
+
+    def shown(self, output: RequestOutput) -> RequestOutput:
+        """Return what of the engine's output belongs into the response."""
+        if not self.is_scoring:
+            return output
+        outputs = [
+            replace(
+                one,
+                text="",
+                token_ids=[],
+                logprobs=None if one.logprobs is None else [],
+                finish_reason=one.finish_reason and "length",
+                stop_reason=None,
+            )
+            for one in output.outputs
+        ]
+        return replace(output, outputs=outputs)
+
+    def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> Completion:
+        """Return the response of the finished outputs, one per prompt."""
+        return completion(head, [self.shown(output) for output in outputs], self.params, echo=self.echo)
+
+
+Prepared = PreparedChat | PreparedCompletion

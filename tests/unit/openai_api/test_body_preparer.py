@@ -1,0 +1,209 @@
+"""A body becomes prompt, parameters and parser: the tokenizer is real, the engine is not needed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raypp
+from raypp.api.tokenizer import Tokenizer
+from raypp.errors import ContextLengthError, RequestError
+from raypp.openai_api.body_preparer import BodyPreparer
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.errors import describe_error, parse_body
+from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.prepared import PreparedChat, PreparedCompletion
+from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+
+TINY = Path(raypp.__file__).parent / "assets" / "tiny"
+HELLO = [{"role": "user", "content": "hello"}]
+PING = {"name": "ping", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}}
+
+
+def with_template(folder: Path, change: tuple[str, str]) -> Tokenizer:
+    """Return the embedded model's tokenizer with another chat template, and thoughts as special tokens."""
+    (folder / "tokenizer_config.json").write_text((TINY / "tokenizer_config.json").read_text())
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        token["special"] |= token["content"] in ("<think>", "</think>")
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    template = (TINY / "chat_template.jinja").read_text()
+    assert change[0] in template
+    (folder / "chat_template.jinja").write_text(template.replace(*change))
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tokenizer:
+    return Tokenizer(TINY)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A model that only answers after a thought: its template begins one and has no switch."""
+    switch = (
+        "{%- if enable_thinking is defined and not enable_thinking -%}\n        {{- '<think>\\n\\n</think>\\n\\n' -}}"
+    )
+    return with_template(tmp_path_factory.mktemp("thinker"), (switch, "{%- if true -%}{{- '<think>\\n' -}}"))
+
+
+def prepare(tokenizer: Tokenizer, *, max_model_len: int = 1000, **fields: Any) -> PreparedChat:
+    request = parse_body(ChatRequest, {"messages": HELLO, **fields})
+    prepared = asyncio.run(BodyPreparer(tokenizer, None, max_model_len=max_model_len).prepare(request))
+    assert isinstance(prepared, PreparedChat)
+    return prepared
+
+
+def complete(tokenizer: Tokenizer, *, max_model_len: int = 1000, **fields: Any) -> PreparedCompletion:
+    request = parse_body(CompletionRequest, fields)
+    prepared = asyncio.run(BodyPreparer(tokenizer, None, max_model_len=max_model_len).prepare(request))
+    assert isinstance(prepared, PreparedCompletion)
+    return prepared
+
+
+def answered(prepared: PreparedChat | PreparedCompletion, text: str, **more: Any) -> dict[str, Any]:
+    """Return the first choice of the response to an engine that wrote this."""
+    completion = CompletionOutput(
+        index=0, text=text, token_ids=[5], finish_reason="length", **more.pop("of_choice", {})
+    )
+    output = RequestOutput(
+        request_id="r",
+        prompt=prepared.prompts[0].text,
+        prompt_token_ids=prepared.prompts[0].token_ids.tolist(),
+        outputs=[completion],
+        finished=True,
+        metrics=RequestMetrics(arrival_time_s=0.0),
+        **more,
+    )
+    choice: dict[str, Any] = prepared.response(ResponseHead("id", 0, "tiny"), [output]).model_dump()["choices"][0]
+    return choice
+
+
+def form_of(prepared: PreparedChat) -> dict[str, Any]:
+    """Return the form that the text is held to, as the grammar process gets it."""
+    constraint = prepared.params.structured_outputs
+    assert constraint is not None
+    form: dict[str, Any] = json.loads(constraint["structural_tag"])["format"]
+    return form
+
+
+def test_a_form_comes_behind_the_thought_that_the_prompt_has_begun(thinker: Tokenizer) -> None:
+    prepared = prepare(thinker, response_format={"type": "json_object"})
+    assert (prepared.prompt.text or "").endswith("<think>\n")
+    thought, answer = form_of(prepared)["elements"]
+    assert (thought["begin"], thought["end"], answer["type"]) == ("", "</think>\n\n", "json_schema")
+    message = answered(prepared, "so\n</think>\n\n{}")["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so", "{}")
+
+
+def test_a_thought_that_is_begun_is_one_whatever_was_asked_for(thinker: Tokenizer) -> None:
+    silent = {"chat_template_kwargs": {"enable_thinking": False}}  # this template does not read it
+    prepared = prepare(thinker, response_format={"type": "json_object"}, **silent)
+    assert form_of(prepared)["type"] == "sequence"
+
+
+def test_no_effort_is_no_thoughts(tiny: Tokenizer, thinker: Tokenizer) -> None:
+    silent = prepare(tiny, chat_template_kwargs={"enable_thinking": False}).prompt.text
+    assert prepare(tiny, reasoning_effort="none").prompt.text == silent
+    assert prepare(tiny, reasoning_effort="high").prompt.text == prepare(tiny).prompt.text != silent
+    loud = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
+    assert prepare(tiny, **loud).prompt.text != silent
+    form = prepare(tiny, reasoning_effort="none", response_format={"type": "json_object"}).params.structured_outputs
+    assert form is not None
+    assert "json_schema" in form
+    with pytest.raises(RequestError, match="cannot turn thoughts off") as caught:
+        prepare(thinker, reasoning_effort="none")
+    assert caught.value.param == "reasoning_effort"
+    prepare(thinker, reasoning_effort="low")
+
+
+def test_effort_reaches_templates_that_read_it(tmp_path: Path) -> None:
+    begin = "{%- if add_generation_prompt -%}"
+    tokenizer = with_template(tmp_path, (begin, begin + "{{- 'effort: ' ~ reasoning_effort | default('medium') -}}"))
+    assert "effort: low" in (prepare(tokenizer, reasoning_effort="low").prompt.text or "")
+    assert "effort: medium" in (prepare(tokenizer).prompt.text or "")
+
+
+def test_requests_bring_no_template_and_no_arguments_of_the_rendering(tiny: Tokenizer) -> None:
+    own = set(inspect.signature(tiny._hf.apply_chat_template).parameters) - {"tools", "documents", "kwargs"}
+    assert {"chat_template", "conversation", "tokenize", "continue_final_message"} < own
+    for name in own:
+        with pytest.raises(RequestError, match=f"chat_template_kwargs must not have {name}") as caught:
+            prepare(tiny, chat_template_kwargs={name: "{% for _ in range(9 ** 9) %}{% endfor %}"})
+        assert caught.value.param == "chat_template_kwargs"
+
+
+def test_strict_tools_are_held_to_their_schemas_when_the_model_may_choose(tiny: Tokenizer) -> None:
+    strict, free = ({"type": "function", "function": {**PING, "strict": is_strict}} for is_strict in (True, False))
+    for choice in ({}, {"tool_choice": "auto"}):
+        assert prepare(tiny, tools=[free], **choice).params.structured_outputs is None
+        held = form_of(prepare(tiny, tools=[strict], **choice))
+        assert (held["type"], held["triggers"]) == ("triggered_tags", ["<tool_call>"])
+        assert [tag["content"]["json_schema"] for tag in held["tags"]] == [PING["parameters"]]
+
+
+def test_deep_parameters_of_a_forced_call_are_any_object_or_refused(tiny: Tokenizer) -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(95):  # two levels of JSON each: as deep as a body may be
+        schema = {"type": "object", "properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    forced = prepare(tiny, max_model_len=10_000, tools=[tool], tool_choice="required")
+    [_, calls] = form_of(forced)["elements"]
+    assert calls["tags"][0]["content"]["json_schema"] == {"type": "object", "additionalProperties": True}
+    tool["function"]["strict"] = True
+    with pytest.raises(RequestError, match="nesting deeper than 64"):
+        prepare(tiny, max_model_len=10_000, tools=[tool])
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "ping"}}])
+@pytest.mark.parametrize(
+    "cut", ["<tool_cal", "<tool_call>", '<tool_call>\n{"name": "pi', "<think>so</think>\n<tool_call>\n{"]
+)
+def test_a_forced_call_that_is_cut_off_is_no_content(tiny: Tokenizer, choice: Any, cut: str) -> None:
+    tools = [{"type": "function", "function": PING}]
+    forced = prepare(tiny, tools=tools, tool_choice=choice)
+    assert answered(forced, cut)["message"]["content"] == ""
+    parser = forced.make_parser()
+    assert not "".join(parser.feed(char).content for char in cut) + parser.feed("", is_last=True).content
+    free = answered(prepare(tiny, tools=tools), cut)["message"]
+    assert cut.endswith(free["content"])
+    assert free["content"]
+
+
+def test_too_long_a_prompt_is_told_in_the_words_that_clients_look_for(tiny: Tokenizer) -> None:
+    long = "hello " * 300
+    for run, param in (
+        (lambda: prepare(tiny, max_model_len=64, messages=[{"role": "user", "content": long}]), "messages"),
+        (lambda: complete(tiny, max_model_len=64, prompt=["a", long]), "prompt"),
+        (lambda: complete(tiny, max_model_len=64, prompt=[[1] * 64]), "prompt"),
+    ):
+        with pytest.raises(ContextLengthError) as caught:
+            run()
+        status, response = describe_error(caught.value)
+        assert (status, response.error.code, response.error.param) == (400, "context_length_exceeded", param)
+        assert "maximum context length is 64 tokens" in response.error.message
+    assert len(complete(tiny, max_model_len=64, prompt=[[1] * 63]).prompts[0].token_ids) == 63
+
+
+def test_scoring_is_an_echo_without_a_continuation(tiny: Tokenizer) -> None:
+    prepared = complete(tiny, prompt="def main(", max_tokens=0, echo=True, logprobs=1)
+    assert (prepared.params.max_tokens, prepared.params.prompt_logprobs) == (1, 1)
+    entries = [{token: Logprob(-1.0, 1, "x")} for token in prepared.prompts[0].token_ids.tolist()]
+    logprobs = {"logprobs": [{5: Logprob(-2.0, 1, "y")}]}
+    choice = answered(prepared, "y", of_choice=logprobs, prompt_logprobs=[None, *entries[1:]])
+    assert (choice["text"], choice["finish_reason"]) == ("def main(", "length")
+    assert len(choice["logprobs"]["tokens"]) == len(entries)
+    with pytest.raises(RequestError, match="echo=true") as caught:
+        complete(tiny, prompt="a", max_tokens=0)
+    assert caught.value.param == "max_tokens"
+
+
+def test_tokens_are_echoed_as_text(tiny: Tokenizer) -> None:
+    [ids] = tiny.encode(["def main("])
+    assert answered(complete(tiny, prompt=ids.tolist(), echo=True), "y")["text"] == "def main(y"

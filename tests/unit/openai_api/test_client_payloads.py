@@ -1,0 +1,182 @@
+"""What real clients send: conversations with the server's own answers, explicit nulls, numbers as JavaScript has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raypp.errors import RequestError
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.errors import BodyError, decode_json, describe_error, parse_body
+
+HELLO = {"role": "user", "content": "hello"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+PLAIN_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_body(ChatRequest, {"messages": [HELLO], **fields})
+
+
+def complete(**fields: Any) -> CompletionRequest:
+    return parse_body(CompletionRequest, {"prompt": "a", **fields})
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of the assistant as the chat template reads it."""
+    [_, read] = chat(messages=[HELLO, {"role": "assistant", **message}]).conversation(takes_images=False)
+    return read
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"content": "hi", "annotations": [], "audio": None, "function_call": None, "refusal": None, "tool_calls": None},
+        {"content": "hi", "parsed": {"name": "x"}, "refusal": None},
+        {"content": "hi", "reasoning": None, "reasoning_content": None, "reasoning_details": [{"type": "text"}]},
+        {"content": "hi", "provider_specific_fields": {"refusal": None}, "images": [], "thinking_blocks": None},
+        {"content": "hi", "cache_control": {"type": "ephemeral"}},
+        {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}, "annotations": []}]},
+        {"content": "hi", "tool_calls": []},
+    ],
+)
+def test_an_answer_can_be_sent_back_as_it_came(sent: dict[str, Any]) -> None:
+    assert plain(sent) == {"role": "assistant", "content": "hi"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "read"),
+    [
+        (CALL, PLAIN_CALL),
+        ({**CALL, "index": 0}, PLAIN_CALL),
+        ({**CALL, "function": {**CALL["function"], "parsed_arguments": {"x": 1}}}, PLAIN_CALL),  # type: ignore[dict-item]
+        ({**CALL, "provider_specific_fields": None, "cache_control": None}, PLAIN_CALL),
+        ({**CALL, "function": {"name": "f", "arguments": {"x": 1}}}, PLAIN_CALL),
+        ({**CALL, "type": None}, {name: value for name, value in PLAIN_CALL.items() if name != "type"}),
+        (
+            {**CALL, "function": {"name": "f", "arguments": ""}},
+            {**PLAIN_CALL, "function": {"name": "f", "arguments": {}}},
+        ),
+        (
+            {**CALL, "function": {"name": "f", "arguments": "[1"}},
+            {**PLAIN_CALL, "function": {"name": "f", "arguments": "[1"}},
+        ),
+    ],
+)
+def test_calls_can_be_sent_back_as_they_came(sent: dict[str, Any], read: dict[str, Any]) -> None:
+    assert plain({"content": None, "tool_calls": [sent]}) == {"role": "assistant", "content": "", "tool_calls": [read]}
+
+
+def test_reasoning_has_two_names() -> None:
+    assert plain({"content": "a", "reasoning": "so"})["reasoning_content"] == "so"
+    assert plain({"content": "a", "reasoning": "so", "reasoning_content": "why"})["reasoning_content"] == "why"
+    assert "reasoning" not in plain({"content": "a", "reasoning": {"effort": "low"}})
+
+
+def test_tools_may_have_notes() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}, "returns": {"type": "string"}}
+    tools = [{"type": "function", "function": function, "cache_control": {"type": "ephemeral"}, "strict": None}]
+    [tool] = chat(tools=tools).template_kwargs()["tools"]
+    assert tool == {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [({"function_call": {"name": "f", "arguments": "{}"}}, "function_call"), ({"audio": {"id": "a"}}, "audio")],
+)
+def test_what_would_be_lost_is_refused(message: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        plain(message)
+    assert caught.value.param == f"messages[1].{param}"
+
+
+def test_every_field_may_be_null() -> None:
+    required = {"messages", "prompt"}
+    assert chat(**dict.fromkeys(ChatRequest.model_fields.keys() - required)) == chat()
+    assert complete(**dict.fromkeys(CompletionRequest.model_fields.keys() - required)) == complete()
+
+
+def test_whole_numbers_are_integers_however_they_are_written() -> None:
+    body = {"max_tokens": 20.0, "n": 2.0, "seed": 7.0, "top_k": 3.0, "stop_token_ids": [5.0], "min_tokens": 1.0}
+    params = complete(**body).sampling_params(100)
+    assert (params.max_tokens, params.n, params.seed, params.top_k, params.stop_token_ids) == (20, 2, 7, 3, (5,))
+    assert type(params.max_tokens) is int
+    assert chat(max_completion_tokens=20.0).sampling_params(100).max_tokens == 20
+    for value in (20.5, True, "20", float("inf"), 1e400):
+        with pytest.raises(BodyError, match="max_tokens"):
+            complete(max_tokens=value)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 3}}]}],
+            "[0].content[0].image_url.url",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "[0].content[0].image_url.url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "sound"}]}], "[0].content[0]"),
+        ([{"content": "a"}], "[0].role"),
+    ],
+)
+def test_a_path_holds_what_was_sent_and_no_names_of_ours(messages: list[Any], param: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        chat(messages=messages)
+    assert caught.value.param == f"messages{param}"
+    assert f"messages{param}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 4301: 1}}, "logit_bias"),
+        ({"temperature": 0, "n": 2}, "n"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["audio"]}, "modalities"),
+    ],
+)
+def test_what_parses_and_makes_no_sense_names_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields).sampling_params(100)
+    status, response = describe_error(caught.value)
+    assert (status, response.error.param) == (400, param)
+    assert len(response.error.message) < 1000
+
+
+@pytest.mark.parametrize("depth", [150, 990, 100_000])
+def test_arguments_may_be_deep_but_not_endlessly(depth: int) -> None:
+    arguments = '{"x":' * depth + "1" + "}" * depth
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    request = chat(messages=[HELLO, {"role": "assistant", "tool_calls": [call]}])
+    if depth <= 200:
+        assert isinstance(request.conversation(takes_images=False)[1]["tool_calls"][0]["function"]["arguments"], dict)
+        return
+    with pytest.raises(RequestError, match="at most 200 levels") as caught:
+        request.conversation(takes_images=False)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"", "the body is empty"),
+        (b'{"a": 1', "not valid JSON"),
+        (b'{"a": NaN}', "not valid JSON"),
+        (b"[" * 100_000, "at most 200 levels"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "4,300 digits"),
+        (b'{"a": "\xff"}', "not valid UTF-8; got: the byte 0xff at position 7"),
+        (b"\xff\xfe{\x00", "not valid UTF-8; got: the byte 0xff at position 0"),
+        (rb'{"a": "\ud800"}', "invalid escape"),
+    ],
+)
+def test_what_is_no_json_is_said_why(raw: bytes, said: str) -> None:
+    with pytest.raises(BodyError, match=said):
+        decode_json(raw)
