@@ -137,7 +137,7 @@ def _not_json(raw: bytes, complaint: str) -> BodyError:
     if not raw.strip():
         return BodyError("the body is empty", expected="a JSON object")
     if "recursion" in complaint:
-        return BodyError("the body is nested too deeply", got=where, expected=f"at most {MAX_JSON_DEPTH} levels")
+        return BodyError("the nesting of the body is too deep", got=where, expected=f"at most {MAX_JSON_DEPTH} levels")
     if "number out of range" in complaint:
         return BodyError("the body holds a number that is too long", got=where, expected="at most 4,300 digits")
     try:

@@ -31,7 +31,7 @@ def error_of(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
         (gzip.compress(PLAIN), {**AS_JSON, "Content-Encoding": "gzip"}, "compressed; got: Content-Encoding: gzip"),
         (b'{"prompt": "\xff"}', AS_JSON, "not valid UTF-8; got: the byte 0xff at position 12"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", AS_JSON, "at most 4,300 digits"),
-        (b'{"prompt": ' + b"[" * 100_000, AS_JSON, "nested too deeply"),
+        (b'{"prompt": ' + b"[" * 100_000, AS_JSON, "nesting of the body is too deep"),
         (b"", AS_JSON, "the body is empty"),
         (b'{"prompt": "a", "tempratur": 1}', AS_JSON, "did you mean temperature?"),
     ],

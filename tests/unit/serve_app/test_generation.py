@@ -6,7 +6,6 @@ import contextlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -42,8 +41,7 @@ def test_a_chat_has_openais_shape(http: httpx.Client) -> None:
 def test_the_models_defaults_hold_for_fields_that_are_left_out(
     app: RunningApp, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = app.context.llm
-    monkeypatch.setattr(llm, "_engine", replace(llm._engine, sampling_defaults={"temperature": 0.0, "max_tokens": 3}))
+    monkeypatch.setattr(app.context.preparer, "_sampling_defaults", {"temperature": 0.0, "max_tokens": 3})
     for url, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "def main("})):
         given = {**body, "ignore_eos": True, "temperature": None}
         short, long = (http.post(url, json={**given, **more}).json() for more in ({}, {"max_tokens": 7}))
