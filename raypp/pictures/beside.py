@@ -20,7 +20,7 @@ from raypp.pictures.web_address import is_web_address
 
 T = TypeVar("T")
 
-_MAX_DECODING = 4
+_MAX_DECODING = 8
 """Threads that decode. More would take time from what else the process does, its event loop above all."""
 
 

@@ -73,7 +73,7 @@ class OpenedImage:
             num_bytes: What the user handed in.
             is_own: Whether it was opened here, so that it may be decoded at a smaller size.
         """
-        self._image = image
+        self._image: Image.Image | None = image
         self._is_own = is_own
         self.num_bytes = num_bytes
         self.size = image.size
@@ -89,6 +89,8 @@ class OpenedImage:
     def decode(self, needed: tuple[int, int] | None = None) -> Image.Image:
         """Return it in RGB, upright as its camera was held; what is transparent becomes white, as on a page.
 
+        Once: nothing of it is kept then.
+
         Args:
             needed: Width and height, as stored, that it will be resized to. A large JPEG may come smaller then, but
                 still more than twice as large as that.
@@ -96,8 +98,9 @@ class OpenedImage:
         Raises:
             RequestError: a broken file, or colours that cannot be converted.
         """
+        image, self._image = self._image, None
+        assert image is not None, "it was decoded already"
         with _readable():
-            image = self._image
             if self._is_own and needed is not None and self.num_pixels > _MAX_PIXELS_IN_FULL:
                 image.draft(None, (2 * needed[0], 2 * needed[1]))
             image.load()

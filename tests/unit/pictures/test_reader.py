@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import weakref
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vision_configs import vision_config
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
 from raypp.pictures.content import ImageContent, VideoContent, has_pictures, take_pictures
-from raypp.pictures.decode import to_rgb
+from raypp.pictures.decode import OpenedImage, to_rgb
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.read import open_image, open_image_url
 from raypp.pictures.reader import PictureMarks, PictureReader, ReadPicture
@@ -192,6 +193,25 @@ def test_the_bytes_of_a_prompts_images_are_bounded_as_files_and_as_patches() -> 
     assert _reader(max_prompt_image_bytes=limit).read([empty])
     with pytest.raises(RequestError, match=rf"{2 * limit} bytes as patches; expected.*= {limit}"):
         _reader(max_prompt_image_bytes=limit).read([empty, empty])
+
+
+def test_no_more_than_a_few_frames_of_a_video_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[weakref.ref[Image.Image]] = []
+    most = 0
+    decode = OpenedImage.decode
+
+    def counted(opened: OpenedImage, needed: tuple[int, int] | None = None) -> Image.Image:
+        nonlocal most
+        image = decode(opened, needed)
+        decoded.append(weakref.ref(image))
+        most = max(most, sum(found() is not None for found in decoded))
+        return image
+
+    monkeypatch.setattr(OpenedImage, "decode", counted)
+    frames = tuple(_file(Image.new("RGB", (60, 40), (number, 0, 0))) for number in range(8))
+    _reader().read([VideoContent(frames, 1.0)])
+    assert len(decoded) == 8
+    assert most <= 3
 
 
 def test_frames_of_a_video_are_turned_one_by_one() -> None:
