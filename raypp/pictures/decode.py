@@ -5,9 +5,10 @@ An image is opened first, which reads its head alone, and decoded when it is kno
 
 from __future__ import annotations
 
+import contextlib
 import io
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,11 @@ _MAX_READS = 500_000
 
 _MAX_PIXELS_IN_FULL = 4 << 20
 """A JPEG of more is decoded at a half, a quarter or an eighth of its size where that is still twice what is needed."""
+
+
+_USERS_OBJECTS = threading.Lock()
+"""Held while a PIL image of a user reads its file. It may be in several requests, of several engines even, and when two
+threads read it at once, Pillow sees a broken file or wrong pixels."""
 
 
 class _CountedFile(io.BytesIO):
@@ -103,8 +109,9 @@ class OpenedImage:
         with _readable():
             if self._is_own and needed is not None and self.num_pixels > _MAX_PIXELS_IN_FULL:
                 image.draft(None, (2 * needed[0], 2 * needed[1]))
-            image.load()
-            turn = _turn_of(image)
+            with contextlib.nullcontext() if self._is_own else _USERS_OBJECTS:
+                image.load()
+                turn = _turn_of(image)
             self.is_turned = turn in _TO_THE_SIDE
             rgb = to_rgb(image)
             return rgb if turn is None else rgb.transpose(turn)
@@ -142,7 +149,7 @@ def open_pil(image: Image.Image, limits: ImagesSection) -> OpenedImage:
         RequestError: an animated one, or too large.
     """
     check_size(*image.size, limits)
-    with _readable():
+    with _readable(), _USERS_OBJECTS:
         _check_still(image)
     return OpenedImage(image, image.size[0] * image.size[1] * len(image.getbands()), is_own=False)
 
@@ -245,7 +252,7 @@ def _check_scans(data: bytes, image: Image.Image) -> None:
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _readable() -> Iterator[None]:
     """Let what Pillow raises be the file's fault, but for what the caller tells apart."""
     try:

@@ -15,7 +15,7 @@ from serve_app.context import AppContext
 from serve_app.errors import documented
 from serve_app.json_route import JsonRoute
 
-_ERRORS = documented(400, 401, 404, 413, 500, 503)
+_ERRORS = documented(400, 401, 404, 413, 429, 500, 503)
 
 
 class TokenizeRequest(OpenAIModel):
