@@ -113,6 +113,11 @@ def test_images_go_only_to_models_that_take_them() -> None:
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "'king'"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "3"),
         ({"stop": [""]}, "stop[0]", "at least 1"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": ["x"]}]}]},
+            "messages[0].content[0].type",
+            "got: 'video'; expected: 'text', 'image_url'",
+        ),
     ],
 )
 def test_a_bad_body_names_the_field(fields: dict[str, Any], param: str, words: str) -> None:
