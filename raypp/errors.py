@@ -131,10 +131,19 @@ class QueueFullError(RayppError):
 
     Args:
         retry_after_s: When it may be worth trying again. Seconds.
+        hint: None says just that.
     """
 
-    def __init__(self, message: str, *, retry_after_s: int, got: object = None, expected: object = None) -> None:
-        super().__init__(message, got=got, expected=expected, hint=f"try again in {retry_after_s} s")
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: int,
+        got: object = None,
+        expected: object = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, got=got, expected=expected, hint=hint or f"try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 

@@ -19,6 +19,7 @@ from raypp.driver.engine import Engine
 from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarProcess
+from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.scheduler.scheduler import Scheduler
@@ -112,6 +113,10 @@ class DriverActor:
             self._clients,
             health,
             failures,
+            OpenRequests(
+                max_bytes=self._plan.config.scheduler.max_waiting_bytes,
+                max_pixel_bytes=self._plan.config.encoder.max_waiting_pixel_bytes,
+            ),
             heartbeat_s=faults.heartbeat_s,
             on_connected=self._forget_meeting_place,
         )

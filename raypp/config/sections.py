@@ -101,6 +101,9 @@ class SchedulerSection(Section):
     max_steps_per_cohort: int | None = Field(default=None, ge=2, le=4)
     """Decode steps of a cohort that may be in flight at a time; with prompts about, 2. None: 2, but 3 on GPUs where a
     step of the model is so short that the driver's next plan would come late, without speculation."""
+    max_waiting_bytes: int = Field(default=1 << 32, ge=1 << 16)
+    """Memory that unfinished requests may take in the driver: 4 bytes per prompt token and 4 KiB per request, pictures
+    apart. A request for which there is no room is refused with QueueFullError."""
     grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
 
@@ -264,6 +267,9 @@ class EncoderSection(Section):
     stage_embedding_bytes: int = Field(default=1 << 28, ge=1)
     """Embeddings that the first stage may hold: those of prompts under way, and of earlier ones while there is room.
     A request whose pictures need more is refused."""
+    max_waiting_pixel_bytes: int = Field(default=1 << 32, ge=1 << 16)
+    """Pixels that the driver keeps, those of a picture once: of requests that wait and, as these may be preempted, of
+    requests that run. A request for which there is no room is refused with QueueFullError."""
     link_embedding_bytes: int = Field(default=1 << 26, ge=1 << 12)
     """Memory of the first stage's GPU through which each encoder writes embeddings; what is larger goes by way of host
     memory."""

@@ -2,6 +2,9 @@
 
 One thread owns every socket. Other threads reach it only through `stop` and `fail`, which wake it.
 
+One turn of the loop does a bounded part of what clients ask for: a message may hold many requests, and the steps of
+those that run must not wait for it. The rest of a message is done in the next turns, before the next message.
+
 A client that vanishes without a word is noticed by zmq, whose ROUTER then refuses what is sent to it: at the next
 output, or at the next heartbeat. Its requests are aborted.
 """
@@ -12,7 +15,8 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -37,12 +41,18 @@ from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.draft_log import DraftLog
 from raypp.driver.engine import Engine
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
+from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import StageHealth
-from raypp.errors import RayppError, RequestError
+from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
 
-_MESSAGES_PER_TURN = 4  # a long list of requests must not hold up the steps of those that run
+_COST_PER_TURN = 16.0
+"""What one turn does for clients: 1 for a message, and for a request that comes or is aborted."""
+
+_TOKENS_PER_COST = 16_384
+"""Prompt tokens that take as long to copy as a request takes otherwise."""
+
 _UNTAKEN_MESSAGES = 1 << 16
 
 logger = logging.getLogger(__name__)
@@ -73,6 +83,7 @@ class DriverServer:
         clients: zmq.Socket[bytes],
         health: StageHealth,
         failures: FailureReports,
+        requests: OpenRequests,
         *,
         heartbeat_s: float,
         on_connected: Callable[[], None] = lambda: None,
@@ -85,6 +96,7 @@ class DriverServer:
             clients: Of `open_client_socket`.
             health: What the pipeline hears of the stages.
             failures: What the pipeline, and others through `fail`, report.
+            requests: Keeps the unfinished ones; empty.
             heartbeat_s: How often stages and clients are told that the driver lives.
             on_connected: Called when a client has connected.
         """
@@ -97,12 +109,20 @@ class DriverServer:
         self._on_connected = on_connected
         self._outbox = Outbox(self._send)
         self._draft_log = DraftLog()
-        self._requests: dict[bytes, dict[str, Request]] = {}  # client -> its unfinished requests
+        self._requests = requests
+        self._work: deque[Iterator[float]] = deque()  # begun for clients; each yields what its last piece has cost
+        self._aborted: list[RequestUpdate] = []  # what clients are still to be told
+        self._eos_token_ids: dict[tuple[int, ...], frozenset[int]] = {}  # mostly one: a set for each request is large
         self._gone: set[bytes] = set()  # clients to be forgotten
         self._wakeup_out, self._wakeup_in = socket.socketpair()
         self._wakeup_in.setblocking(False)
         self._next_heartbeat_s = 0.0
         self._stopping = False
+        self._poller = zmq.Poller()
+        self._grammars = engine.fileno()
+        for source in (clients, pipeline.socket, self._wakeup_out, self._grammars):
+            if source is not None:
+                self._poller.register(source, zmq.POLLIN)
 
     def stop(self) -> None:
         """Make `serve` return soon. From any thread."""
@@ -120,28 +140,26 @@ class DriverServer:
         Raises:
             EngineDeadError, StageDiedError: the pipeline failed; the clients have been told.
         """
-        poller = zmq.Poller()
-        poller.register(self._clients, zmq.POLLIN)
-        poller.register(self._pipeline.socket, zmq.POLLIN)
-        poller.register(self._wakeup_out, zmq.POLLIN)
-        if (grammars := self._engine.fileno()) is not None:
-            poller.register(grammars, zmq.POLLIN)
         try:
             while not self._stopping:
-                ready = dict(poller.poll(self._poll_ms()))
-                if ready and ready.keys() <= {grammars} and not self._engine.relay_masks():
-                    continue  # every step brings masks; the rest of this turn is for when a result has come
-                if self._wakeup_out.fileno() in ready:
-                    self._wakeup_out.recv(4096)
-                if self._clients in ready:
-                    self._receive_from_clients()
-                self._send_outputs(self._engine.step())
-                self._send_failures()
-                self._check_health()
-                self._forget_gone_clients()
+                self.turn()
         except RayppError as error:
             self._tell_all(EngineDead(error))
             raise
+
+    def turn(self) -> None:
+        """Wait until something has happened, and do a bounded part of what is to be done."""
+        ready = dict(self._poller.poll(0 if self._work else self._poll_ms()))
+        if ready and ready.keys() <= {self._grammars} and not self._work and not self._engine.relay_masks():
+            return  # every step brings masks; the rest of the turn is for when a result has come
+        if self._wakeup_out.fileno() in ready:
+            self._wakeup_out.recv(4096)
+        if self._clients in ready or self._work:
+            self._work_for_clients()
+        self._send_outputs(self._engine.step())
+        self._send_failures()
+        self._check_health()
+        self._forget_gone_clients()
 
     def close(self) -> None:
         """Close the sockets that wake the loop, and what the engine has started."""
@@ -172,39 +190,56 @@ class DriverServer:
             self._next_heartbeat_s = time.monotonic() + self._heartbeat_s
             self._draft_log.note(self._engine.stats(), time.monotonic())
 
-    def _receive_from_clients(self) -> None:
-        for _ in range(_MESSAGES_PER_TURN):  # what is left keeps the poller from waiting
-            try:
-                # Pictures are large: they stay where zmq put them.
-                client, *frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._handle(client.bytes, decode_client_message([frame.buffer for frame in frames]))
+    def _work_for_clients(self) -> None:
+        """Do a part of what clients ask for; what is left keeps the poller from waiting."""
+        room = _COST_PER_TURN
+        while room > 0:
+            if self._work:
+                cost = next(self._work[0], None)
+                if cost is None:
+                    self._work.popleft()
+                    continue
+                room -= cost
+            else:
+                try:
+                    # Pictures are large: they stay where zmq put them.
+                    client, *frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    return
+                message = decode_client_message([frame.buffer for frame in frames])
+                self._work.append(self._handle(client.bytes, message))
+                room -= 1
 
-    def _handle(self, client: bytes, message: ClientMessage) -> None:
+    def _handle(self, client: bytes, message: ClientMessage) -> Iterator[float]:
+        """Do what a message asks for, piece by piece; yield what each has cost."""
         match message:
             case OpenClient():
-                self._requests.setdefault(client, {})
+                self._requests.open_client(client)
                 self._on_connected()
             case AddRequests(requests):
                 for request in requests:
                     self._add(client, request)
+                    yield 1 + len(request.prompt_token_ids) / _TOKENS_PER_COST
             case AbortRequests(request_ids):
                 for request_id in request_ids:
-                    if request_id in self._requests.get(client, {}):
-                        self._abort(client, request_id)
+                    found = self._requests.find(client, request_id)
+                    if found is not None and self._engine.abort(found):
+                        self._requests.remove(found)
+                        self._aborted.append(RequestUpdate(found, []))
+                    yield 1
             case StatsCall(call_id, spans_after_us):
                 self._send(client, StatsReply(call_id, self._stats(spans_after_us)))
             case CloseClient():
-                self._forget(client)
+                yield from self._abort_all(self._close(client))
 
     def _add(self, client: bytes, added: AddRequest) -> None:
+        eos_token_ids = self._eos_token_ids.setdefault(added.eos_token_ids, frozenset(added.eos_token_ids))
         request = Request(
             request_id=added.request_id,
             prompt_token_ids=added.prompt_token_ids,
             params=added.params,
             seed=added.seed,
-            eos_token_ids=frozenset(added.eos_token_ids),
+            eos_token_ids=eos_token_ids,
             bad_word_token_ids=added.bad_word_token_ids,
             priority=added.priority,
             items=added.items,
@@ -213,27 +248,31 @@ class DriverServer:
             is_streamed=added.is_streamed,
         )
         try:
-            self._engine.add(request)
-        except RequestError as error:
+            self._requests.admit(request)
+        except (QueueFullError, RequestError) as error:
             self._send(client, Rejected(added.handle, error))
             return
-        self._requests.setdefault(client, {})[request.request_id] = request
-
-    def _abort(self, client: bytes, request_id: str) -> None:
-        request = self._requests[client][request_id]
-        if self._engine.abort(request):
-            self._send_outputs([RequestUpdate(request, [])])
+        try:
+            self._engine.add(request)
+        except RequestError as error:
+            self._requests.remove(request)
+            self._send(client, Rejected(added.handle, error))
 
     def _send_outputs(self, updates: Sequence[RequestUpdate]) -> None:
-        self._outbox.put(updates)
+        aborted, self._aborted = self._aborted, []
+        updates = [*aborted, *updates]
         for update in updates:
             if update.request.finish_reason:
-                self._requests.get(update.request.client, {}).pop(update.request.request_id, None)
+                self._requests.remove(update.request)
+        if self._work:  # maybe for a client that has left
+            updates = [update for update in updates if update.request.client in self._requests]
+        self._outbox.put(updates)
 
     def _send_failures(self) -> None:
         for request, error in self._engine.take_failed():
-            self._requests.get(request.client, {}).pop(request.request_id, None)
-            self._send(request.client, Rejected(request.handle, error))
+            self._requests.remove(request)
+            if request.client in self._requests:
+                self._send(request.client, Rejected(request.handle, error))
 
     def _stats(self, spans_after_us: int | None) -> dict[str, Any]:
         activity = self._pipeline.activity
@@ -246,20 +285,27 @@ class DriverServer:
             stats["spans"] = activity.spans_after(spans_after_us)
         return stats
 
-    def _forget(self, client: bytes) -> None:
-        """Abort what a client still has; it will be told nothing more."""
-        for request in self._requests.pop(client, {}).values():
-            self._engine.abort(request)
+    def _close(self, client: bytes) -> list[Request]:
+        """Tell a client nothing more; return what it still has."""
         self._outbox.forget(client)
+        return self._requests.close_client(client)
+
+    def _abort_all(self, requests: Sequence[Request]) -> Iterator[float]:
+        for request in requests:
+            if not request.finish_reason:
+                self._engine.abort(request)
+                self._requests.remove(request)
+                yield 1
 
     def _forget_gone_clients(self) -> None:
         for client in self._gone:
-            logger.warning("a client vanished; its %d requests are aborted", len(self._requests.get(client, {})))
-            self._forget(client)
+            requests = self._close(client)
+            logger.warning("a client vanished; its %d requests are aborted", len(requests))
+            self._work.append(self._abort_all(requests))
         self._gone.clear()
 
     def _tell_all(self, message: DriverMessage) -> None:
-        for client in self._requests:
+        for client in list(self._requests.clients):
             self._send(client, message)
 
     def _send(self, client: bytes, message: DriverMessage) -> None:

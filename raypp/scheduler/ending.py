@@ -9,6 +9,8 @@ from raypp.types import FinishReason
 
 def end_token_ids(request: Request) -> frozenset[int]:
     """Return all tokens that end the request."""
+    if not request.params.stop_token_ids and not request.params.ignore_eos:
+        return request.eos_token_ids  # as nearly all: a set of its own would be the largest part of many a request
     stop = frozenset(request.params.stop_token_ids)
     return stop if request.params.ignore_eos else stop | request.eos_token_ids
 

@@ -22,6 +22,7 @@ from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.hardware import Hardware
+from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, RayppError, StageDiedError
@@ -79,6 +80,10 @@ class ThreadedEngine:
             self._clients,
             health,
             failures,
+            OpenRequests(
+                max_bytes=plan.config.scheduler.max_waiting_bytes,
+                max_pixel_bytes=plan.config.encoder.max_waiting_pixel_bytes,
+            ),
             heartbeat_s=faults.heartbeat_s,
         )
         targets = [*loops, self._drive]

@@ -32,6 +32,7 @@ from raypp.client_messages import (
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import StageDiedError
@@ -112,6 +113,7 @@ class Rig:
             clients,
             health,
             failures,
+            OpenRequests(max_bytes=1 << 16, max_pixel_bytes=1 << 16),
             heartbeat_s=HEARTBEAT_S,
             on_connected=self.connected.set,
         )

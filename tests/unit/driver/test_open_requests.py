@@ -1,0 +1,88 @@
+"""The memory that unfinished requests may take, and what is kept of their pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from raypp.driver.open_requests import REQUEST_BYTES, OpenRequests
+from raypp.errors import EngineFullError, RequestError
+from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.scheduler.request import Request
+from raypp.types import SamplingParams
+
+PARAMS = SamplingParams()
+PICTURE_BYTES = 4 * 300
+
+
+def _picture(number: int, scale: int = 1) -> PromptItems:
+    patches = np.full((4 * scale, 300), number, np.uint8)
+    return PromptItems((EncoderItem.of(patches, (1, 2, 2 * scale), scale),) * 2, (0, scale), merge_size=2)
+
+
+def _request(name: str, *, num_tokens: int = 8, items: PromptItems | None = None, client: bytes = b"c") -> Request:
+    return Request(name, np.zeros(num_tokens, np.int32), PARAMS, 0, items=items, client=client)
+
+
+def test_a_request_for_which_there_is_no_room_is_told_the_limit_and_may_come_later():
+    limit = 2 * (REQUEST_BYTES + 32)
+    requests = OpenRequests(max_bytes=limit, max_pixel_bytes=1)
+    first, second, third = (_request(name) for name in "abc")
+    requests.admit(first)
+    requests.admit(second)
+    assert requests.num_bytes == limit
+    with pytest.raises(EngineFullError, match=f"max_waiting_bytes = {limit}") as caught:
+        requests.admit(third)
+    assert caught.value.request_id == "c"
+    assert str(limit) in str(caught.value.got)
+    requests.remove(first)
+    requests.remove(first)
+    requests.admit(third)
+    with pytest.raises(RequestError, match="max_waiting_bytes") as caught:
+        requests.admit(_request("long", num_tokens=limit // 4))
+    assert not isinstance(caught.value, EngineFullError), "it would be refused at any time"
+
+
+def test_pixels_are_counted_once_per_picture_and_limited():
+    requests = OpenRequests(max_bytes=1 << 20, max_pixel_bytes=2 * PICTURE_BYTES)
+    same = [_request(f"r{i}", items=_picture(1)) for i in range(3)]
+    for request in same:
+        requests.admit(request)
+    assert requests.num_pixel_bytes == PICTURE_BYTES
+    assert len({id(item.patches) for request in same for item in request.items.items}) == 1
+    requests.admit(_request("other", items=_picture(2)))
+    with pytest.raises(EngineFullError, match=f"max_waiting_pixel_bytes = {2 * PICTURE_BYTES}"):
+        requests.admit(_request("too much", items=_picture(3)))
+    with pytest.raises(RequestError, match="max_waiting_pixel_bytes") as caught:
+        requests.admit(_request("too large", items=_picture(3, scale=3)))
+    assert not isinstance(caught.value, EngineFullError)
+    assert requests.find(b"c", "too much") is None
+    for request in same:
+        requests.remove(request)
+    assert requests.num_pixel_bytes == PICTURE_BYTES
+    requests.admit(_request("too much", items=_picture(3)))
+
+
+def test_a_small_picture_does_not_keep_the_message_that_brought_it():
+    message = np.zeros(1 << 20, np.uint8)
+    item = EncoderItem(b"k" * 16, message[:PICTURE_BYTES].reshape(4, 300), (1, 2, 2), 1)
+    requests = OpenRequests(max_bytes=1 << 20, max_pixel_bytes=1 << 20)
+    request = _request("a", items=PromptItems((item,), (0,), merge_size=2))
+    requests.admit(request)
+    assert request.items.items[0].patches.base is None
+
+
+def test_the_requests_of_a_client_that_leaves_count_until_they_are_removed():
+    requests = OpenRequests(max_bytes=1 << 20, max_pixel_bytes=1)
+    requests.open_client(b"c")
+    ours, theirs = _request("a"), _request("a", client=b"d")
+    requests.admit(ours)
+    requests.admit(theirs)
+    with pytest.raises(RequestError, match="id is unfinished"):
+        requests.admit(_request("a"))
+    assert requests.close_client(b"c") == [ours]
+    assert b"c" not in requests
+    assert requests.num_bytes == 2 * (REQUEST_BYTES + 32)
+    requests.remove(ours)
+    assert requests.find(b"d", "a") is theirs
+    assert list(requests.clients) == [b"d"]
