@@ -21,6 +21,7 @@ from raypp.api.launch import OpenEngine
 from raypp.api.output_logprobs import logprobs_per_request
 from raypp.api.running_completion import RunningCompletion
 from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.api.send_window import SendWindow
 from raypp.client_messages import (
     AbortRequests,
     AddRequest,
@@ -39,8 +40,8 @@ from raypp.types import RequestOutput
 
 _log = logging.getLogger(__name__)
 
-_REQUESTS_PER_MESSAGE = 64
-"""The driver takes in one message between two steps: a long list must not make it late."""
+_REQUESTS_PER_MESSAGE = 16
+"""The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
 
 
 class Frontend:
@@ -88,6 +89,8 @@ class Frontend:
     ) -> list[RequestOutput]:
         """Run requests and return their outputs, in order. Cancelling aborts them.
 
+        A list may be longer than what the engine has room for: then the rest is sent as others end.
+
         Args:
             prepared: The requests.
             on_end: Called for every one that ends.
@@ -99,16 +102,24 @@ class Frontend:
         if not prepared:
             return []
         all_ended: asyncio.Future[None] = self._loop.create_future()
-        num_left = len(prepared)
+        self._check_ids(prepared)
+        num_left, window, requests = len(prepared), SendWindow(prepared, self._engine.config), list[RunningRequest]()
+
+        def send() -> None:
+            if more := window.take():
+                requests.extend(self._submit(more, stream=False, on_change=on_change))
 
         def on_change(request: RunningRequest) -> None:
             nonlocal num_left
             num_left -= 1
+            window.note_ended(request.request_id)
             error: Exception | None = request.error
             try:
                 if on_end is not None:
                     on_end()
-            except Exception as its_own:  # the caller's function, and the caller's to hear of
+                if error is None and not all_ended.done():
+                    send()
+            except Exception as its_own:  # of the caller's function, or no request can be sent any more
                 error = error or its_own
             if all_ended.done():
                 return
@@ -117,10 +128,11 @@ class Frontend:
             elif num_left == 0:
                 all_ended.set_result(None)
 
-        requests = self._submit(prepared, stream=False, on_change=on_change)
         try:
+            send()
             await all_ended
         finally:
+            all_ended.cancel()  # nothing more is sent
             self._abort(requests)
         return [request.output() for request in requests]
 
@@ -164,21 +176,26 @@ class Frontend:
         self, prepared: Sequence[PreparedRequest], *, stream: bool, on_change: Callable[[RunningRequest], None]
     ) -> list[RunningRequest]:
         self._check_alive()
+        self._check_ids(prepared)
+        running, messages = list[RunningRequest](), list[AddRequest]()
+        for item in prepared:
+            handles = [next(self._numbers) for _ in range(item.params.n)]
+            request = RunningRequest(item, handles, self._engine.tokenizer, stream=stream, on_change=on_change)
+            self._requests[item.request_id] = request
+            self._completions |= {c.handle: (request, c) for c in request.completions}
+            running.append(request)
+            if messages and len(messages) + len(handles) > _REQUESTS_PER_MESSAGE:
+                self._client.send(AddRequests(messages))
+                messages = []
+            messages += [self._message(item, completion, stream) for completion in request.completions]
+        if messages:
+            self._client.send(AddRequests(messages))
+        return running
+
+    def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
             if item.request_id in self._requests:
                 raise RequestError("a request of this id is running already", request_id=item.request_id)
-        running = []
-        for start in range(0, len(prepared), _REQUESTS_PER_MESSAGE):
-            messages = []
-            for item in prepared[start : start + _REQUESTS_PER_MESSAGE]:
-                handles = [next(self._numbers) for _ in range(item.params.n)]
-                request = RunningRequest(item, handles, self._engine.tokenizer, stream=stream, on_change=on_change)
-                self._requests[item.request_id] = request
-                self._completions |= {c.handle: (request, c) for c in request.completions}
-                running.append(request)
-                messages += [self._message(item, completion, stream) for completion in request.completions]
-            self._client.send(AddRequests(messages))
-        return running
 
     def _message(self, item: PreparedRequest, completion: RunningCompletion, stream: bool) -> AddRequest:
         """Return what the engine is told of a continuation: to it, each is a request of its own."""

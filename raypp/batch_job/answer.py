@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from raypp.batch_job.engine import BatchEngine
 from raypp.batch_job.line import Line, request_of
 from raypp.batch_job.settings import JobSettings
-from raypp.errors import RayppError, RequestError
+from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
@@ -58,7 +58,7 @@ class Answerer:
             if request.model is not None and request.model not in self._settings.served_model_names:
                 return _error_answer(line, request_id, *model_not_found(request.model, self._served))
             response = await self._run(line, request, request_id)
-        except RequestError as error:
+        except (RequestError, QueueFullError) as error:
             return _error_answer(line, request_id, *describe_error(error))
         except RayppError:
             raise

@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from raypp.client_messages import REQUEST_BYTES
 from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
 from raypp.scheduler.request import Request
-
-REQUEST_BYTES = 4096
-"""What a request takes beside its prompt and its pictures, counted generously."""
 
 _SMALL_ARRAY_BYTES = 1 << 14
 """A smaller array is copied from its message: it may be a corner of a buffer of zmq, and would keep that in memory."""

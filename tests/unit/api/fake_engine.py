@@ -84,6 +84,10 @@ class FakeEngine:
         self._thread.start()
         return self
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
     def plan(self) -> dict[str, Any]:
         return {"stages": []}
 

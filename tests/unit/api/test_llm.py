@@ -18,7 +18,15 @@ from raypp.api.launch import open_engine
 from raypp.api.llm import LLM
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ModelLoadError, RequestError, StageDiedError
+from raypp.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    ModelLoadError,
+    QueueFullError,
+    RequestError,
+    StageDiedError,
+)
 from raypp.types import SamplingParams
 
 MakeEngine = Callable[..., FakeEngine]
@@ -378,3 +386,11 @@ def test_a_failing_progress_bar_ends_its_call_alone(make_engine: MakeEngine, mon
         with pytest.raises(OSError, match="terminal"):
             llm.generate(["c"], use_tqdm=True)
         assert len(other.result(timeout=60)) == 2
+
+
+def test_a_list_that_is_longer_than_the_engine_has_room_for_is_sent_as_others_end(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.rejects = lambda _: QueueFullError("full", retry_after_s=3) if engine.num_running > 15 else None
+    with open_llm(engine, max_waiting_bytes=1 << 16) as llm:
+        outputs = llm.generate([{"prompt_token_ids": [10 + i] * 8} for i in range(60)], SamplingParams(max_tokens=2))
+    assert [output.prompt_token_ids[0] for output in outputs] == list(range(10, 70))
