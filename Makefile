@@ -18,7 +18,7 @@ demo: $(INSTALLED)
 # others leave behind. Files without Ray begin in their order, which has the long ones in front. A worker that a hanging
 # test has ended is not replaced: pytest-xdist would wait for the new one for ever, instead of naming the test.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
+	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
 lint: $(INSTALLED)

@@ -11,6 +11,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.testing import launch_in_threads
@@ -24,9 +25,16 @@ ENGINE = {"num_stages": 2, "kv_cache_bytes": 1 << 23, "max_model_len": 256, "max
 class RunningApp:
     """A server in a thread. `call` runs a function of the context in its event loop."""
 
-    def __init__(self, settings: ServeSettings, engine: dict[str, Any], replica: str) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        engine: dict[str, Any],
+        replica: str,
+        wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    ) -> None:
         self._settings = settings
         self._replica = replica
+        self._wrap = wrap
         self._engine = engine
         self._error: BaseException | None = None
         self._ready = threading.Event()
@@ -74,7 +82,7 @@ class RunningApp:
         llm = await AsyncLLM.create(launch=launch_in_threads, **{"model": "tiny", **ENGINE, **self._engine})
         self.context = make_context(llm, self._settings, metrics=EngineMetrics("tiny", self._replica))
         self.app: FastAPI = make_http_app(self.context)
-        config = uvicorn.Config(self.app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(self._wrap(self.app), port=0, log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         try:
             serving = asyncio.create_task(self._server.serve())
@@ -89,9 +97,13 @@ class RunningApp:
 
 @contextlib.contextmanager
 def running_app(
-    settings: dict[str, Any] | None = None, *, replica: str = "test", **engine: Any
+    settings: dict[str, Any] | None = None,
+    *,
+    replica: str = "test",
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **engine: Any,
 ) -> Iterator[RunningApp]:
-    app = RunningApp(ServeSettings(**(settings or {})), engine, replica)
+    app = RunningApp(ServeSettings(**(settings or {})), engine, replica, wrap)
     try:
         yield app
     finally:
