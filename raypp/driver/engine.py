@@ -198,4 +198,5 @@ class Engine:
                 self._failed.append((request, error))
         for request, refusal in news.refused:
             self._scheduler.abort(request.request_id)
+            request.finish_reason = FinishReason.ERROR
             self._failed.append((request, refusal))

@@ -1,7 +1,8 @@
 """What clients are still to be told. Waking a client costs as much as planning a step, so it is done when it matters.
 
 A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
-strings; and then of everything else that has come. What nobody waits for is held for a moment.
+strings; and then of everything else that has come. What nobody waits for is held for a moment. A request that ended
+with an error is not told of here: its client gets the error, which is not sent from here, and that must be the end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from raypp.driver.output_logprobs import pack_logprobs
 from raypp.messages import OutputBatch, TokenLogprobs
 from raypp.scheduler.request import Request, RequestUpdate
+from raypp.types import FinishReason
 
 HOLD_S = 0.05
 """How old held tokens get while steps end."""
@@ -58,6 +60,8 @@ class Outbox:
         now_s = time.monotonic()
         for update in updates:
             request = update.request
+            if request.finish_reason is FinishReason.ERROR:
+                continue
             self._held.setdefault(request.client, {}).setdefault(request, _Held()).take(update)
             if (
                 request.is_streamed
@@ -68,7 +72,10 @@ class Outbox:
                 due.add(request.client)
         for client in due:
             self._last_sent_s[client] = now_s
-            self._send(client, _output_batch(self._held.pop(client)))
+            held = self._held.pop(client)
+            self._send(
+                client, _output_batch({r: h for r, h in held.items() if r.finish_reason is not FinishReason.ERROR})
+            )
 
     def forget(self, client: bytes) -> None:
         """Drop what a client that left would still have been told."""

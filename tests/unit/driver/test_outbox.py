@@ -81,3 +81,14 @@ def test_a_client_that_left_is_told_nothing():
     request.finish_reason = FinishReason.ABORT
     outbox.put([_update(request)])
     assert sent.messages[1:] == [(b"c", {97: []})]
+
+
+def test_nothing_is_told_of_who_ended_with_an_error():
+    sent = Sent()
+    outbox, failed, other = Outbox(sent, hold_s=3600), _request("a"), _request("b")
+    outbox.put([_update(failed, 1), _update(other, 2)])
+    outbox.put([_update(failed, 3), _update(other, 4)])
+    failed.finish_reason = FinishReason.ERROR
+    other.finish_reason = FinishReason.LENGTH
+    outbox.put([_update(failed, 5), _update(other, 6)])
+    assert sent.messages == [(b"c", {97: [1], 98: [2]}), (b"c", {98: [4, 6]})]
