@@ -70,8 +70,8 @@ class Engine:
             self._scheduler.add(request)
         elif self._grammars is None:
             raise RequestError("this engine follows no grammars", request_id=request.request_id)
-        else:
-            self._grammars.open(request)
+        elif self._grammars.add(request):
+            self._schedule(request, self._grammars)
 
     def abort(self, request: Request) -> bool:
         """End a request now; return whether it was unfinished."""
@@ -189,14 +189,26 @@ class Engine:
 
     def _look_at_grammars(self, grammars: Grammars) -> None:
         news = grammars.poll()
-        self._may_plan |= bool(news.admitted or news.refused)
+        self._may_plan |= bool(news.admitted or news.refused or news.failed)
         for request in news.admitted:
             try:
-                self._scheduler.add(request)
+                self._schedule(request, grammars)
             except RequestError as error:
-                grammars.close(request)
                 self._failed.append((request, error))
-        for request, refusal in news.refused:
+        for request, _ in news.failed:
             self._scheduler.abort(request.request_id)
+        for request, refusal in (*news.refused, *news.failed):
             request.finish_reason = FinishReason.ERROR
             self._failed.append((request, refusal))
+
+    def _schedule(self, request: Request, grammars: Grammars) -> None:
+        """Queue a request whose grammar is compiled.
+
+        Raises:
+            RequestError: it can never run.
+        """
+        try:
+            self._scheduler.add(request)
+        except RequestError:
+            grammars.close(request)
+            raise

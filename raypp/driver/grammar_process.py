@@ -6,20 +6,23 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from raypp.errors import DeadlineError
+from raypp.grammar.board import Board, create_board_file
 from raypp.grammar.message_socket import MessageSocket
 from raypp.grammar.messages import GrammarOrder, GrammarReply, Ready, decode, encode
 
-_SEND_TIMEOUT_S = 5
 _START_TIMEOUT_S = 300  # seconds of imports, more where disk or machine are slow; who dies is noticed at once
 _BUFFER_BYTES = 4 << 20
+_MAX_UNSENT_BYTES = 64 << 20  # what waits for a process that reads nothing; more than all rows have to say in seconds
+_END_TIMEOUT_S = 5
 
 logger = logging.getLogger(__name__)
 
@@ -38,15 +41,35 @@ class GrammarSettings:
 class GrammarProcessDied:
     """Everything that it knew is lost."""
 
+    computing: tuple[int, ...] = ()
+    """The texts whose masks were being made."""
+
+
+@dataclass(frozen=True)
+class GrammarProcessNotStarted:
+    """The process could not be started, and what was sent to it is lost."""
+
+    reason: str
+
+
+GrammarEvent = GrammarReply | GrammarProcessDied | GrammarProcessNotStarted
+
 
 class GrammarBackend(Protocol):
-    """Whoever follows grammars."""
+    """Whoever follows grammars. Says `Ready` once before what it follows can be late."""
+
+    @property
+    def compile_timeout_s(self) -> float:
+        """What it lets a constraint take, seconds."""
 
     def send(self, order: GrammarOrder) -> None:
-        """Have something done. Does not wait for it."""
+        """Have something done. Does not wait for it, and raises nothing: `receive` tells what became of it."""
 
-    def receive(self) -> list[GrammarReply | GrammarProcessDied]:
+    def receive(self) -> list[GrammarEvent]:
         """Return what has been said since the last call."""
+
+    def computing(self) -> list[tuple[int, float]]:
+        """Return the texts whose masks are being made, and for how many seconds each has been so far."""
 
     def fileno(self) -> int | None:
         """Return what a poller finds readable when there is something to receive, the same all the time; or None."""
@@ -65,9 +88,19 @@ class GrammarProcess:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: MessageSocket | None = None
+        self._board: Board | None = None
         self._readable = select.epoll()  # holds the socket of whatever process there is
-        self._early_orders: list[bytes] | None = None  # while the process does not read yet
+        self._is_ready = False  # whether the process reads
+        self._awaits_room = False  # whether it is to be noticed when it reads on
         self._starts_until_s = 0.0
+        self._is_useless = False  # so that `receive` says that it died
+        self._not_started: GrammarProcessNotStarted | None = None
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not gone yet
+
+    @property
+    def compile_timeout_s(self) -> float:
+        """What a constraint may take, seconds."""
+        return self._settings.compile_timeout_s
 
     @property
     def process_id(self) -> int | None:
@@ -79,28 +112,35 @@ class GrammarProcess:
         return self._readable.fileno()
 
     def send(self, order: GrammarOrder) -> None:
-        """Send an order; start the process if there is none. What comes before the process reads waits here."""
+        """Send an order; start the process if there is none. What it does not take yet waits here."""
         if self._socket is None:
-            self._start()
-        message = encode(order)
-        if self._early_orders is not None:
-            self._early_orders.append(message)
-        else:
-            self._transmit(message)
+            try:
+                self._start()
+            except OSError as error:
+                self._not_started = GrammarProcessNotStarted(str(error))
+        if self._socket is None or self._is_useless:
+            return
+        self._socket.put(encode(order))
+        self._flush()
+        if self._socket.num_unsent_bytes > _MAX_UNSENT_BYTES:
+            self._give_up(f"the grammar process takes no orders; {_MAX_UNSENT_BYTES >> 20} MiB wait for it")
 
-    def receive(self) -> list[GrammarReply | GrammarProcessDied]:
+    def receive(self) -> list[GrammarEvent]:
         """Return what has come."""
+        if self._not_started is not None:
+            events, self._not_started = [self._not_started], None
+            return [*events]
         messages = self._receive()
         if Ready() in messages:
-            messages.remove(Ready())
-            early, self._early_orders = self._early_orders or [], None
-            for message in early:
-                if not self._transmit(message):
-                    break
-            messages += self._receive()
-        elif self._early_orders is not None and time.monotonic() > self._starts_until_s:
-            self._kill("the grammar process does not start")
+            self._is_ready = True
+        elif self._socket is not None and not self._is_ready and time.monotonic() > self._starts_until_s:
+            self._give_up("the grammar process does not start")
+        self._flush()
         return messages
+
+    def computing(self) -> list[tuple[int, float]]:
+        """Return what the process has noted, even if it is frozen."""
+        return [] if self._board is None else self._board.read()
 
     def restart(self) -> None:
         """End the process; the next order starts another one."""
@@ -110,53 +150,85 @@ class GrammarProcess:
         """End the process, for good."""
         self._end_process()
         self._readable.close()
+        for process in self._ending:
+            with suppress(subprocess.TimeoutExpired):  # who is killed and does not go waits for a disk
+                process.wait(_END_TIMEOUT_S)
 
-    def _receive(self) -> list[Any]:
+    def _receive(self) -> list[GrammarEvent]:
         if self._socket is None:
             return []
         try:
-            return [decode(message) for message in self._socket.receive()]
+            if not self._is_useless:
+                return [decode(message) for message in self._socket.receive()]
         except (EOFError, OSError):
-            self._end_process()
-            return [GrammarProcessDied()]
+            pass
+        died = GrammarProcessDied(tuple(number for number, _ in self.computing()))
+        self._end_process()
+        return [died]
 
-    def _transmit(self, message: bytes) -> bool:
-        """Send a message; return whether the process is still of use."""
-        assert self._socket is not None
-        try:
-            self._socket.send(message, _SEND_TIMEOUT_S)
-        except (OSError, DeadlineError) as error:  # it died, which `receive` tells, or takes nothing any more
-            self._kill(f"the grammar process takes no orders: {error}")
-            return False
-        return True
+    def _flush(self) -> None:
+        if self._socket is None or not self._is_ready:
+            return
+        with suppress(OSError):  # it is gone, as `receive` will find
+            self._socket.flush()
+        if self._awaits_room != bool(self._socket.num_unsent_bytes):
+            self._awaits_room = not self._awaits_room
+            events = select.EPOLLIN | (select.EPOLLOUT if self._awaits_room else 0)
+            self._readable.modify(self._socket, events)
 
-    def _kill(self, why: str) -> None:
-        """End a process that is of no use; `receive` finds it dead."""
+    def _give_up(self, why: str) -> None:
+        """End a process that is of no use; `receive` says that it died."""
         logger.warning(why)
+        self._is_useless = True
         if self._process is not None:
-            self._process.kill()
+            _kill(self._process)
 
     def _end_process(self) -> None:
-        if self._process is None or self._socket is None:
-            return
-        self._process.kill()
-        self._process.wait()
-        self._readable.unregister(self._socket)
-        self._socket.close()
-        self._process = self._socket = self._early_orders = None
+        self._ending = [process for process in self._ending if process.poll() is None]
+        if self._process is not None:
+            _kill(self._process)
+            self._ending.append(self._process)
+        if self._socket is not None:
+            self._readable.unregister(self._socket)
+            self._socket.close()
+        if self._board is not None:
+            self._board.close()
+        self._process = self._socket = self._board = None
+        self._is_ready = self._is_useless = self._awaits_room = False
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        for end in (ours, theirs):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        file_descriptor = theirs.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "raypp.grammar.process", str(file_descriptor), json.dumps(asdict(self._settings))],
-            pass_fds=[file_descriptor],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
-        theirs.close()
-        self._early_orders, self._starts_until_s = [], time.monotonic() + _START_TIMEOUT_S
-        self._socket = MessageSocket(ours)
+        """Start the process.
+
+        Raises:
+            OSError: there are no descriptors, no memory or no processes to be had.
+        """
+        with ExitStack() as opened:
+            ours, theirs = socket.socketpair()
+            opened.callback(theirs.close)
+            on_failure = opened.enter_context(ExitStack())
+            on_failure.callback(ours.close)
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            board_descriptor = create_board_file()
+            opened.callback(os.close, board_descriptor)
+            board = Board(board_descriptor)
+            on_failure.callback(board.close)
+            descriptors = [theirs.fileno(), board_descriptor]
+            settings = json.dumps(asdict(self._settings))
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "raypp.grammar.process", *map(str, descriptors), settings],
+                pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+                process_group=0,  # with those that it starts, so that one signal ends all of them
+            )
+            on_failure.pop_all()
+        self._socket, self._board = MessageSocket(ours), board
         self._readable.register(self._socket, select.EPOLLIN)
+        self._starts_until_s = time.monotonic() + _START_TIMEOUT_S
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and those that it started; does not wait for their end."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ _SUBMIT_TIMEOUT_S = 60.0  # that the nursery may take nothing; it only ever fork
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Outcome:
     """What became of a constraint."""
 
     source: str
@@ -77,19 +77,19 @@ class CompilerNursery:
         """
         self._socket.send(source.encode(), _SUBMIT_TIMEOUT_S)
 
-    def receive(self) -> list[Compiled]:
+    def receive(self) -> list[Outcome]:
         """Return what is done. Does not wait.
 
         Raises:
             EOFError: the nursery is gone.
         """
-        return [_compiled(message) for message in self._socket.receive()]
+        return [_outcome(message) for message in self._socket.receive()]
 
 
-def _compiled(message: bytes) -> Compiled:
+def _outcome(message: bytes) -> Outcome:
     head, _, rest = message.partition(b"\n")
     source, error = json.loads(head)
-    return Compiled(source, rest if error is None else error_from_dict(error))
+    return Outcome(source, rest if error is None else error_from_dict(error))
 
 
 def _run_nursery(orders: MessageSocket, vocabulary: Vocabulary, timeout_s: float) -> NoReturn:

@@ -10,6 +10,7 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 
 from raypp.errors import DeadlineError
 
@@ -27,6 +28,9 @@ class MessageSocket:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._num_bytes = 0  # of the buffer, that were received
         self._messages: list[bytes] = []
+        self._unsent: deque[memoryview] = deque()
+        self.num_unsent_bytes = 0
+        """Of what was put in and not sent."""
 
     def fileno(self) -> int:
         """Return the file descriptor; readable when there is something to `receive`, or when the other end is gone."""
@@ -52,6 +56,28 @@ class MessageSocket:
                 rest = rest[self._socket.send(rest) :]
             except BlockingIOError:
                 self._await_room(timeout_s)
+
+    def put(self, message: bytes) -> None:
+        """Have a message sent by `flush`. An end that puts messages in does not also `send`."""
+        self._unsent.append(memoryview(_LENGTH.pack(len(message)) + message))
+        self.num_unsent_bytes += _LENGTH.size + len(message)
+
+    def flush(self) -> None:
+        """Send as much of what was put in as the other end takes now. Does not wait.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        while self._unsent:
+            try:
+                num_sent = self._socket.send(self._unsent[0])
+            except BlockingIOError:
+                return
+            self.num_unsent_bytes -= num_sent
+            if num_sent == len(self._unsent[0]):
+                self._unsent.popleft()
+            else:
+                self._unsent[0] = self._unsent[0][num_sent:]
 
     def receive(self) -> list[bytes]:
         """Return the messages that have come whole. Does not wait.

@@ -1,17 +1,21 @@
-"""What the driver and the grammar process tell each other. Packed by `raypp.messages`, but for `OpenGrammar`, JSON.
+"""What the driver and the grammar process tell each other. Arrays are packed by `raypp.messages`, all else is JSON.
 
     driver -> grammar process              grammar process -> driver
-    OpenGrammar     follow this one        Ready           it has been loaded, and reads orders from now on
-    GrammarAdvance  tokens and drafts      GrammarMasks    what is allowed now, the first time too
-    CloseGrammar    no longer              Refused         it cannot be compiled, or not be followed
+                                           Ready           it has been loaded, and reads orders from now on
+    CompileGrammar  prepare a constraint   Compiled        texts under it may be opened
+                                           NotCompiled     it cannot be compiled
+    OpenGrammar     follow a text          GrammarMasks    what is allowed now, the first time too
+    GrammarAdvance  tokens and drafts      Refused         the text cannot be followed
+    CloseGrammar    no longer              Unknown         its constraint is not compiled, or no longer
 
-G grammars, each with the number that the driver gave it. W words of a bit mask.
+G texts, each with the number that the driver gave it. W words of a bit mask.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from raypp.client_messages import error_from_dict, error_to_dict
@@ -22,12 +26,24 @@ NO_TOKENS_YET = -1
 """The `after_steps` of masks for a text that has not begun."""
 
 
+def key_of(source: str) -> str:
+    """Return what names a constraint, `structured_outputs.source_of`, from then on: constraints may be long."""
+    return blake2b(source.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class CompileGrammar:
+    """Compile a constraint, if that was not done before; `Compiled` or `NotCompiled` answers."""
+
+    source: str  # `structured_outputs.source_of`
+
+
 @dataclass(frozen=True)
 class OpenGrammar:
-    """Compile a constraint, if that was not done before, and follow a text under it."""
+    """Follow a text under a constraint that was compiled."""
 
     number: int
-    source: str  # `structured_outputs.source_of`
+    key: str  # of the constraint
     allowed_token_ids: list[int] | None = None  # of what the grammar allows these alone, where any is left
     token_ids: list[int] | None = None  # the text so far, when it has begun
 
@@ -66,34 +82,64 @@ class GrammarMasks:
 
 
 @dataclass(frozen=True)
+class Compiled:
+    """Texts under a constraint may be opened."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class NotCompiled:
+    """A constraint cannot be compiled."""
+
+    key: str
+    error: RayppError
+
+
+@dataclass(frozen=True)
 class Refused:
-    """A constraint that cannot be compiled, or a text that cannot go on."""
+    """A text cannot go on."""
 
     number: int
     error: RayppError
 
 
-GrammarOrder = OpenGrammar | GrammarAdvance | CloseGrammar
-GrammarReply = GrammarMasks | Refused
+@dataclass(frozen=True)
+class Unknown:
+    """A text cannot be opened before its constraint is compiled, perhaps once more: few are kept that are not used."""
 
-_OPEN, _ADVANCE, _CLOSE, _READY, _MASKS, _REFUSED = b"O", b"A", b"C", b"!", b"M", b"R"
+    number: int
 
 
-def encode(message: GrammarOrder | GrammarReply | Ready) -> bytes:
+GrammarOrder = CompileGrammar | OpenGrammar | GrammarAdvance | CloseGrammar
+GrammarReply = Ready | Compiled | NotCompiled | GrammarMasks | Refused | Unknown
+
+_ADVANCE, _MASKS = b"A", b"M"
+_PLAIN: dict[bytes, Any] = {
+    b"P": CompileGrammar,
+    b"O": OpenGrammar,
+    b"C": CloseGrammar,
+    b"!": Ready,
+    b"+": Compiled,
+    b"-": NotCompiled,
+    b"R": Refused,
+    b"?": Unknown,
+}
+_KINDS = {made_of: kind for kind, made_of in _PLAIN.items()}
+
+
+def encode(message: GrammarOrder | GrammarReply) -> bytes:
     """Return a message's bytes."""
     match message:
-        case Ready():
-            return _READY
-        case OpenGrammar():
-            return _OPEN + json.dumps(vars(message)).encode()
-        case CloseGrammar(number):
-            return _CLOSE + json.dumps(number).encode()
-        case Refused(number, error):
-            return _REFUSED + json.dumps([number, error_to_dict(error)]).encode()
         case GrammarAdvance():
             return _ADVANCE + pack(message)
         case GrammarMasks():
             return _MASKS + pack(message)
+        case NotCompiled(error=error) | Refused(error=error):
+            values = vars(message) | {"error": error_to_dict(error)}
+        case _:
+            values = vars(message)
+    return _KINDS[type(message)] + json.dumps(values).encode()
 
 
 def decode(data: bytes) -> Any:
@@ -103,12 +149,7 @@ def decode(data: bytes) -> Any:
         return unpack(GrammarAdvance, payload)
     if kind == _MASKS:
         return unpack(GrammarMasks, payload)
-    if kind == _READY:
-        return Ready()
     values = json.loads(payload)
-    if kind == _OPEN:
-        return OpenGrammar(**values)
-    if kind == _CLOSE:
-        return CloseGrammar(values)
-    assert kind == _REFUSED, f"unknown kind of message: {kind!r}"
-    return Refused(values[0], error_from_dict(values[1]))
+    if "error" in values:
+        values["error"] = error_from_dict(values["error"])
+    return _PLAIN[kind](**values)

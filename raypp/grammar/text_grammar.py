@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,30 +48,39 @@ class MaskRows:
         """Return whether the mask that was added last allows a token."""
         return token_id >= 0 and bool(self._rows[self.count - 1, token_id // 32] >> (token_id % 32) & 1)
 
-    def bitmasks(self) -> Int32s:
-        """Return all of them, [count, W]."""
-        return self._rows[: self.count]
+    def bitmasks(self, first: int, end: int) -> Int32s:
+        """Return those from one up to another, [end - first, W]."""
+        return self._rows[first:end]
 
 
 class TextGrammar:
-    """Follows a text. `lock` is for whoever advances it; `waiting` is appended to by one thread alone."""
+    """Follows a text, for one thread at a time."""
 
-    def __init__(self, compiled: Any, vocab_size: int, allowed_token_ids: Sequence[int] | None) -> None:
+    def __init__(self, number: int, compiled: Any, vocab_size: int, allowed_token_ids: Sequence[int] | None) -> None:
         """Begin an empty text.
 
         Args:
+            number: The driver's.
             compiled: xgrammar's `CompiledGrammar`.
             vocab_size: V.
             allowed_token_ids: Of what the grammar allows these alone, wherever any of them is left.
         """
+        self.number = number
+        # The state of `MaskMakers`:
+        self.waiting: deque[Advance] = deque()
+        self.is_due = False  # whether somebody will look at what waits
+        self.is_slow = False  # whether it took long the last time
+        self.is_closed = False
+        self.num_accepted = 0
+        self._compiled = compiled
+        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, -(-vocab_size // 32))
+
+    @cached_property
+    def _matcher(self) -> Any:
+        """The matcher of xgrammar; made by whoever makes the first mask, since it may take long."""
         import xgrammar
 
-        self.lock = threading.Lock()
-        self.waiting: deque[Advance] = deque()
-        self.is_slow = False  # whether it took long the last time
-        self.num_accepted = 0
-        self._matcher = xgrammar.GrammarMatcher(compiled)
-        self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, -(-vocab_size // 32))
+        return xgrammar.GrammarMatcher(self._compiled)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were chosen.

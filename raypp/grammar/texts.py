@@ -1,42 +1,36 @@
-"""All texts under grammars: who is followed, what is compiled already, and the threads that make the masks.
-
-A mask mostly takes some microseconds: less than handing it to a thread. So masks are made by the thread that takes the
-orders, but those of a text whose last ones took long, by others: xgrammar computes without the GIL. Grammars that get
-slow get so token by token, and are noticed long before a mask takes a second.
-"""
+"""All texts under grammars: who is followed, and what is compiled already."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from raypp.errors import RayppError, RequestError
+from raypp.errors import RayppError
+from raypp.grammar.board import Board
 from raypp.grammar.compile import kind_and_value
+from raypp.grammar.mask_makers import MaskMakers
 from raypp.grammar.messages import (
     NO_TOKENS_YET,
     CloseGrammar,
+    Compiled,
+    CompileGrammar,
     GrammarAdvance,
-    GrammarMasks,
     GrammarOrder,
     GrammarReply,
+    NotCompiled,
     OpenGrammar,
-    Refused,
+    Unknown,
+    key_of,
 )
-from raypp.grammar.text_grammar import MaskRows, TextGrammar
+from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary
 
-_SLOW_S = 0.005
 _MAX_CACHE_BYTES = 512 << 20
 
 
 class Texts:
-    """Follows texts; orders come from one thread, replies leave from several."""
+    """Follows texts. Orders come from one thread at a time, replies leave from several."""
 
     def __init__(
         self,
@@ -44,6 +38,7 @@ class Texts:
         vocab_size: int,
         compile_source: Callable[[str], None],
         reply: Callable[[GrammarReply], None],
+        board: Board | None = None,
         *,
         threads: bool = True,
     ) -> None:
@@ -52,133 +47,78 @@ class Texts:
         Args:
             vocabulary: The model's.
             vocab_size: V.
-            compile_source: Has a constraint compiled; `take_compiled` is called once it is, in whatever thread.
+            compile_source: Has a constraint compiled; `take_compiled` is called once it is.
             reply: Takes what there is to say. From several threads.
-            threads: Whether slow masks are made by threads; else all are made within `handle`.
+            board: See `MaskMakers`.
+            threads: Likewise.
         """
+        self.makers = MaskMakers(vocab_size, reply, board, threads=threads)
+        """To be told to make the masks that are due after `handle` and `take_compiled`."""
         self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._compile_source = compile_source
         self._reply = reply
         self._texts: dict[int, TextGrammar] = {}
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # the last used ones last
+        self._compiled: OrderedDict[str, Any] = OrderedDict()  # by key, the last used ones last
         self._num_cached_bytes = 0
-        self._opening: defaultdict[str, list[OpenGrammar]] = defaultdict(list)
-        num_threads = max(2, min(4, (os.cpu_count() or 1) // 2))
-        self._slow = ThreadPoolExecutor(num_threads, "masks") if threads else None
+        self._compiling: set[str] = set()
 
     def handle(self, order: GrammarOrder) -> None:
         """Do what the driver says."""
         match order:
-            case OpenGrammar(number, source):
-                if source in self._compiled:
-                    self._compiled.move_to_end(source)
-                    self._begin(order, self._compiled[source])
-                    return
-                is_new = source not in self._opening  # else it is being compiled, if only for texts that were closed
-                self._opening[source].append(order)
-                if is_new:
+            case CompileGrammar(source):
+                key = key_of(source)
+                if key in self._compiled:
+                    self._compiled.move_to_end(key)
+                    self._reply(Compiled(key))
+                elif key not in self._compiling:
+                    self._compiling.add(key)
                     self._compile_source(source)
+            case OpenGrammar():
+                self._open(order)
             case GrammarAdvance():
                 self._advance(order)
             case CloseGrammar(number):
-                self._texts.pop(number, None)
-                for opening in self._opening.values():
-                    opening[:] = [o for o in opening if o.number != number]
+                if (text := self._texts.pop(number, None)) is not None:
+                    text.is_closed = True
 
     def deserialize(self, source: str, data: bytes) -> Any:
-        """Return the grammar that a compiler wrote. Takes some of a second with a large one."""
+        """Return the grammar that a compiler wrote. Takes some of a second with a large one. From any thread."""
         import xgrammar
 
         vocabulary = self._vocabulary.of_kind(kind_and_value(source)[0])
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary)
 
     def take_compiled(self, source: str, result: Any | RayppError) -> None:
-        """Begin the texts that waited for a constraint, or refuse them. From the thread of `handle`."""
-        orders = self._opening.pop(source, [])
+        """Keep a compiled constraint, or say why there is none. From the thread of `handle`."""
+        key = key_of(source)
+        self._compiling.discard(key)
         if isinstance(result, RayppError):
-            for order in orders:
-                self._reply(Refused(order.number, result))
+            self._reply(NotCompiled(key, result))
             return
-        self._compiled[source] = result
+        self._compiled[key] = result
         self._num_cached_bytes += result.memory_size_bytes
         while self._num_cached_bytes > _MAX_CACHE_BYTES and len(self._compiled) > 1:
             _, oldest = self._compiled.popitem(last=False)
             self._num_cached_bytes -= oldest.memory_size_bytes
-        for order in orders:
-            self._begin(order, result)
+        self._reply(Compiled(key))
 
-    def close(self) -> None:
-        """End the threads."""
-        if self._slow is not None:
-            self._slow.shutdown(wait=False, cancel_futures=True)
-
-    def _begin(self, order: OpenGrammar, compiled: Any) -> None:
-        text = TextGrammar(compiled, self._vocab_size, order.allowed_token_ids)
+    def _open(self, order: OpenGrammar) -> None:
+        compiled = self._compiled.get(order.key)
+        if compiled is None:
+            self._reply(Unknown(order.number))
+            return
+        self._compiled.move_to_end(order.key)
+        text = TextGrammar(order.number, compiled, self._vocab_size, order.allowed_token_ids)
         self._texts[order.number] = text
-        text.waiting.append((NO_TOKENS_YET, order.token_ids or [], []))
-        self._run([(order.number, text)])
+        self.makers.put(text, (NO_TOKENS_YET, order.token_ids or [], []))
 
     def _advance(self, advance: GrammarAdvance) -> None:
         token_ids, draft_ids = advance.token_ids.tolist(), advance.draft_ids.tolist()
         first_token = first_draft = 0
-        due: list[tuple[int, TextGrammar]] = []
         for number, num_tokens, num_drafts in advance.entries.tolist():
-            new, drafts = token_ids[first_token:][:num_tokens], draft_ids[first_draft:][:num_drafts]
-            first_token, first_draft = first_token + num_tokens, first_draft + num_drafts
+            end_token, end_draft = first_token + num_tokens, first_draft + num_drafts
             if (text := self._texts.get(number)) is not None:
-                text.waiting.append((advance.step_id, new, drafts))
-                due.append((number, text))
-        self._run(due)
-
-    def _run(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
-        quick, slow = due, list[tuple[int, TextGrammar]]()
-        if self._slow is not None:
-            quick, slow = [t for t in due if not t[1].is_slow], [t for t in due if t[1].is_slow]
-            for entry in slow:
-                self._slow.submit(self._make, [entry])
-        if quick:
-            self._make(quick)
-
-    def _make(self, due: Sequence[tuple[int, TextGrammar]]) -> None:
-        """Make masks and send them."""
-        rows, entries, draft_ids = MaskRows(len(due), self._vocab_size), list[_Entry](), list[int]()
-        for number, text in due:
-            before = rows.count
-            try:
-                with text.lock:  # of two threads with the same text the first does all, in order
-                    if (newest := _catch_up(text, rows)) is not None:
-                        entries.append((number, newest[0], text.num_accepted, rows.count - before))
-                        draft_ids += newest[1]
-            except Exception as error:
-                rows.count = before
-                self._reply(Refused(number, _why_refused(error)))
-        if entries:
-            self._reply(GrammarMasks(np.array(entries, np.int64), np.array(draft_ids, np.int32), rows.bitmasks()))
-
-
-def _why_refused(error: Exception) -> RayppError:
-    """Return what ends a text while the others go on; xgrammar's own errors are RuntimeErrors."""
-    if isinstance(error, RayppError):
-        return error
-    return RequestError("a grammar cannot be followed", got=str(error)[:300])
-
-
-_Entry = tuple[int, int, int, int]
-"""See `GrammarMasks.entries`."""
-
-
-def _catch_up(text: TextGrammar, rows: MaskRows) -> tuple[int, list[int]] | None:
-    """Go on by all that has come, and add the masks behind it.
-
-    Returns the newest step, and the drafts with a mask behind; None when another thread did it.
-    """
-    began_s, newest = time.perf_counter(), None
-    while text.waiting:
-        newest = text.waiting.popleft()
-        text.accept(newest[1])
-    if newest is None:
-        return None
-    followed = text.add_masks(newest[2], rows)
-    text.is_slow = time.perf_counter() - began_s > _SLOW_S
-    return newest[0], followed
+                new, drafts = token_ids[first_token:end_token], draft_ids[first_draft:end_draft]
+                self.makers.put(text, (advance.step_id, new, drafts))
+            first_token, first_draft = end_token, end_draft

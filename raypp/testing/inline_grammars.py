@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 
-from raypp.driver.grammar_process import GrammarProcessDied
+from raypp.driver.grammar_process import GrammarEvent
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
 from raypp.grammar.messages import GrammarMasks, GrammarOrder, GrammarReply, decode, encode
@@ -29,14 +30,17 @@ class InlineGrammars:
         self._num_calls = 0
         self._texts: Texts | None = None
 
+    compile_timeout_s = math.inf
+
     def send(self, order: GrammarOrder) -> None:
         """Do what is asked at once."""
         if self._texts is None:
             self._vocabulary = self._source.load()
             self._texts = Texts(self._vocabulary, self._source.vocab_size, self._compile, self._reply, threads=False)
         self._texts.handle(decode(encode(order)))
+        self._texts.makers.make_due()
 
-    def receive(self) -> list[GrammarReply | GrammarProcessDied]:
+    def receive(self) -> list[GrammarEvent]:
         """Return what is due."""
         self._num_calls += 1
         due = [reply for call, reply in self._replies if call <= self._num_calls]
@@ -51,6 +55,10 @@ class InlineGrammars:
         """Forget everything."""
         self._texts = None
         self._replies.clear()
+
+    def computing(self) -> list[tuple[int, float]]:
+        """Return no text: nobody computes between two calls."""
+        return []
 
     def close(self) -> None:
         """End nothing."""

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import select
+import signal
+import time
 
 import pytest
 
-from raypp.driver.grammar_process import GrammarProcess, GrammarProcessDied, GrammarSettings
-from raypp.grammar.messages import CloseGrammar
+from raypp.driver.grammar_process import (
+    GrammarProcess,
+    GrammarProcessDied,
+    GrammarProcessNotStarted,
+    GrammarSettings,
+)
+from raypp.grammar.messages import CloseGrammar, CompileGrammar
 
 WAIT_S = 60.0
 
@@ -59,4 +68,49 @@ def test_who_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select.select([file_descriptor], [], [], WAIT_S)[0]
     assert process.receive() == [GrammarProcessDied()]
     assert process.process_id is None
+    process.close()
+
+
+def test_a_send_never_waits_and_a_process_that_reads_nothing_is_given_up_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("raypp.driver.grammar_process._MAX_UNSENT_BYTES", 20_000_000)
+    process = make()
+    process.send(CloseGrammar(1))
+    assert process.process_id is not None
+    os.kill(process.process_id, signal.SIGSTOP)
+    process._is_ready = True  # as it would be, had it not been stopped so early
+    started_s = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(40):
+            process.send(CompileGrammar("x" * 1_000_000))
+    assert time.monotonic() - started_s < 4
+    assert len(caplog.messages) == 1
+    assert "20 MiB" in caplog.text or "19 MiB" in caplog.text
+    assert process.receive() == [GrammarProcessDied()]
+    assert process.process_id is None
+    process.close()
+
+
+def test_who_cannot_be_started_is_told() -> None:
+    process = make()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    at_first = num_open_files()
+    for num_free in range(7):  # it needs more than that, and at each of them something else fails
+        blocked = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (blocked[-1] + 1, hard))
+        for descriptor in blocked[len(blocked) - num_free :]:
+            os.close(descriptor)
+        try:
+            process.send(CloseGrammar(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in blocked[: len(blocked) - num_free]:
+            os.close(descriptor)
+        assert num_open_files() == at_first, num_free
+        [told] = process.receive()
+        assert isinstance(told, GrammarProcessNotStarted)
+        assert "open files" in told.reason
+    process.send(CloseGrammar(1))
+    assert process.process_id is not None
     process.close()

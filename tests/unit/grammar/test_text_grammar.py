@@ -37,13 +37,13 @@ def tokenizer() -> Tokenizer:
 def text_grammar(constraint: dict[str, Any], allowed: list[int] | None = None) -> TextGrammar:
     kept = as_structured_outputs(constraint)
     assert kept is not None
-    return TextGrammar(compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
+    return TextGrammar(1, compile_constraint(source_of(kept), vocabulary(), 1), VOCAB_SIZE, allowed)
 
 
 def next_masks(text: TextGrammar, drafts: list[int]) -> tuple[list[int], np.ndarray]:
     """Return the drafts with a mask behind them, and all masks."""
     rows = MaskRows(1, VOCAB_SIZE)  # room for one: the others make it grow
-    return text.add_masks(drafts, rows), rows.bitmasks()
+    return text.add_masks(drafts, rows), rows.bitmasks(0, rows.count)
 
 
 def tokens_of(mask: np.ndarray) -> set[int]:

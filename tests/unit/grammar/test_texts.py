@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.grammar.messages import CloseGrammar, OpenGrammar
+from raypp.errors import RequestError
+from raypp.grammar.messages import CompileGrammar, GrammarReply, NotCompiled, OpenGrammar, Unknown, key_of
 from raypp.grammar.texts import Texts
 
 
-def test_a_constraint_is_compiled_once_though_its_texts_come_and_go() -> None:
+def test_a_constraint_is_compiled_once_and_a_text_without_is_told() -> None:
     compiled: list[str] = []
+    said: list[GrammarReply] = []
     vocabulary: Any = None  # nothing gets as far
-    texts = Texts(vocabulary, 100, compiled.append, lambda reply: None, threads=False)
-    for number in range(3):
-        texts.handle(OpenGrammar(number, "source"))
-        if number < 2:
-            texts.handle(CloseGrammar(number))
+    texts = Texts(vocabulary, 100, compiled.append, said.append, threads=False)
+    for _ in range(3):
+        texts.handle(CompileGrammar("source"))
     assert compiled == ["source"]
+    texts.handle(OpenGrammar(5, key_of("source")))
+    assert said == [Unknown(5)]
+    error = RequestError("no")
+    texts.take_compiled("source", error)
+    assert said[1:] == [NotCompiled(key_of("source"), error)]
+    texts.handle(CompileGrammar("source"))
+    assert compiled == ["source", "source"]
