@@ -92,10 +92,9 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, field_name
     if first["type"] == "missing":
         return BodyError(f"{where or 'the body'} is missing", param=where or None)
     if first["type"] == "union_tag_invalid":
-        context = first["ctx"]  # pydantic quotes the field's name
-        where = f"{where}.{context['discriminator']}".replace("'", "")
+        context = first["ctx"]
         return BodyError(
-            f"{where} has a value that it cannot have",
+            f"{where} is of a type that is not taken",
             param=where,
             got=repr(context["tag"])[:200],
             expected=context["expected_tags"],

@@ -115,7 +115,7 @@ def test_images_go_only_to_models_that_take_them() -> None:
         ({"stop": [""]}, "stop[0]", "at least 1"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video", "video": ["x"]}]}]},
-            "messages[0].content[0].type",
+            "messages[0].content[0]",
             "got: 'video'; expected: 'text', 'image_url'",
         ),
     ],
