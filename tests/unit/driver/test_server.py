@@ -35,7 +35,7 @@ from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
-from raypp.errors import StageDiedError
+from raypp.errors import QueueFullError, StageDiedError
 from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unpack
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
@@ -47,6 +47,7 @@ from raypp.types import FinishReason, SamplingParams
 DEADLINE_S = 20.0
 HEARTBEAT_S = 0.05
 NUM_STAGES = 2
+MAX_BYTES = 1 << 16
 
 
 class Client:
@@ -113,7 +114,7 @@ class Rig:
             clients,
             health,
             failures,
-            OpenRequests(max_bytes=1 << 16, max_pixel_bytes=1 << 16),
+            OpenRequests(max_bytes=MAX_BYTES, max_pixel_bytes=1 << 16),
             heartbeat_s=HEARTBEAT_S,
             on_connected=self.connected.set,
         )
@@ -226,6 +227,23 @@ def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):
     with ThreadPoolExecutor(1) as pool:
         tokens = pool.submit(_collect_tokens, client, ord("a"))
         rig.answer(tokens.done)
+
+
+def test_a_client_hears_that_the_engine_is_full_and_may_come_again(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    names = [chr(ord("a") + index) for index in range(16)]  # 4 KiB each, and a little
+    for name in names:
+        client.add(name)
+    rejected = client.next(Rejected)
+    assert isinstance(rejected, Rejected)
+    assert rejected.handle == ord(names[-1])
+    assert isinstance(rejected.error, QueueFullError)
+    assert f"max_waiting_bytes = {MAX_BYTES}" in str(rejected.error)
+    assert rejected.error.retry_after_s > 0
+    rig.answer(lambda: not rig.num_unfinished)
+    client.add(names[-1])
+    rig.answer(lambda: rig.scheduler.stats().num_generated_tokens == 16 * 4)
 
 
 def test_abort_and_stats(make_rig):
