@@ -46,7 +46,7 @@ from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarProcessDied
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
 from raypp.grammar.messages import GrammarMasks, GrammarOrder, GrammarReply, OpenGrammar
 from raypp.messages import NO_INT32S, NO_STEP, StepPlan, StepResult, pack, unpack
@@ -189,7 +189,6 @@ class LoadedDriver:
         self._send(AddRequests(rows))
         while self.scheduler.stats().num_running < num_rows:
             self.turn()
-        gc.freeze()
         for _ in range(_FIRST_TURNS):
             self.turn()
 
@@ -319,6 +318,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="of each kind")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     args = parser.parse_args()
+    spare_the_collector()
     figures = {}
     for kind in args.kinds:
         load = measure(kind, args.requests, traces_memory=False)

@@ -20,7 +20,7 @@ from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.open_requests import OpenRequests
-from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
 from raypp.scheduler.scheduler import Scheduler
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
@@ -130,6 +130,7 @@ class DriverActor:
         """
         faults = self._plan.config.faults
         self._stages.run(faults.heartbeat_s, faults.silence_timeout_s, self._server.fail)
+        spare_the_collector()
         try:
             self._server.serve()
             self._pipeline.close()

@@ -59,6 +59,17 @@ _UNTAKEN_MESSAGES = 1 << 16
 logger = logging.getLogger(__name__)
 
 
+def spare_the_collector() -> None:
+    """Keep Python's collector from looking through all that waits, 50 ms for 10,000 requests, between two steps.
+
+    For a process that does nothing but `serve`, before it does. Requests are in no cycles; young objects are still
+    looked through, and old ones after some millions of new ones.
+    """
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 1000)
+
+
 def open_client_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
     """Return a ROUTER for clients, bound to `address`.
 
@@ -141,7 +152,6 @@ class DriverServer:
         Raises:
             EngineDeadError, StageDiedError: the pipeline failed; the clients have been told.
         """
-        gc.freeze()  # what the start left behind is not looked through again between two steps
         try:
             while not self._stopping:
                 self.turn()
