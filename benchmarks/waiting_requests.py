@@ -43,13 +43,13 @@ from raypp.client_messages import (
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
 from raypp.driver.failure_reports import FailureReports
-from raypp.driver.grammar_process import GrammarProcessDied
+from raypp.driver.grammar_process import GrammarEvent
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
-from raypp.grammar.messages import GrammarMasks, GrammarOrder, GrammarReply, OpenGrammar
-from raypp.messages import NO_INT32S, NO_STEP, StepPlan, StepResult, pack, unpack
+from raypp.grammar.messages import Compiled, CompileGrammar, GrammarOrder, Ready, key_of
+from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
@@ -104,20 +104,23 @@ class Load:
 
 
 class _AnsweringGrammars:
-    """A `GrammarBackend` that allows everything, at once."""
+    """A `GrammarBackend` that compiles everything at once. Whoever waits has no row, and needs no masks."""
+
+    compile_timeout_s = 20.0
 
     def __init__(self) -> None:
-        self._replies: list[GrammarReply | GrammarProcessDied] = []
+        self._events: list[GrammarEvent] = [Ready()]
 
     def send(self, order: GrammarOrder) -> None:
-        if isinstance(order, OpenGrammar):
-            entries = np.array([[order.number, NO_STEP, 0, 1]], np.int32)
-            masks = np.full((1, -(-_VOCAB_SIZE // 32)), -1, np.int32)
-            self._replies.append(GrammarMasks(entries, NO_INT32S, masks))
+        if isinstance(order, CompileGrammar):
+            self._events.append(Compiled(key_of(order.source)))
 
-    def receive(self) -> list[GrammarReply | GrammarProcessDied]:
-        replies, self._replies = self._replies, []
-        return replies
+    def receive(self) -> list[GrammarEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def computing(self) -> list[tuple[int, float]]:
+        return []
 
     def fileno(self) -> None:
         return None
