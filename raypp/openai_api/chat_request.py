@@ -16,8 +16,8 @@ from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
     Integer,
     LenientModel,
-    OpenAIModel,
     RequestFields,
+    RequestModel,
     make_sampling_params,
 )
 from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
@@ -82,7 +82,7 @@ class ToolCall(LenientModel):
     """A call that the model made, and its id."""
 
     id: str | None = None
-    type: Literal["function"] | None = "function"
+    type: Literal["function"] = "function"
     function: FunctionCall
 
 
@@ -104,7 +104,7 @@ class Message(LenientModel):
     """Only null."""
 
 
-class ResponseFormat(OpenAIModel):
+class ResponseFormat(RequestModel):
     """The form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from raypp.api.conversation import MAX_JSON_DEPTH
@@ -68,10 +68,10 @@ def parse_body(kind: type[Body], body: object) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise body_error(error.errors(include_url=False), body, kind.model_fields) from None
+        raise body_error(error.errors(include_url=False), body, kind) from None
 
 
-def body_error(complaints: Sequence[Mapping[str, Any]], body: object, field_names: Iterable[str] = ()) -> BodyError:
+def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type[BaseModel] | None = None) -> BodyError:
     """Return one of pydantic's complaints as an error that names the field, as a user would write it.
 
     Of a value that could be several things, it is the complaint of the one that got furthest.
@@ -79,16 +79,19 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, field_name
     Args:
         complaints: `ValidationError.errors()`, or FastAPI's `RequestValidationError.errors()`.
         body: What was validated.
-        field_names: The fields there are; an unknown one is answered with the nearest of them.
+        kind: The shape that the body should have; an unknown field is answered with the nearest of its fields.
     """
     fields = [_field_path(complaint, body) for complaint in complaints]
     of_first = [(c, f) for c, f in zip(complaints, fields, strict=True) if f.startswith(fields[0])]
     first, where = max(of_first, key=lambda pair: pair[1].count("["))
     if first["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(where, list(field_names), n=1)
+        *before, name = first["loc"]
+        nearest = difflib.get_close_matches(str(name), _field_names(kind, before), n=1)
         return BodyError(
             f"unknown field {where}", param=where, expected=f"did you mean {nearest[0]}?" if nearest else None
         )
+    if first["type"] == "union_tag_not_found":
+        return BodyError(f"{where} has no type", param=where, got=repr(first.get("input"))[:200])
     if first["type"] == "missing":
         return BodyError(f"{where or 'the body'} is missing", param=where or None)
     if first["type"] == "union_tag_invalid":
@@ -175,6 +178,15 @@ def _field_path(complaint: Mapping[str, Any], body: object) -> str:
         elif is_last and complaint["type"] == "missing":
             path = _joined(path, part)
     return path[:200]
+
+
+def _field_names(kind: Any, location: Sequence[Any]) -> list[str]:
+    """Return the names of the fields at a place in a shape."""
+    for part in location:
+        field = kind.model_fields.get(part) if kind is not None else None
+        members = () if field is None else (field.annotation, *get_args(field.annotation))
+        kind = next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
+    return [] if kind is None else list(kind.model_fields)
 
 
 def _joined(path: str, name: object) -> str:

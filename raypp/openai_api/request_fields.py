@@ -1,8 +1,8 @@
 """What the bodies of chat and of plain completions have in common: how to sample, and what is taken and ignored.
 
 Names, types and defaults are OpenAI's published ones; the fields that only vLLM's server has keep the names they have
-there. A field that nobody knows is refused: a misspelt one would change the text silently. Inside of messages and tools
-it is passed over: clients send back what servers gave them, with notes of their own.
+there. A field that nobody knows is refused, unless it is null: a misspelt one would change the text silently. Inside of
+messages and tools it is passed over: clients send back what servers gave them, with notes of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from raypp.types import SamplingParams
 
@@ -28,7 +28,18 @@ class OpenAIModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class LenientModel(OpenAIModel):
+class RequestModel(OpenAIModel):
+    """Base of what clients send: a field that is null counts as left out, also one that is not known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class LenientModel(RequestModel):
     """Base of what clients send back: fields that are not known are passed over."""
 
     model_config = ConfigDict(extra="ignore")
@@ -42,7 +53,7 @@ Integer = Annotated[int, BeforeValidator(_whole)]
 """20.0 is one, too: to JSON, and to clients whose language has one kind of numbers, it is the same as 20."""
 
 
-class StreamOptions(OpenAIModel):
+class StreamOptions(RequestModel):
     """What a stream holds besides the text."""
 
     include_usage: bool | None = None
@@ -53,7 +64,7 @@ class StreamOptions(OpenAIModel):
     """Taken and ignored."""
 
 
-class StructuredOutputsFields(OpenAIModel):
+class StructuredOutputsFields(RequestModel):
     """One of these constraints."""
 
     json_schema: dict[str, Any] | str | None = None
@@ -79,7 +90,7 @@ class StructuredOutputsFields(OpenAIModel):
         return values
 
 
-class RequestFields(OpenAIModel):
+class RequestFields(RequestModel):
     """The fields that both endpoints have."""
 
     model: str | None = Field(default=None, min_length=1)

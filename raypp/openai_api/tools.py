@@ -10,7 +10,7 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.grammar.schema_check import enforceable
-from raypp.openai_api.request_fields import LenientModel, OpenAIModel
+from raypp.openai_api.request_fields import LenientModel, RequestModel
 
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
@@ -33,13 +33,13 @@ class Tool(LenientModel):
     function: FunctionDefinition
 
 
-class FunctionName(OpenAIModel):
+class FunctionName(RequestModel):
     """Which function."""
 
     name: str
 
 
-class NamedToolChoice(OpenAIModel):
+class NamedToolChoice(RequestModel):
     """The function that has to be called."""
 
     type: Literal["function"]

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest, Message
-from raypp.openai_api.request_fields import OpenAIModel
+from raypp.openai_api.request_fields import OpenAIModel, RequestModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
 from serve_app.errors import documented
@@ -18,7 +18,7 @@ from serve_app.json_route import JsonRoute
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503)
 
 
-class TokenizeRequest(OpenAIModel):
+class TokenizeRequest(RequestModel):
     """A text or a conversation."""
 
     model: str | None = Field(default=None, min_length=1)
@@ -48,7 +48,7 @@ class TokenizeResponse(OpenAIModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(OpenAIModel):
+class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: str | None = Field(default=None, min_length=1)

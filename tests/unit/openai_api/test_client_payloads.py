@@ -54,7 +54,7 @@ def test_an_answer_can_be_sent_back_as_it_came(sent: dict[str, Any]) -> None:
         ({**CALL, "function": {**CALL["function"], "parsed_arguments": {"x": 1}}}, PLAIN_CALL),  # type: ignore[dict-item]
         ({**CALL, "provider_specific_fields": None, "cache_control": None}, PLAIN_CALL),
         ({**CALL, "function": {"name": "f", "arguments": {"x": 1}}}, PLAIN_CALL),
-        ({**CALL, "type": None}, {name: value for name, value in PLAIN_CALL.items() if name != "type"}),
+        ({**CALL, "type": None}, PLAIN_CALL),
         (
             {**CALL, "function": {"name": "f", "arguments": ""}},
             {**PLAIN_CALL, "function": {"name": "f", "arguments": {}}},
@@ -94,8 +94,29 @@ def test_what_would_be_lost_is_refused(message: dict[str, Any], param: str) -> N
 
 def test_every_field_may_be_null() -> None:
     required = {"messages", "prompt"}
-    assert chat(**dict.fromkeys(ChatRequest.model_fields.keys() - required)) == chat()
-    assert complete(**dict.fromkeys(CompletionRequest.model_fields.keys() - required)) == complete()
+    foreign = {"functions": None, "prediction": None, "web_search_options": None}
+    assert chat(**dict.fromkeys(ChatRequest.model_fields.keys() - required), **foreign) == chat()
+    assert complete(**dict.fromkeys(CompletionRequest.model_fields.keys() - required), **foreign) == complete()
+    options = {"include_usage": None, "foreign": None}
+    assert chat(stream_options=options, response_format={"type": "text", "json_schema": None, "foreign": None})
+    with pytest.raises(BodyError, match="messages is missing"):
+        chat(messages=None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "nearest"),
+    [
+        ({"functions": []}, "functions", None),
+        ({"max_token": 3}, "max_token", "max_tokens"),
+        ({"stream_options": {"include_usag": True}}, "stream_options.include_usag", "include_usage"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "json_schema"),
+    ],
+)
+def test_what_is_not_known_and_says_something_is_refused(fields: dict[str, Any], param: str, nearest: str) -> None:
+    with pytest.raises(BodyError, match=f"unknown field {param}") as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert caught.value.expected == (f"did you mean {nearest}?" if nearest else None)
 
 
 def test_whole_numbers_are_integers_however_they_are_written() -> None:
@@ -120,6 +141,7 @@ def test_whole_numbers_are_integers_however_they_are_written() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "[0].content[0].text"),
         ([{"role": "user", "content": [{"type": "sound"}]}], "[0].content[0]"),
+        ([{"role": "user", "content": [{"text": "a"}]}], "[0].content[0]"),
         ([{"content": "a"}], "[0].role"),
     ],
 )
