@@ -126,7 +126,7 @@ async def run_load(
     async with aiohttp.ClientSession(
         url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)
     ) as session:
-        await _warm_up(session, num_clients)
+        await warm_up(session, num_clients)
         report.num_files_before = _num_files(processes)
         ends = time.monotonic() + seconds
         watch = asyncio.create_task(_note_early_memory(report, processes, seconds / 6))
@@ -138,12 +138,12 @@ async def run_load(
             )
         )
         await watch
-        report.rss_bytes_late = _rss(processes)
+        report.rss_bytes_late = rss_bytes(processes)
         await _settle(session, report, processes)
     return report
 
 
-async def _warm_up(session: aiohttp.ClientSession, num_clients: int) -> None:
+async def warm_up(session: aiohttp.ClientSession, num_clients: int) -> None:
     """Let the server find its size: what it allocates once is no growth.
 
     Threads and connections are made when first needed, and on a CPU the KV cache's memory is mapped when first written:
@@ -221,7 +221,7 @@ async def _stream(
 
 async def _note_early_memory(report: LoadReport, processes: dict[str, int], after_s: float) -> None:
     await asyncio.sleep(after_s)
-    report.rss_bytes_early = _rss(processes)
+    report.rss_bytes_early = rss_bytes(processes)
 
 
 async def _settle(session: aiohttp.ClientSession, report: LoadReport, processes: dict[str, int]) -> None:
@@ -243,7 +243,8 @@ async def _engine_state(session: aiohttp.ClientSession, names: Sequence[str]) ->
     return {name: sum(map(float, values)) for name, values in found.items()}
 
 
-def _rss(processes: dict[str, int]) -> dict[str, int]:
+def rss_bytes(processes: dict[str, int]) -> dict[str, int]:
+    """Return the memory of processes, by name."""
     return {
         name: int(re.findall(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
         for name, pid in processes.items()

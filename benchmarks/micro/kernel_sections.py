@@ -254,7 +254,9 @@ def measure_sampling() -> Figures:
         temperature = torch.full((rows,), 0.8, device="cuda")
         seeds, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") + 99
         floor = logits.nbytes / BYTES_PER_US
-        arguments = logits, temperature, seeds, positions
+        top_k, top_p = torch.full((rows,), 20, dtype=torch.int32, device="cuda"), torch.full_like(temperature, 0.95)
+        truncation = (top_k, top_p, torch.zeros_like(temperature))
+        arguments = logits, temperature, seeds, positions, truncation
         agree = (chooser.draw(*arguments) == sample(*arguments)).float().mean().item()
         figures[f"greedy {rows}"] = _row(
             "greedy",

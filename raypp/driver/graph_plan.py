@@ -12,6 +12,7 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
+from raypp.ops.truncation import draw_bytes
 from raypp.stage.sampler_sizes import may_copy, sampler_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec
 from raypp.stage.step_sizes import StepSizes
@@ -25,9 +26,9 @@ _PIECEWISE_GRAIN = 64
 _PIECE_BYTES = 640 << 10  # a graph between two attention calls
 _BODY_BYTES = 3 << 20  # a graph of a whole stage, without its sampling
 _TAIL_BYTES = 1 << 20  # one of sampling
-_NUM_TAILS = 3
+_NUM_TAILS = 2
 _CHANGE_BYTES = 2 << 20  # what changes logits, and the tails behind, see `raypp.stage.recorded_changes`
-_SORTING_BYTES = 512 << 20  # of the largest sampling that is recorded, see `raypp.stage.recorded_decode`
+_CHANGING_BYTES = 512 << 20  # of the largest step whose changes are recorded, see `raypp.stage.sampler_sizes`
 _KERNEL_BYTES = 256 << 20  # that are loaded meanwhile
 
 
@@ -111,4 +112,5 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     logits_bytes = most_full * model.vocab_size * LOGIT_BYTES
     num_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     tables = sampler_table_bytes(num_rows, model.vocab_size) if sizes.full else 0
-    return graphs + tables + logits_bytes + (pool + buffers) * dtype_bytes + _SORTING_BYTES + _KERNEL_BYTES
+    tables += draw_bytes(max(most_full, num_rows), model.vocab_size)
+    return graphs + tables + logits_bytes + (pool + buffers) * dtype_bytes + _CHANGING_BYTES + _KERNEL_BYTES

@@ -21,7 +21,7 @@ import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.rotary import Rotation
-from raypp.ops.sampling import Truncation
+from raypp.ops.truncation import Truncation
 
 _LOG = logging.getLogger(__name__)
 
@@ -186,9 +186,14 @@ class TokenChoice(Protocol):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
-        truncation: Truncation | None = None,
+        truncation: Truncation,
+        *,
+        truncates: bool = True,
     ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]; see `raypp.ops.sampling.sample`, whose draws these are."""
+        """Return a draw per position, int64 [N]; see `raypp.ops.sampling.sample`, whose draws these are.
+
+        `truncates` says whether any row does: kernels find that out row by row, torch does it for all.
+        """
 
 
 def choose_kernels(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -242,16 +243,25 @@ def _decode_group(
         bounds = (seq_lens.view(num_rows, 1) + offsets).unsqueeze(2)
     mask = _additive_mask(positions < bounds, torch.promote_types(kv_cache.dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
-    is_behind = positions >= seq_lens.view(num_rows, 1, 1)
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
     return DecodeGroup(
         num_rows=num_rows,
         length=length,
         head_blocks=_head_blocks(kv_cache, block_tables[:num_rows, :num_blocks]),
         mask=mask.reshape(num_rows * num_kv_heads, -1, length),
-        behind=is_behind.expand(2, -1, num_kv_heads, -1).reshape(-1).nonzero().squeeze(1),
+        behind=_places_behind(seq_lens, length, num_kv_heads),
         tokens=tokens,
     )
+
+
+def _places_behind(seq_lens: torch.Tensor, length: int, num_kv_heads: int) -> torch.Tensor:
+    """Return the places of [2, R, Hk, L] that lie behind their row's length, int64 [n].
+
+    By numpy: how many there are depends on the lengths, which no operation of a recording may.
+    """
+    is_behind = np.arange(length) >= seq_lens.cpu().numpy()[:, None, None]
+    places = np.flatnonzero(np.broadcast_to(is_behind, (2, len(seq_lens), num_kv_heads, length)))
+    return torch.from_numpy(places).to(seq_lens.device)
 
 
 def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:

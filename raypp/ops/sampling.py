@@ -14,8 +14,7 @@ from functools import cache
 
 import torch
 
-Truncation = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""top_k [R] int32, top_p [R] float32, min_p [R] float32; see `mask_truncated`."""
+from raypp.ops.truncation import Truncation, may_draw
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
@@ -52,26 +51,14 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
-def mask_truncated(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Return the logits with every token outside top-k, then top-p, then min-p at -inf.
+def mask_truncated(logits: torch.Tensor, temperature: torch.Tensor, truncation: Truncation) -> torch.Tensor:
+    """Return tempered logits, with those of tokens that may not be drawn at -inf.
 
-    Shapes: logits [R, V] float32, already divided by the temperature; top_k [R] int32, 0 for all; top_p [R] float32;
-    min_p [R] float32. Top-p counts probabilities renormalized over the top-k; a token is kept when the tokens more
-    likely than it sum to less than top_p. Min-p is relative to the most likely token, so its place in the order does
-    not matter. The most likely token always stays.
+    Shapes: logits [R, V]; temperature [R] float32. Rows of temperature 0 are not truncated.
     """
-    vocab_size = logits.shape[1]
-    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(vocab_size, device=logits.device)
-    kept_ranks = torch.where(top_k > 0, top_k, vocab_size).unsqueeze(1)
-    ordered = ordered.masked_fill(ranks >= kept_ranks, -torch.inf)
-    probabilities = ordered.softmax(dim=-1)
-    mass_before = probabilities.cumsum(dim=-1) - probabilities
-    dropped = (mass_before >= top_p.unsqueeze(1)) & (top_p.unsqueeze(1) < 1.0)
-    dropped |= probabilities < min_p.unsqueeze(1) * probabilities[:, :1]
-    dropped[:, 0] = False
-    ordered = ordered.masked_fill(dropped, -torch.inf)
-    return torch.empty_like(logits).scatter_(1, order, ordered)
+    is_greedy = temperature == 0
+    kept = may_draw(logits.to(torch.float32), torch.where(is_greedy, 1.0, temperature), truncation)
+    return temper(logits, temperature).masked_fill_(~(kept | is_greedy.unsqueeze(1)), -torch.inf)
 
 
 def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
@@ -112,11 +99,9 @@ def draw_scores(
 ) -> torch.Tensor:
     """Return what a draw takes the largest of, float32 [R, V]: tempered, truncated logits with noise.
 
-    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation (top_k [R] int32,
-    top_p [R] float32, min_p [R] float32), or None when no row truncates. No noise where the temperature is 0.
+    Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation, or None when no row
+    truncates. No noise where the temperature is 0.
     """
-    logits = temper(logits, temperature)
-    if truncation is not None:
-        logits = mask_truncated(logits, *truncation)
+    logits = temper(logits, temperature) if truncation is None else mask_truncated(logits, temperature, truncation)
     noise = gumbel_noise(seeds, positions, logits.shape[1]).masked_fill_((temperature == 0).unsqueeze(1), 0.0)
     return logits + noise

@@ -16,7 +16,8 @@ from raypp.ops.kv_cache import cache_rows, write_kv_cache
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
-from raypp.ops.sampling import Truncation, sample, sample_greedy
+from raypp.ops.sampling import sample, sample_greedy
+from raypp.ops.truncation import Truncation
 
 
 class TorchKernels:
@@ -117,10 +118,12 @@ class TorchTokenChoice:
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         positions: torch.Tensor,
-        truncation: Truncation | None = None,
+        truncation: Truncation,
+        *,
+        truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position."""
-        return sample(logits, temperature, seeds, positions, truncation)
+        return sample(logits, temperature, seeds, positions, truncation if truncates else None)
 
 
 class JoinedNormsLinear:

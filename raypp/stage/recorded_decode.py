@@ -51,12 +51,9 @@ FULL = "full"
 
 _TAILS = (
     Needs.GREEDY,
-    Needs.DRAW,
     Needs.DRAW | Needs.TRUNCATE,
     # Of logits that were changed before.
-    Needs.DRAW | Needs.CHANGES,
     Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES,
-    Needs.DRAW | Needs.CHANGES | Needs.GRAMMAR,
     Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES | Needs.GRAMMAR,
 )
 _NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
@@ -158,8 +155,7 @@ class RecordedDecode:
         if changes is not None:
             changes.record(size, self._shapes[size], lambda: self._last)
         for needs in _TAILS if self._spec.is_last else ():
-            sorts_too_much = Needs.TRUNCATE in needs and not may_copy(size.num_tokens, self._spec.vocab_size)
-            if not sorts_too_much and not (needs.changes and changes is None):
+            if not (needs.changes and changes is None):
                 self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)

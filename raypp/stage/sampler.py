@@ -89,12 +89,12 @@ class Sampler:
         if Needs.DRAW not in needs:
             return self._choice.greedy(logits)
         params = self.rows
-        truncation = None
-        if Needs.TRUNCATE in needs:
-            top_k, top_p, min_p = (table.index_select(0, rows) for table in (params.top_k, params.top_p, params.min_p))
-            truncation = (top_k, top_p, min_p)
-        temperature, seeds = params.temperature.index_select(0, rows), params.seeds.index_select(0, rows)
-        return self._choice.draw(logits, temperature, seeds, positions, truncation)
+        top_k, top_p, min_p, temperature, seeds = (
+            table.index_select(0, rows)
+            for table in (params.top_k, params.top_p, params.min_p, params.temperature, params.seeds)
+        )
+        truncation = (top_k, top_p, min_p)
+        return self._choice.draw(logits, temperature, seeds, positions, truncation, truncates=Needs.TRUNCATE in needs)
 
     def commit(
         self,

@@ -20,8 +20,7 @@ _MAX_COPIED_LOGITS = 1 << 23
 def may_copy(num_positions: int, vocab_size: int) -> bool:
     """Return whether recordings for so many positions may make copies of their logits.
 
-    Truncation sorts logits, and changes are made to a copy, in 20 to 40 bytes for each. A recording keeps them for
-    ever; and what sorts more than this takes longer than its launches do.
+    Changes are made to a copy, which a recording keeps for ever.
     """
     return num_positions * vocab_size <= _MAX_COPIED_LOGITS
 

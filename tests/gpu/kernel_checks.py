@@ -447,16 +447,24 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     temperature = torch.tensor([kernels.rng.choice((0.0, 0.2, 0.8, 1.5)) for _ in range(num_rows)], device=DEVICE)
     seeds = torch.tensor([kernels.rng.randrange(-(2**63), 2**63) for _ in range(num_rows)], device=DEVICE)
     positions = torch.tensor([kernels.rng.randrange(100_000) for _ in range(num_rows)], device=DEVICE)
-    top_k = torch.tensor([kernels.rng.choice((0, 1, 40)) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE)
-    top_p = torch.tensor([kernels.rng.choice((1.0, 0.7)) for _ in range(num_rows)], device=DEVICE)
     greedy = temperature == 0
-    for truncation in (None, (top_k, top_p, torch.zeros_like(top_p))):
-        drawn = chooser.draw(logits, temperature, seeds, positions, truncation)
-        expected = sample(logits, temperature, seeds, positions, truncation)
-        differing = int((drawn[~greedy] != expected[~greedy]).sum())
-        assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
-        if truncation is None:
-            assert torch.equal(drawn[greedy], lowest_best[greedy])
+
+    def some(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor([kernels.rng.choice(values) for _ in range(num_rows)], dtype=dtype, device=DEVICE)
+
+    most = vocab_size * 3 // 4
+    for counts, shares, least in (
+        ((0,), (1.0,), (0.0,)),
+        ((0, 1, 20, most), (1.0, 0.7, 0.999, 1e-6), (0.0, 0.05, 0.5)),
+    ):
+        truncation = (some(*counts, dtype=torch.int32), some(*shares), some(*least))
+        # Also where likely tokens lie beside each other, and where all are equally likely.
+        for values in (logits, logits.sort(descending=True).values, torch.zeros_like(logits)):
+            drawn = chooser.draw(values, temperature, seeds, positions, truncation)
+            expected = sample(values, temperature, seeds, positions, truncation)
+            differing = int((drawn[~greedy] != expected[~greedy]).sum())
+            assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
+            assert torch.equal(drawn[greedy], chooser.greedy(values)[greedy])
     assert not kernels.workspace.counters.any()
 
 

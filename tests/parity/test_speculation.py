@@ -95,10 +95,10 @@ def margin(path: Path, one: Asked, output: list[int]) -> float:
     text, params = one.prompt + output, one.params
     logits = hf_logits(path, text)[-1:].float()
     if params.temperature:
-        logits = logits / params.temperature
-        logits = mask_truncated(
-            logits, *(torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p))
+        top_k, top_p, min_p, temperature = (
+            torch.tensor([value]) for value in (params.top_k, params.top_p, params.min_p, params.temperature)
         )
+        logits = mask_truncated(logits, temperature, (top_k, top_p, min_p))
         logits = logits + gumbel_noise(torch.tensor([params.seed]), torch.tensor([len(text)]), logits.shape[1])
     best, second = logits[0].topk(2).values.tolist()
     return best - second

@@ -195,16 +195,21 @@ def _best(a: SimpleNamespace) -> None:
     logits = a.logits.float()
     assert logits.shape[1] == a.vocab_size
     a.tokens.copy_(logits.argmax(-1))
-    a.highest.copy_(logits.amax(-1))
 
 
-def _draw(a: SimpleNamespace) -> None:
-    from raypp.ops.sampling import gumbel_noise
+def _survey(a: SimpleNamespace) -> None:
+    assert a.logits.shape[1] == a.vocab_size
+    a.tokens.copy_(a.logits.float().argmax(-1))
 
-    greedy = (a.temperature == 0).unsqueeze(1)
-    values = (a.logits.float() - a.highest.unsqueeze(1)) / torch.where(greedy, 1.0, a.temperature.unsqueeze(1))
-    noise = gumbel_noise(a.seeds, a.positions, a.vocab_size)
-    a.tokens.copy_((values + noise.masked_fill(greedy, 0.0)).argmax(-1))
+
+def _gather(a: SimpleNamespace) -> None:
+    from raypp.ops.sampling import sample
+
+    a.tokens.copy_(sample(a.logits, a.temperature, a.seeds, a.positions, (a.top_k, a.top_p, a.min_p)))
+
+
+def _finish(a: SimpleNamespace) -> None:
+    """Nothing is left to draw."""
 
 
 TWINS: dict[str, Callable[[Any], None]] = {
@@ -224,9 +229,11 @@ TWINS: dict[str, Callable[[Any], None]] = {
         _project_few,
         _project_rows,
         _best,
-        _draw,
+        _survey,
+        _gather,
+        _finish,
     )
-}
+} | {"_search": _finish}
 
-CHEAP = frozenset({"_decode_inputs", "_verify", "_propose", "_best", "_draw"})
+CHEAP = frozenset({"_decode_inputs", "_verify", "_propose", "_best", "_survey", "_gather", "_finish", "_search"})
 """Those that decide what a driver hears: computed even where nothing else is."""

@@ -1,10 +1,20 @@
-"""Choosing a token per row in one or two launches. Twin: `raypp.ops.sampling`, whose draws these are.
+"""Choosing a token per row. Twins: `raypp.ops.sampling`, whose draws these are, and `raypp.ops.truncation`.
 
-    program (row, part)       the best token of a part of the vocabulary
-    the last part to finish   the best of the parts
+Greedy tokens take one launch, in which the last program of a row compares what all have found. Draws take four:
 
-Of equal tokens the lowest wins, whatever the order in which parts finish. A draw subtracts the row's highest logit
-before it divides by the temperature, as the twin does; so it is two launches, the first of which finds that highest.
+    survey   (row, part)   the best token, and the highest logit of each block of the vocabulary;
+                           of a truncated row, a pivot that at least top_k tokens reach
+    gather   (row, part)   of a truncated row the tokens that reach the pivot, and the weight of the whole vocabulary
+                           if top-p needs it; other rows are drawn here
+    finish   (row)         of a truncated row with few gathered tokens, the lowest logit that stays, and the draw
+    search   (row)         the same for a row with many; it reads the whole row, more than once, where there was no
+                           room for all, or where they weigh too little for top-p
+
+So logits are read twice and never sorted, and noise is computed for tokens that may be drawn. The pivot is the k-th
+highest of the blocks' highest logits: k tokens reach it, and mostly few more. The lowest logit that stays is found bit
+by bit, as an integer in the order of the logits: the highest one that enough tokens reach, or tokens of enough weight.
+
+Of equal tokens the lowest wins, whatever the order in which parts finish.
 """
 
 from __future__ import annotations
@@ -13,18 +23,37 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops import truncation as twin
 from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.truncation import (
+    amount_of_row,
+    least_of_row,
+    least_of_vector,
+    load_row,
+    scale_of,
+    sortable_of,
+    value_of,
+    weights,
+)
 from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.sampling import Truncation, mask_truncated, temper
+from raypp.ops.truncation import MAX_NUM_BLOCKS, ROOM, Truncation
 
 _TILE = 2048
 _MIN_PART = 4096
 _MAX_PARTS = tl.constexpr(1024)
+_MIN_BLOCK = 8
+_FEW = 1024
+"""The most gathered tokens that `finish` draws from."""
+_SEARCHED_TILE = 4096
+_PIVOT_BITS = tl.constexpr(24)
+_HIGHEST_BIT = tl.constexpr(1 << 31)
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
+
+_MOST = tl.constexpr(2.0**twin.WEIGHT_BITS)
 
 
 class TokenChooser:
@@ -40,43 +69,19 @@ class TokenChooser:
         self._device = device
         self._workspace = workspace
         self._max_rows = max_rows
+        self._truncated: _Truncated | None = None
         workspace.reserve(3 * max(max_rows, 4 * device.num_processors))
 
     def greedy(self, logits: torch.Tensor) -> torch.Tensor:
         """Return each row's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
-        return self._best(logits)[0]
-
-    def draw(
-        self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-        truncation: Truncation | None = None,
-    ) -> torch.Tensor:
-        """Return a draw per row, the most likely token where the temperature is 0, int64 [N].
-
-        Shapes: logits [N, V] contiguous; temperature [N] float32; seeds, positions [N] int64.
-        """
-        if truncation is not None:
-            logits = mask_truncated(temper(logits, temperature), *truncation)
-            temperature = (temperature != 0).to(torch.float32)  # what is left to be said of it
-        _, highest = self._best(logits)
         num_rows, vocab_size = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
-            floats = self._workspace.floats
-            _draw[(num_rows, num_parts)](
+            _best[(num_rows, num_parts)](
                 logits,
-                temperature,
-                seeds,
-                positions,
-                highest,
                 tokens,
-                floats,
-                _behind(floats, num_rows * num_parts),
-                self._workspace.counters,
+                *self._results_of_parts(num_rows * num_parts),
                 vocab_size,
                 part // _TILE,
                 TILE=_TILE,
@@ -86,29 +91,63 @@ class TokenChooser:
             )
         return tokens
 
-    def _best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's best token, int64 [N], and its logit, float32 [N]."""
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+        truncation: Truncation,
+        *,
+        truncates: bool = True,
+    ) -> torch.Tensor:
+        """Return a draw per row, the most likely token where the temperature is 0, int64 [N].
+
+        Whether a row truncates is read on the device, whatever `truncates` says.
+
+        Shapes: logits [N, V] contiguous; temperature [N] float32; seeds, positions [N] int64.
+        """
         num_rows, vocab_size = logits.shape
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        highest = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        if num_rows:
-            part, num_parts = self._parts(num_rows, vocab_size)
-            floats = self._workspace.floats
-            _best[(num_rows, num_parts)](
-                logits,
-                tokens,
-                highest,
-                floats,
-                _behind(floats, num_rows * num_parts),
-                self._workspace.counters,
-                vocab_size,
-                part // _TILE,
-                TILE=_TILE,
-                OVERLAPS=self._device.has_dependent_launch,
-                num_warps=4,
-                **self._device.launch_options,
-            )
-        return tokens, highest
+        if not num_rows:
+            return tokens
+        if self._truncated is None:
+            self._truncated = _Truncated(self._max_rows, vocab_size, logits.device)
+        part, num_parts = self._parts(num_rows, vocab_size)
+        of_row = (temperature, *truncation)
+        between = self._truncated.tensors()
+        parts = self._results_of_parts(num_rows * num_parts)
+        sizes = (vocab_size, part // _TILE)
+        launch = {"OVERLAPS": self._device.has_dependent_launch, "num_warps": 4, **self._device.launch_options}
+        _survey[(num_rows, num_parts)](
+            logits,
+            *of_row,
+            tokens,
+            *between,
+            *parts,
+            *sizes,
+            TILE=_TILE,
+            BLOCK=self._truncated.block,
+            NUM_BLOCKS=self._truncated.num_blocks,
+            PADDED_BLOCKS=triton.next_power_of_2(self._truncated.num_blocks),
+            **launch,
+        )
+        _gather[(num_rows, num_parts)](
+            logits, *of_row, seeds, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
+        )
+        by_row = (logits, *of_row, seeds, positions, tokens, *between, vocab_size)
+        rooms = {"ROOM": ROOM, "FEW": _FEW}
+        _finish[(num_rows,)](*by_row, **rooms, **launch)
+        _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))
+        return tokens
+
+    def _results_of_parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return room for the value and the token of so many parts, and counters of rows.
+
+        Tokens lie at a multiple of 16 bytes: else it is another kernel.
+        """
+        floats = self._workspace.floats
+        return floats, floats.view(torch.int32)[triton.cdiv(count, 4) * 4 :], self._workspace.counters
 
     def _parts(self, num_rows: int, vocab_size: int) -> tuple[int, int]:
         """Return the tokens of a part, and the parts of a row: about four programs per processor."""
@@ -119,9 +158,34 @@ class TokenChooser:
         return part, num_parts
 
 
-def _behind(floats: torch.Tensor, count: int) -> torch.Tensor:
-    """Return what lies behind so many floats, as int32, from a multiple of 16 bytes on: else it is another kernel."""
-    return floats.view(torch.int32)[triton.cdiv(count, 4) * 4 :]
+class _Truncated:
+    """What the three launches of a draw hand on, by row."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.block = max(triton.next_power_of_2(triton.cdiv(vocab_size, MAX_NUM_BLOCKS - 1)), _MIN_BLOCK)
+        self.num_blocks = triton.cdiv(vocab_size, _TILE) * (_TILE // self.block)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, device=device)
+
+        self._highest, self._pivots = floats(max_rows), floats(max_rows)
+        self._block_highest = floats(max_rows, self.num_blocks)
+        self._num_gathered = torch.empty(max_rows, dtype=torch.int32, device=device)
+        self._total_weights = torch.empty(max_rows, dtype=torch.int64, device=device)
+        self._gathered = floats(max_rows, ROOM)
+        self._gathered_tokens = torch.empty(max_rows, ROOM, dtype=torch.int32, device=device)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return all, in the order in which kernels take them."""
+        return (
+            self._highest,
+            self._pivots,
+            self._block_highest,
+            self._num_gathered,
+            self._total_weights,
+            self._gathered,
+            self._gathered_tokens,
+        )
 
 
 @triton.jit
@@ -132,6 +196,13 @@ def _better(value, token, other_value, other_token):
 
 
 @triton.jit
+def _best_of(values, tokens):
+    """Return the best of a vector of tokens."""
+    value = tl.max(values, 0)
+    return value, tl.min(tl.where(values == value, tokens, 0x7FFFFFFF), 0)
+
+
+@triton.jit
 def _mix(bits):
     bits = (bits ^ (bits >> 30)) * _MIX_1
     bits = (bits ^ (bits >> 27)) * _MIX_2
@@ -139,8 +210,16 @@ def _mix(bits):
 
 
 @triton.jit
+def _key_of(seeds, positions, row):
+    """Return the stream of a row's noise."""
+    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
+    return _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+
+
+@triton.jit
 def _gumbel(key, token):
-    """Return the noise of tokens, float32. `key` is uint64, of the seed and the position."""
+    """Return the noise of tokens, float32."""
     bits = _mix(key + (token + 1).to(tl.uint64) * _GOLDEN) & 0xFFFFFFFF
     uniform = (bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
     uniform = tl.minimum(uniform, _BELOW_ONE)
@@ -162,16 +241,19 @@ def _best_of_parts(value, token, row, values, tokens, counters):
         inside = index < num_parts
         all_values = tl.load(values + row * num_parts + index, mask=inside, other=-float("inf"), cache_modifier=".cg")
         all_tokens = tl.load(tokens + row * num_parts + index, mask=inside, other=0x7FFFFFFF, cache_modifier=".cg")
-        value = tl.max(all_values, 0)
-        token = tl.min(tl.where(all_values == value, all_tokens, 0x7FFFFFFF), 0)
+        value, token = _best_of(all_values, all_tokens)
     return is_last, value, token
+
+
+@triton.jit
+def _store_token(tokens, row, token, vocab_size):
+    tl.store(tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))  # a row of NaN has no best
 
 
 @triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
 def _best(
     logits,
     tokens,
-    highest,
     part_values,
     part_tokens,
     counters,
@@ -188,30 +270,47 @@ def _best(
     start(OVERLAPS)
     for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
-        value = tl.load(logits + row.to(tl.int64) * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
-        best_value, best_token = _better(best_value, best_token, value.to(tl.float32), token)
-    value = tl.max(best_value, 0)
-    token = tl.min(tl.where(best_value == value, best_token, 0x7FFFFFFF), 0)
+        value = load_row(logits, row, token, vocab_size)
+        best_value, best_token = _better(best_value, best_token, value, token)
+    value, token = _best_of(best_value, best_token)
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        tl.store(tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))  # a row of NaN has no best
-        tl.store(highest + row, value)
+        _store_token(tokens, row, token, vocab_size)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
-def _draw(
+@triton.jit
+def _truncation_of(row, temperature, top_k, top_p, vocab_size):
+    """Return a row's temperature, top_k (0 when it takes all), top_p, and whether it has either of these."""
+    row_temperature = tl.load(temperature + row)
+    row_k, row_p = tl.load(top_k + row), tl.load(top_p + row)
+    row_k = tl.where(row_k >= vocab_size, 0, row_k)
+    return row_temperature, row_k, row_p, (row_temperature != 0.0) & ((row_k > 0) | (row_p < 1.0))
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _survey(
     logits,
     temperature,
-    seeds,
-    positions,
-    highest,
+    top_k,
+    top_p,
+    min_p,
     tokens,
+    highest,
+    pivots,
+    block_highest,
+    num_gathered,
+    total_weights,
+    gathered,
+    gathered_tokens,
     part_values,
     part_tokens,
     counters,
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -220,22 +319,248 @@ def _draw(
     best_value = tl.full((TILE,), -float("inf"), tl.float32)
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     start(OVERLAPS)
-    row_temperature = tl.load(temperature + row)
-    is_greedy = row_temperature == 0.0
-    divisor = tl.where(is_greedy, 1.0, row_temperature)
-    row_highest = tl.load(highest + row)
-    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
-    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
-    key = _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
+    _row_temperature, row_k, _row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    of_blocks = block_highest + row * NUM_BLOCKS
     for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
-        value = tl.load(logits + row.to(tl.int64) * vocab_size + token, mask=token < vocab_size, other=-float("inf"))
-        value = (value.to(tl.float32) - row_highest) / divisor
-        if not is_greedy:
-            value += _gumbel(key, token)
+        value = load_row(logits, row, token, vocab_size)
         best_value, best_token = _better(best_value, best_token, value, token)
-    value = tl.max(best_value, 0)
-    token = tl.min(tl.where(best_value == value, best_token, 0x7FFFFFFF), 0)
+        if is_truncated:
+            of_tile = tl.max(tl.reshape(value, (TILE // BLOCK, BLOCK)), 1)
+            tl.store(of_blocks + begin // BLOCK + tl.arange(0, TILE // BLOCK), of_tile)
+    value, token = _best_of(best_value, best_token)
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        tl.store(tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))  # a row of NaN has no best
+        _store_token(tokens, row, token, vocab_size)
+        tl.store(highest + row, value)
+        if is_truncated:
+            block = tl.arange(0, PADDED_BLOCKS)
+            inside = block < NUM_BLOCKS
+            of_block = tl.load(of_blocks + block, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            sortable = tl.where(inside, sortable_of(of_block), 0)
+            rank = tl.where(row_k > 0, row_k, NUM_BLOCKS - NUM_BLOCKS // 16)
+            pivot, bit = tl.full((), 0, tl.uint32), tl.full((), _HIGHEST_BIT, tl.uint32)
+            for _pass in range(_PIVOT_BITS):
+                higher = pivot | bit
+                bit = bit >> 1
+                pivot = tl.where(tl.sum((sortable >= higher).to(tl.int32), 0) >= rank, higher, pivot)
+            # All bits 0: the blocks are fewer than top_k, and the integer is no number.
+            tl.store(pivots + row, tl.where(pivot == 0, -float("inf"), value_of(pivot)))
+            tl.store(num_gathered + row, 0)
+            tl.store(total_weights + row, tl.full((), 0, tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _gather(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
+    tokens,
+    highest,
+    pivots,
+    block_highest,
+    num_gathered,
+    total_weights,
+    gathered,
+    gathered_tokens,
+    part_values,
+    part_tokens,
+    counters,
+    vocab_size,
+    num_tiles,
+    TILE: tl.constexpr,
+    ROOM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    first = tl.program_id(1) * num_tiles * TILE
+    last = tl.minimum(first + num_tiles * TILE, vocab_size)
+    offset = tl.arange(0, TILE)
+    start(OVERLAPS)
+    row_temperature, row_k, _row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    row_highest = tl.load(highest + row)
+    scale = scale_of(tl.where(row_temperature == 0.0, 1.0, row_temperature))
+    if is_truncated:
+        pivot = tl.load(pivots + row)
+        weight = tl.full((TILE,), 0, tl.int64)
+        for begin in range(first, last, TILE):
+            token = begin + offset
+            value = load_row(logits, row, token, vocab_size)
+            reaches = (value >= pivot) & (token < vocab_size)
+            num_reaching = tl.sum(reaches.to(tl.int32), 0)
+            if num_reaching > 0:
+                place = tl.atomic_add(num_gathered + row, num_reaching)
+                place += tl.cumsum(reaches.to(tl.int32), 0) - 1
+                has_room = reaches & (place < ROOM)
+                tl.store(gathered + row * ROOM + place, value, mask=has_room)
+                tl.store(gathered_tokens + row * ROOM + place, token, mask=has_room)
+            if row_k == 0:
+                weight += weights(value, row_highest, scale)
+        if row_k == 0:
+            tl.atomic_add(total_weights + row, tl.sum(weight, 0))
+    elif row_temperature != 0.0:
+        key = _key_of(seeds, positions, row)
+        least_weight = tl.load(min_p + row).to(tl.float64) * _MOST
+        best_value = tl.full((TILE,), -float("inf"), tl.float32)
+        best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+        for begin in range(first, last, TILE):
+            token = begin + offset
+            logit = load_row(logits, row, token, vocab_size)
+            value = (logit - row_highest) / row_temperature + _gumbel(key, token)
+            if least_weight > 0.0:
+                stays = weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+                value = tl.where(stays, value, -float("inf"))
+            best_value, best_token = _better(best_value, best_token, value, token)
+        value, token = _best_of(best_value, best_token)
+        is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
+        if is_last:
+            _store_token(tokens, row, token, vocab_size)
+
+
+@triton.jit
+def _draw_gathered(
+    row,
+    row_temperature,
+    row_k,
+    row_p,
+    count,
+    min_p,
+    seeds,
+    positions,
+    tokens,
+    highest,
+    total_weights,
+    gathered,
+    gathered_tokens,
+    vocab_size,
+    ROOM: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Draw from at most `SIZE` gathered tokens; return whether they are all that matter."""
+    row_highest = tl.load(highest + row)
+    scale = scale_of(row_temperature)
+    index = tl.arange(0, SIZE)
+    inside = index < count
+    logit = tl.load(gathered + row * ROOM + index, mask=inside, other=-float("inf"))
+    token = tl.load(gathered_tokens + row * ROOM + index, mask=inside, other=0x7FFFFFFF)
+    weight = tl.where(inside, weights(logit, row_highest, scale), 0)
+    sortable = tl.where(inside, sortable_of(logit), 0)
+    least = tl.full((), 0, tl.uint32)
+    total = tl.load(total_weights + row)
+    if row_k > 0:
+        least = least_of_vector(sortable, inside.to(tl.int64), row_k.to(tl.float64))
+        total = tl.sum(tl.where(sortable >= least, weight, 0), 0)
+    limit = total.to(tl.float64) * row_p.to(tl.float64)
+    is_enough = tl.where(row_k > 0, count >= row_k, tl.sum(weight, 0).to(tl.float64) >= limit)
+    if is_enough:
+        if row_p < 1.0:
+            least = tl.maximum(least, least_of_vector(sortable, weight, limit))
+        stays = inside & (sortable >= least)
+        stays &= weight.to(tl.float64) >= tl.load(min_p + row).to(tl.float64) * _MOST
+        value = (logit - row_highest) / row_temperature + _gumbel(_key_of(seeds, positions, row), token)
+        value, best = _best_of(tl.where(stays, value, -float("inf")), token)
+        _store_token(tokens, row, best, vocab_size)
+    return is_enough
+
+
+@triton.jit
+def _finish(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
+    tokens,
+    highest,
+    pivots,
+    block_highest,
+    num_gathered,
+    total_weights,
+    gathered,
+    gathered_tokens,
+    vocab_size,
+    ROOM: tl.constexpr,
+    FEW: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start(OVERLAPS)
+    row_temperature, row_k, row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    if is_truncated:
+        count = tl.load(num_gathered + row)
+        if count <= FEW:
+            is_drawn = _draw_gathered(
+                row, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
+                gathered, gathered_tokens, vocab_size, ROOM, FEW,
+            )  # fmt: skip
+            if not is_drawn:
+                tl.store(num_gathered + row, ROOM + 1)
+
+
+@triton.jit
+def _search(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seeds,
+    positions,
+    tokens,
+    highest,
+    pivots,
+    block_highest,
+    num_gathered,
+    total_weights,
+    gathered,
+    gathered_tokens,
+    vocab_size,
+    ROOM: tl.constexpr,
+    FEW: tl.constexpr,
+    TILE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    start(OVERLAPS)
+    row_temperature, row_k, row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    count = tl.load(num_gathered + row)
+    is_drawn = not is_truncated
+    if is_truncated & (count <= ROOM):
+        is_drawn = count <= FEW
+        if not is_drawn:
+            is_drawn = _draw_gathered(
+                row, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
+                gathered, gathered_tokens, vocab_size, ROOM, ROOM,
+            )  # fmt: skip
+    if not is_drawn:
+        row_highest = tl.load(highest + row)
+        scale = scale_of(row_temperature)
+        least = tl.full((), 0, tl.uint32)
+        if row_k > 0:
+            wanted = row_k.to(tl.float64)
+            least = least_of_row(logits, row, vocab_size, row_highest, scale, wanted, True, TILE)
+        if row_p < 1.0:
+            left = amount_of_row(logits, row, vocab_size, row_highest, scale, least, TILE)
+            wanted = left.to(tl.float64) * row_p.to(tl.float64)
+            least_of_p = least_of_row(logits, row, vocab_size, row_highest, scale, wanted, False, TILE)
+            least = tl.maximum(least, least_of_p)
+        key = _key_of(seeds, positions, row)
+        least_weight = tl.load(min_p + row).to(tl.float64) * _MOST
+        best_value = tl.full((TILE,), -float("inf"), tl.float32)
+        best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
+        for begin in range(0, vocab_size, TILE):
+            token = begin + tl.arange(0, TILE)
+            logit = load_row(logits, row, token, vocab_size)
+            stays = (sortable_of(logit) >= least) & (token < vocab_size)
+            stays &= weights(logit, row_highest, scale).to(tl.float64) >= least_weight
+            value = (logit - row_highest) / row_temperature + _gumbel(key, token)
+            value = tl.where(stays, value, -float("inf"))
+            best_value, best_token = _better(best_value, best_token, value, token)
+        value, best = _best_of(best_value, best_token)
+        _store_token(tokens, row, best, vocab_size)

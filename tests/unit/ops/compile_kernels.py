@@ -148,7 +148,8 @@ def call_all(workspace: Workspace) -> None:
         x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
         projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
     chooser.greedy(logits)
-    chooser.draw(logits, torch.ones(32), integers, integers)
+    truncation = (torch.zeros(32, dtype=torch.int32), torch.ones(32), torch.zeros(32))
+    chooser.draw(logits, torch.ones(32), integers, integers, truncation)
 
 
 def call_wide(workspace: Workspace) -> None:

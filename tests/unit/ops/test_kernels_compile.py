@@ -39,7 +39,10 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_project_few",
         "_project_rows",
         "_best",
-        "_draw",
+        "_survey",
+        "_gather",
+        "_finish",
+        "_search",
         "_rotate_qk",
     }
     for kernel in kernels:

@@ -11,6 +11,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from raypp.ops.sampling import gumbel_noise, mask_truncated, sample, sample_greedy
 
 NUM_DRAWS = 20_000
+ONE = torch.ones(1)
 
 
 def _draws(logits: torch.Tensor, temperature: float, truncation=None, *, seed: int = 5) -> torch.Tensor:
@@ -58,21 +59,22 @@ def test_truncated_draws_follow_what_transformers_leaves(logits, top_k, top_p, m
     ):
         scores = scores if warper is None else warper(None, scores)
     truncation = (torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
-    masked = mask_truncated((logits / 0.8).unsqueeze(0), *truncation)
+    masked = mask_truncated(logits.unsqueeze(0), torch.tensor([0.8]), truncation)
     assert torch.equal(masked.isinf(), scores.isinf())
     assert _p_value(_draws(logits, 0.8, truncation), scores[0].softmax(-1)) > 1e-4
 
 
 def test_the_most_likely_token_always_stays():
     logits = torch.tensor([[1.0, 5.0, 1.0]])
-    masked = mask_truncated(logits, torch.tensor([1]), torch.tensor([1e-9]), torch.tensor([1.0]))
+    masked = mask_truncated(logits, ONE, (torch.tensor([1]), torch.tensor([1e-9]), ONE))
     assert masked.argmax() == 1
     assert masked.isinf().sum() == 2
 
 
 def test_rows_are_truncated_each_by_its_own_parameters():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    masked = mask_truncated(logits, torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.2]), torch.zeros(3))
+    truncation = (torch.tensor([0, 3, 0]), torch.tensor([1.0, 1.0, 0.2]), torch.zeros(3))
+    masked = mask_truncated(logits, torch.ones(3), truncation)
     assert masked[0].isfinite().all()
     assert masked[1].isfinite().sum() == 3
     assert 1 <= masked[2].isfinite().sum() < 50

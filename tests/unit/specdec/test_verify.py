@@ -78,7 +78,7 @@ def test_the_tokens_that_are_kept_have_the_models_distribution(temperature, top_
     """One draft: the first token, and where the draft was right the second, are distributed as without it."""
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(3)) * 1.5
     truncation = (torch.full((2,), top_k), torch.full((2,), top_p), torch.full((2,), min_p))
-    probabilities = mask_truncated(logits / temperature, *truncation).softmax(-1)
+    probabilities = mask_truncated(logits, torch.full((2,), temperature), truncation).softmax(-1)
     order = probabilities[0].argsort(descending=True)
     draft_id = int(order[0] if draft == "likely" else order[5])
     kept: list[list[int]] = [[], []]

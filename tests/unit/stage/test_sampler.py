@@ -126,8 +126,8 @@ def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_s
 
 def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
     params = {"min_tokens": 9, "max_tokens": 9, "temperature": 0.0}
-    without = Request("a", [3], SamplingParams(ignore_eos=True, **params), 0, frozenset({5}))
-    with_some = Request("b", [3], SamplingParams(**params), 0, frozenset({5}))
+    without = Request("a", np.array([3], np.int32), SamplingParams(ignore_eos=True, **params), 0, frozenset({5}))
+    with_some = Request("b", np.array([3], np.int32), SamplingParams(**params), 0, frozenset({5}))
     sampler, logits = Sampler(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
     logits[:, 0], logits[:, 5], logits[:, 7] = 2.0, 3.0, 1.0
     start(sampler, [without, with_some], [0, 1])
