@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-import signal
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -16,71 +15,133 @@ from raypp.actors.engine import describe_engine
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 from serve_app.app import build_application
+from serve_app.running_serve import RunningServe
 from serve_app.settings import ServeSettings
-
-APP_NAME = "raypp"
-
-logger = logging.getLogger(__name__)
+from serve_app.stop_signals import StopSignals
 
 
-def run_server(
-    config: EngineConfig,
-    settings: ServeSettings,
-    *,
-    host: str,
-    port: int,
-    on_ready: Callable[[str], None],
-) -> None:
-    """Serve until SIGINT or SIGTERM; then take down what was started.
+@dataclass(frozen=True)
+class Place:
+    """Where an application is served."""
+
+    host: str
+    port: int
+    app_name: str
+    """Its name on the cluster."""
+    route_prefix: str
+    """What its paths begin with: several applications of a cluster share one port."""
+
+    def __post_init__(self) -> None:
+        prefix = self.route_prefix
+        if not prefix.startswith("/") or (prefix != "/" and prefix.endswith("/")) or set(prefix) & set("{}"):
+            raise ConfigError("not a route prefix", got=prefix, expected="/, or a path like /second")
+        if not self.app_name:
+            raise ConfigError("the application has no name", got="''", expected="a name like raypp")
+
+    @property
+    def url(self) -> str:
+        """The address of its root."""
+        return f"http://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
+
+
+def run_server(config: EngineConfig, settings: ServeSettings, *, place: Place, on_ready: Callable[[str], None]) -> None:
+    """Serve until SIGINT or SIGTERM; then take down what was started. To be called in the main thread.
+
+    A signal that comes before it serves ends the process, with exit code 130 or 143.
 
     Args:
         config: Of the engine.
         settings: Of the door.
-        host: The address to listen at.
-        port: Its port.
+        place: Where to serve.
         on_ready: Called with the server's address once it can be used.
 
     Raises:
-        ConfigError: settings that cannot be, or a port that is taken.
+        ConfigError: settings that cannot be, a port that is taken, or a place on the cluster that is.
         ModelLoadError, ResourceError: the engine could not run.
         EngineDeadError: it did not start.
     """
     describe_engine(config)  # what is wrong with it is said now, not by replicas that try again and again
-    stop = threading.Event()
-    cluster = Cluster.connect()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        was_running = bool(serve.status().proxies)
-        if was_running:
-            logger.warning("Ray Serve runs already: it keeps its own host and port")
-        else:
-            _check_port(host, port)
-            serve.start(http_options=HTTPOptions(host=host, port=port))
+    with StopSignals() as stop:
+        cluster = Cluster.connect()
         try:
-            _deploy(config, settings, stop, lambda: on_ready(f"http://{host}:{port}"))
+            stop.is_connected = True
+            stop.listen()  # again: Ray's core takes SIGTERM for itself
+            _serve(config, settings, place, stop, on_ready)
         finally:
-            if was_running:
-                serve.delete(APP_NAME)
-            else:
-                serve.shutdown()  # type: ignore[no-untyped-call]
-    finally:
-        cluster.disconnect()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+            cluster.disconnect()
 
 
-def _deploy(config: EngineConfig, settings: ServeSettings, stop: threading.Event, on_ready: Callable[[], None]) -> None:
+def _serve(
+    config: EngineConfig, settings: ServeSettings, place: Place, stop: StopSignals, on_ready: Callable[[str], None]
+) -> None:
+    running = RunningServe.of_this_cluster()
+    if running is None:
+        _check_port(place.host, place.port)
+    else:
+        running.check_place(place.host, place.port, place.app_name, place.route_prefix)
+    starting = _Starting(config, settings, place, stop, starts_serve=running is None)
     try:
-        serve.run(build_application(config, settings), name=APP_NAME, route_prefix="/")
-    except RuntimeError as error:
-        raise EngineDeadError(
-            "Ray Serve could not deploy the application",
-            got=str(error).strip().splitlines()[0],
-            hint="the replica's log in Ray's session folder says more",
-        ) from error
-    if not stop.is_set():
-        on_ready()
-    stop.wait()
+        while stop.received is None and not starting.is_done:
+            stop.wait()
+        if stop.received is None:
+            starting.check()
+            stop.has_started = True
+            on_ready(place.url)
+        while stop.received is None:
+            stop.wait()
+    finally:
+        _take_down(place.app_name, started_serve=running is None)
+        if not stop.has_started and stop.received is not None:
+            stop.exit()  # the thread may wait for minutes; a Ray that was started here ends with this process
+
+
+class _Starting:
+    """Starts the application in a thread of its own: Ray Serve waits for minutes and takes no signals meanwhile."""
+
+    def __init__(
+        self, config: EngineConfig, settings: ServeSettings, place: Place, stop: StopSignals, *, starts_serve: bool
+    ) -> None:
+        self.is_done = False
+        self._place = place
+        self._stop = stop
+        self._starts_serve = starts_serve
+        self._error: BaseException | None = None
+        threading.Thread(target=self._run, args=(config, settings), name="raypp-serve", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise what kept it from starting."""
+        if isinstance(self._error, RuntimeError):
+            raise EngineDeadError(
+                "Ray Serve could not deploy the application",
+                got=str(self._error).strip().splitlines()[0],
+                hint="the replica's log in Ray's session folder says more",
+            ) from self._error
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, config: EngineConfig, settings: ServeSettings) -> None:
+        place = self._place
+        try:
+            if self._starts_serve:
+                serve.start(http_options=HTTPOptions(host=place.host, port=place.port))
+            if self._stop.received is None:
+                serve.run(build_application(config, settings), name=place.app_name, route_prefix=place.route_prefix)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.is_done = True
+            self._stop.wake()
+
+
+def _take_down(app_name: str, *, started_serve: bool) -> None:
+    """Remove the application, and Ray Serve if it was started for it and serves nothing else by now."""
+    running = RunningServe.of_this_cluster()
+    if running is None:
+        return
+    if started_serve and set(running.apps) <= {app_name}:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+    else:
+        serve.delete(app_name)
 
 
 def _check_port(host: str, port: int) -> None:

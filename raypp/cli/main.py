@@ -38,15 +38,15 @@ def _tune_engine(config: EngineConfig, **options: Any) -> Any:
     return tune_engine(config, **options)
 
 
-def _serve(config: EngineConfig, settings: Mapping[str, Any], **options: Any) -> None:
+def _serve(config: EngineConfig, settings: Mapping[str, Any], *, on_ready: Callable[[str], None], **place: Any) -> None:
     try:
-        from serve_app.run import run_server
+        from serve_app.run import Place, run_server
         from serve_app.settings import door_settings
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the server needs packages that are not installed", got=error, hint='pip install "raypp[serve]"'
         ) from error
-    run_server(config, door_settings(settings), **options)
+    run_server(config, door_settings(settings), place=Place(**place), on_ready=on_ready)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ _SETTINGS = (
     "max_body_bytes",
     "max_queued_requests",
 )
+_PLACE = ("host", "port", "app_name", "route_prefix")
 
 
 def add_parser(commands: Any) -> None:
@@ -29,6 +30,13 @@ def add_parser(commands: Any) -> None:
     door = parser.add_argument_group("HTTP")
     door.add_argument("--host", default="127.0.0.1", metavar="H", help="where to listen; 0.0.0.0 is everywhere")
     door.add_argument("--port", default=8000, metavar="P", type=int)
+    door.add_argument("--app-name", default="raypp", metavar="NAME", help="on the cluster")
+    door.add_argument(
+        "--route-prefix",
+        default="/",
+        metavar="/PATH",
+        help="what paths begin with: applications of a cluster share a port",
+    )
     door.add_argument(
         "--served-model-name",
         metavar="NAME",
@@ -52,7 +60,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
-    args.doors.serve(engine_config(args), settings, host=args.host, port=args.port, on_ready=_say_ready)
+    place = {name: getattr(args, name) for name in _PLACE}
+    args.doors.serve(engine_config(args), settings, **place, on_ready=_say_ready)
     return 0
 
 

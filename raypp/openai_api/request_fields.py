@@ -100,8 +100,7 @@ class RequestFields(RequestModel):
     max_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate."""
     temperature: float | None = Field(default=None, ge=0)
-    """Divides the logits; 0 is greedy. Left out, the model's own value holds, else 1; so for top_p, top_k, min_p,
-    repetition_penalty and the number of tokens."""
+    """Divides the logits; 0 is greedy, 1 the default."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the smallest set of tokens whose probabilities sum to at least this."""
     n: Integer | None = Field(default=None, ge=1, le=128)

@@ -33,7 +33,6 @@ def test_what_a_client_sent_is_answered_as_it_was(app: RunningApp, client: str) 
     assert not [f"exchange {index}: {faults}" for index, faults in enumerate(wrong) if faults]
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the package's own, of a parsed answer dumped
 def test_the_openai_package_gets_through(app: RunningApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(PROGRAMS)])
     import use_openai

@@ -23,6 +23,11 @@ from ray import serve
 from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
 
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError
+from serve_app.run import Place, run_server
+from serve_app.settings import ServeSettings
+
 pytestmark = pytest.mark.ray
 
 NUM_CLIENTS = int(os.environ.get("LOAD_CLIENTS", "24"))
@@ -142,6 +147,14 @@ def test_load(url: str) -> None:
     assert report.num_files_kept <= 2 < NUM_CLIENTS
     if SECONDS >= 60:  # in a shorter run the first seconds, in which buffers find their size, weigh too much
         assert all(growth < 0.05 for growth in report.rss_growth.values())
+
+
+def test_a_second_server_of_one_cluster_is_refused(url: str) -> None:
+    host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
+    for place in (Place(host, port, "raypp", "/"), Place(host, port + 1, "second", "/second")):
+        with pytest.raises(ConfigError, match=f"{host}:{port}"):
+            run_server(EngineConfig.from_flat("tiny"), ServeSettings(), place=place, on_ready=print)
+    assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
 
 def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:

@@ -1,7 +1,4 @@
-"""The packages themselves, each in an environment of its own, against an app in this process.
-
-Installing takes minutes, longer than a test may: run them with `-o faulthandler_timeout=1800`.
-"""
+"""The packages themselves, each in an environment of its own, against an app in this process. Minutes: most is pip."""
 
 from __future__ import annotations
 

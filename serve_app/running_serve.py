@@ -1,0 +1,64 @@
+"""The Ray Serve of a cluster: there is one, with one address, for all applications."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeInstanceDetails
+
+from raypp.errors import ConfigError
+
+_ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
+
+
+@dataclass(frozen=True)
+class RunningServe:
+    """Where it listens, and what it serves."""
+
+    host: str
+    port: int
+    apps: Mapping[str, str]
+    """Route prefixes by the names of the applications."""
+
+    @classmethod
+    def of_this_cluster(cls) -> Self | None:
+        """Return the one that runs; None without one."""
+        client = _get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            return None
+        details = ServeInstanceDetails(**client.get_serve_details())
+        apps = {name: app.route_prefix or "" for name, app in details.applications.items() if app.status not in _ENDED}
+        http = details.http_options
+        assert http is not None
+        return cls(http.host, http.port, apps)
+
+    def check_place(self, host: str, port: int, app_name: str, route_prefix: str) -> None:
+        """Refuse a place that is somebody else's: deploying there would replace what is served.
+
+        Raises:
+            ConfigError: the name or the prefix is taken, or Serve listens somewhere else.
+        """
+        if app_name in self.apps:
+            raise ConfigError(
+                "an application of this name is served on this cluster already",
+                got=f"{app_name} at http://{self.host}:{self.port}{self.apps[app_name]}",
+                hint="--app-name NAME --route-prefix /NAME serves another one beside it; "
+                f"ray.serve.delete({app_name!r}) removes one whose command was killed",
+            )
+        other = next((name for name, prefix in self.apps.items() if prefix == route_prefix), None)
+        if other is not None:
+            raise ConfigError(
+                "this path is another application's on this cluster",
+                got=f"--route-prefix {route_prefix}, which is {other}'s",
+                hint="choose another with --route-prefix",
+            )
+        if (host, port) != (self.host, self.port):
+            raise ConfigError(
+                "Ray Serve runs on this cluster already, and has one address",
+                got=f"{host}:{port}",
+                expected=f"{self.host}:{self.port}",
+                hint=f"--host {self.host} --port {self.port}, or another cluster",
+            )
