@@ -110,12 +110,16 @@ class _AnsweringGrammars:
 
     def __init__(self) -> None:
         self._events: list[GrammarEvent] = [Ready()]
+        self.is_held_up = False
+        """Whether it says nothing for now."""
 
     def send(self, order: GrammarOrder) -> None:
         if isinstance(order, CompileGrammar):
             self._events.append(Compiled(key_of(order.source)))
 
     def receive(self) -> list[GrammarEvent]:
+        if self.is_held_up:
+            return []
         events, self._events = self._events, []
         return events
 
@@ -175,7 +179,8 @@ class LoadedDriver:
         health, failures = StageHealth(1, step_timeout_s=600, silence_timeout_s=600), FailureReports()
         self._pipeline = ChannelPipeline(channel, health, failures)
         silent = Tracer("driver", enabled=False)
-        self._engine = Engine(self.scheduler, self._pipeline, silent, _SilentEncoders(), _AnsweringGrammars())  # type: ignore[arg-type]
+        self.grammars = _AnsweringGrammars()
+        self._engine = Engine(self.scheduler, self._pipeline, silent, _SilentEncoders(), self.grammars)  # type: ignore[arg-type]
         self.requests = OpenRequests(max_bytes=1 << 34, max_pixel_bytes=1 << 34)
         self._server = DriverServer(
             self._engine, self._pipeline, clients, health, failures, self.requests, heartbeat_s=0.5

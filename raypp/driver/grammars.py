@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,9 @@ from raypp.grammar.messages import (
 )
 from raypp.messages import NO_INT32S, NO_STEP, Int32s, MaskUpdate
 from raypp.scheduler.request import Request, RequestUpdate
+
+_ADMITTED_AT_ONCE = 64
+"""Requests that `poll` says may run: thousands may wait for the same grammar."""
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,7 @@ class Grammars:
         self._texts: dict[Request, _Text] = {}
         self._by_number: dict[int, _Text] = {}
         self._started: dict[_Text, None] = {}  # those that have had a row
+        self._ready: deque[_Text] = deque()  # to be admitted, closed ones among them
         self._constraints: Constraints[_Text] = Constraints(backend)
         self._awaiting: dict[_Text, float] = {}  # masks, and since when, monotonic; the oldest first
         self._is_starting = True  # nobody is late while the process is not there
@@ -124,10 +129,13 @@ class Grammars:
         constraint = self._constraints.join(request.params.structured_outputs)
         text = _Text(self._num_opened, request, constraint)
         self._texts[request] = self._by_number[text.number] = text
-        text.is_admitted = constraint.is_compiled
+        text.is_admitted = constraint.is_compiled and not self._ready  # nobody overtakes those
         if not text.is_admitted:
             self._num_held_back += 1
-            self._await_constraint(text)
+            if constraint.is_compiled:
+                self._ready.append(text)
+            else:
+                self._await_constraint(text)
         return text.is_admitted
 
     def is_held_back(self, request: Request) -> bool:
@@ -209,6 +217,7 @@ class Grammars:
         self._tell_stage(fresh)
         self._check_time()
         self._constraints.compile_next()
+        self._admit_next()
         news, self._news = self._news, GrammarNews()
         return news
 
@@ -229,6 +238,13 @@ class Grammars:
             if text.is_admitted:
                 self._open(text)
             else:
+                self._ready.append(text)
+
+    def _admit_next(self) -> None:
+        """Let some of those run whose grammar is compiled; the others in later calls."""
+        while self._ready and len(self._news.admitted) < _ADMITTED_AT_ONCE:
+            text = self._ready.popleft()
+            if text.number in self._by_number:
                 text.is_admitted = True
                 self._num_held_back -= 1
                 self._news.admitted.append(text.request)

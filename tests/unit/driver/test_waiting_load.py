@@ -82,3 +82,24 @@ def test_the_requests_of_a_client_that_leaves_are_aborted_a_few_at_a_time():
             left.append(driver.num_waiting)
         assert driver.requests.num_bytes == 0
     assert max(-np.diff(left)) <= MOST_PER_TURN
+
+
+def test_those_that_wait_for_one_grammar_are_let_in_a_few_at_a_time():
+    rng = random.Random(0)
+    with loaded_driver(num_rows=2) as driver:
+        driver.grammars.is_held_up = True
+        requests = [make_request("grammars", number, rng) for number in range(200)]
+        driver.add(requests)
+        while driver.num_waiting < 200:
+            driver.turn()
+        driver.abort([request.request_id for request in requests[50:60]])
+        while driver.num_waiting > 190:
+            driver.turn()
+        driver.grammars.is_held_up = False
+        queued = [driver.scheduler.stats().num_waiting]
+        while queued[-1] < 190:
+            driver.turn()
+            queued.append(driver.scheduler.stats().num_waiting)
+        assert driver.num_waiting == 190
+    assert queued[0] == 0
+    assert max(np.diff(queued)) <= 64
