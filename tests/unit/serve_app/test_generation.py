@@ -306,7 +306,7 @@ def test_a_stream_that_waits_begins_and_is_kept_alive(slow_app: RunningApp) -> N
             assert answer.status_code == 200
             lines = answer.iter_lines()
             assert [next(lines) for _ in range(4)] == [": waiting", ""] * 2
-            assert slow_app.stats()["num_waiting"] == 1
+            slow_app.wait_until(lambda: slow_app.stats()["num_waiting"] == 1, "it waits in the engine")
             refused = http.post("/v1/completions", json={**LONG, "prompt": [[1], [1]], "stream": True})
             assert refused.status_code == 429
         rest = [line for line in lines if line.startswith("data: ")]
@@ -320,7 +320,7 @@ def test_a_waiting_stream_that_disconnects_leaves_the_queue(slow_app: RunningApp
     with httpx.Client(base_url=slow_app.url, timeout=30) as http, running_stream(http), running_stream(http):
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
             next(answer.iter_lines())
-            assert slow_app.stats()["num_waiting"] == 1
+            slow_app.wait_until(lambda: slow_app.stats()["num_waiting"] == 1, "it waits in the engine")
         slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
     wait_until_idle(slow_app)
 
