@@ -17,7 +17,7 @@ from typing import Any
 
 from decode_point import engine_settings, measure_point
 from report import print_report, resolved_config
-from workload import random_prompts, seconds_for
+from workload import SAMPLING, random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.tracing import read_chrome_trace
@@ -35,6 +35,8 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--load-format", choices=("auto", "dummy"))
+    kinds = (*SAMPLING, "mix")
+    parser.add_argument("--sampling", nargs="+", default=["greedy"], choices=kinds, help="how requests sample")
     parser.add_argument("--mode", default="auto", help="of graphs")
     parser.add_argument("--compile", action="store_true", help="graphs.compile: the layers through torch.compile")
     parser.add_argument("--layer-partition", type=int, nargs="+")
@@ -62,18 +64,19 @@ def main() -> None:
             print(f"stage {index}: {recordings}", flush=True)
         for num_requests in args.requests:
             prompts = random_prompts(num_requests, args.input_len, vocab_size, random.Random(-1))
-            seconds_for(llm, prompts, _WARM_UP_TOKENS)
-            point = measure_point(llm, num_requests, args.input_len, args.output_len, args.runs)
-            points.append(point)
-            print(
-                f"{num_requests:4d} requests: ITL {point.itl_ms:.3f} ms, first token {point.first_token_s * 1e3:.1f} "
-                f"ms, {point.tokens_per_s:.0f} tok/s",
-                flush=True,
-            )
+            for sampling in args.sampling:
+                seconds_for(llm, prompts, _WARM_UP_TOKENS, sampling)
+                point = measure_point(llm, num_requests, args.input_len, args.output_len, args.runs, sampling)
+                points.append((sampling, point))
+                print(
+                    f"{num_requests:4d} requests, {sampling}: ITL {point.itl_ms:.3f} ms, first token "
+                    f"{point.first_token_s * 1e3:.1f} ms, {point.tokens_per_s:.0f} tok/s",
+                    flush=True,
+                )
     lanes = read_chrome_trace(args.trace) if args.trace else []
-    for point in points:
+    for sampling, point in points:
         point.note_trace(lanes)
-        figures[f"{point.num_requests} requests"] = point.figures()
+        figures[f"{point.num_requests} requests" + f", {sampling}" * (sampling != "greedy")] = point.figures()
         if args.trace:
             print(f"{point.num_requests:4d} requests, per step and stage: {point.stages}")
     print_report("decode_latency", vars(args), figures, config)

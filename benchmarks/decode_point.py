@@ -104,16 +104,18 @@ def engine_settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int) -> DecodePoint:
+def measure_point(
+    llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int, sampling: str = "greedy"
+) -> DecodePoint:
     """Measure one number of requests; every run has prompts of its own."""
     point, vocab_size = DecodePoint(num_requests, output_len), llm.plan()["vocab_size"]
     rng = random.Random(num_requests)
     for _ in range(num_runs):
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
-        point.first_runs_s.append(seconds_for(llm, prompts, 1))
+        point.first_runs_s.append(seconds_for(llm, prompts, 1, sampling))
         prompts = random_prompts(num_requests, input_len, vocab_size, rng)
         begun_ns = now_ns()
-        took = time_for(llm, prompts, output_len)
+        took = time_for(llm, prompts, output_len, sampling)
         point.runs_s.append(took.all_s)
         point.steady_ns.append(took.steady_ns)
         point.tokens_per_step.append(took.tokens_per_step)
