@@ -7,12 +7,16 @@ for. So a schema with such a part is refused by name.
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Collection, Iterator
+from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from raypp.errors import RequestError
 from raypp.grammar.json_pattern import UnsupportedPatternError, json_pattern, length_pattern
-from raypp.grammar.schema_values import are_disjoint, is_of_type, resolve
+from raypp.grammar.schema_values import are_disjoint, is_of_type, is_within, resolve
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 20_000
@@ -36,8 +40,13 @@ _BY_TYPE = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_NAMING = _BY_TYPE["object"] - {"minProperties", "maxProperties", "required"}
 _CHOICES = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 """One of these decides alone; xgrammar does not look at what stands beside it."""
+_COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength")
+
+_MAX_MULTIPLES = 256
+"""Multiples between two bounds that are counted up."""
 
 _MAX_PATTERN_LENGTH = 128
 """Longer strings are counted by xgrammar itself: its regular expressions become slow to follow."""
@@ -72,11 +81,24 @@ def _check_node(path: str, node: dict[str, Any], schema: Any) -> None:
                 raise _refused(path, f"{sorted(beside)[0]} beside {choice}")
             _check_choice(path, choice, node[choice], schema)
             _check_values(path, node)
+            _check_type_beside(path, choice, node, schema)
             return
     types = _types(path, node, keywords)
     if unknown := sorted(keywords - {"type"} - frozenset().union(*(_BY_TYPE[name] for name in types))):
         raise _refused(path, unknown[0])
+    if len(types) == 1:
+        node["type"] = types[0]  # xgrammar looks at some keywords only if a type is beside them
+    for name in node.keys() & set(_COUNTS):
+        if isinstance(node[name], float) and node[name].is_integer():
+            node[name] = int(node[name])
+    # A schema that says nothing of items and names means any; xgrammar takes it for none as soon as they are counted.
+    if "array" in types and node.keys() & {"minItems", "maxItems"} and not node.keys() & {"items", "prefixItems"}:
+        node["items"] = True
+    if "object" in types and node.keys() & {"minProperties", "maxProperties"} and not node.keys() & _NAMING:
+        node["additionalProperties"] = True
     _check_object(path, node)
+    if "multipleOf" in node:
+        _rewrite_multiples(path, node, types)
 
 
 def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[str]:
@@ -96,13 +118,82 @@ def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[s
 
 
 def _check_object(path: str, node: dict[str, Any]) -> None:
-    is_open = bool(node.get("additionalProperties")) or "patternProperties" in node or "propertyNames" in node
-    properties = node.get("properties", {})
+    properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
+    has_others = bool(node.get("additionalProperties")) or bool(node.get("unevaluatedProperties"))
+    is_open = has_others or "patternProperties" in node or "propertyNames" in node
     missing = [name for name in node.get("required", ()) if name not in properties]
     if missing and not is_open:
         raise _refused(path, f"{missing[0]!r}, required and not among the properties")
     if missing or (is_open and "minProperties" in node):
         raise _refused(path, "required or minProperties counting properties without a name in the schema")
+    # A property has to keep to everything that is said of its name, and xgrammar follows one of these at a time.
+    if "propertyNames" in node:
+        for name in ("properties", "patternProperties"):
+            if node.get(name):
+                raise _refused(path, f"{name} beside propertyNames")
+    if patterns and has_others:
+        raise _refused(path, "patternProperties beside others that may have any name")
+    if len(patterns) > 1 and any(schema != next(iter(patterns.values())) for schema in patterns.values()):
+        raise _refused(path, "several patternProperties, whose patterns may match the same name")
+    for pattern, name in product(patterns, properties):
+        if not _is_unmatched(pattern, name):
+            raise _refused(path, f"the property {name[:40]!r}, whose name one of patternProperties matches")
+
+
+def _is_unmatched(pattern: str, name: str) -> bool:
+    """Return whether it is plain that a pattern is not found in a name."""
+    try:
+        return name.isascii() and re.search(pattern, name) is None
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _rewrite_multiples(path: str, node: dict[str, Any], types: list[str]) -> None:
+    """Say what is asked of integers in xgrammar's words: a whole number to divide them by, or the multiples."""
+    if "number" in types:
+        raise _refused(path, "multipleOf of numbers that need not be integers")
+    given = node["multipleOf"]
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
+        raise _refused(path, f"multipleOf {str(given)[:40]!r}, which is no number above 0")
+    # An integer n is a multiple of p / q in lowest terms if n * q is one of p, so if n is one of p.
+    step = Fraction(str(given)).numerator
+    bounds = node.keys() & _NUMBER
+    if step == 1:
+        del node["multipleOf"]
+    elif not bounds:
+        node["multipleOf"] = step
+    else:
+        multiples = _multiples(node, step)
+        if multiples is None or types != ["integer"]:
+            raise _refused(path, f"multipleOf beside {sorted(bounds)[0]}")
+        if not multiples:
+            raise _refused(path, "multipleOf with bounds that no multiple is within")
+        for name in bounds | {"multipleOf"}:
+            del node[name]
+        node["enum"] = multiples
+
+
+def _multiples(node: dict[str, Any], step: int) -> list[int] | None:
+    """Return the multiples within a number's bounds; None if there are many."""
+    least = [math.ceil(node[name]) for name in ("minimum",) if name in node]
+    least += [math.floor(node[name]) + 1 for name in ("exclusiveMinimum",) if name in node]
+    most = [math.floor(node[name]) for name in ("maximum",) if name in node]
+    most += [math.ceil(node[name]) - 1 for name in ("exclusiveMaximum",) if name in node]
+    if not least or not most or min(most) - max(least) > _MAX_MULTIPLES * step:
+        return None
+    return list(range(-(-max(least) // step) * step, min(most) + 1, step))
+
+
+def _check_type_beside(path: str, choice: str, node: dict[str, Any], schema: Any) -> None:
+    """Check that a type beside other schemas adds nothing to what these say."""
+    if "type" not in node or choice in ("const", "enum"):
+        return
+    types = frozenset(_types(path, node, frozenset()))
+    branches = [node[choice]] if choice == "$ref" else node[choice]
+    for branch in branches:
+        branch = {"$ref": branch} if choice == "$ref" else branch
+        if not is_within(branch, types, schema):
+            raise _refused(path, f"type {str(node['type'])[:80]} beside {choice} of schemas that accept other types")
 
 
 def _check_choice(path: str, choice: str, value: Any, schema: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import combinations
 from typing import Any
 
@@ -53,10 +54,29 @@ def _differ(a: Any, b: Any, root: Any) -> bool:
     types_a, types_b = _types(a), _types(b)
     if types_a and types_b and not types_a & types_b and not {"integer", "number"} <= types_a | types_b:
         return True
-    if types_a == types_b == {"object"}:
+    if _makes_objects(a) and _makes_objects(b):
         shared = set(a.get("required", ())) & set(b.get("required", ()))
         return any(_differ(_property(a, name, root), _property(b, name, root), root) for name in shared)
     return False
+
+
+def is_within(schema: Any, types: Collection[str], root: Any, num_hops: int = _NUM_HOPS) -> bool:
+    """Return whether it is plain that a grammar of the schema makes values of these types alone."""
+    schema = _followed(schema, root)
+    if not isinstance(schema, dict) or not num_hops:
+        return False
+    if (values := _values(schema)) is not None:
+        return all(any(is_of_type(value, name) for name in types) for value in values)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(branches := schema.get(name), list):
+            return all(is_within(branch, types, root, num_hops - 1) for branch in branches)
+    own = _types(schema) or ({"object"} if _makes_objects(schema) else set())
+    return bool(own) and all(name in types or (name == "integer" and "number" in types) for name in own)
+
+
+def _makes_objects(schema: dict[str, Any]) -> bool:
+    """Return whether a schema's grammar makes objects alone; without a type, it may accept other values, too."""
+    return _types(schema) == {"object"} or ("type" not in schema and "properties" in schema)
 
 
 def _property(schema: dict[str, Any], name: str, root: Any) -> Any:
@@ -81,6 +101,4 @@ def _types(schema: dict[str, Any]) -> set[str]:
         names = ("object", "array", "string", "boolean", "null", "number")
         return {name for value in values for name in names if is_of_type(value, name)}
     given = schema.get("type")
-    if given is None and "properties" in schema:
-        given = "object"
     return set(given if isinstance(given, list) else [given]) - {None}
