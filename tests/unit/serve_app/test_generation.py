@@ -319,7 +319,8 @@ def test_a_waiting_stream_that_disconnects_leaves_the_queue(slow_app: RunningApp
     wait_until_idle(slow_app)
     with httpx.Client(base_url=slow_app.url, timeout=30) as http, running_stream(http), running_stream(http):
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # dropping it would end the response
+            next(lines)
             slow_app.wait_until(lambda: slow_app.stats()["num_waiting"] == 1, "it waits in the engine")
         slow_app.wait_until(lambda: not slow_app.stats()["num_waiting"], "it has left the queue")
     wait_until_idle(slow_app)
