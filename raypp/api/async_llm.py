@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
-import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
@@ -57,10 +56,7 @@ class AsyncLLM:
         self._frontend: Frontend | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
-        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
-        self._close_engine = weakref.finalize(self, engine.handle.close)
-        self._close_engine.atexit = False
-        atexit.register(self._close_engine)
+        self._close_engine = ExitHook(self, engine.handle.close)
 
     @classmethod
     async def create(
@@ -275,23 +271,25 @@ class AsyncLLM:
         return self._engine.handle.encoder_actors()
 
     async def close(self) -> None:
-        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing.
+        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice, or in a fork, does nothing.
 
         May be called in any event loop, also when the one that the engine was used in has ended.
         """
+        if self._close_engine.is_inherited:
+            return  # the loop's file descriptors are shared with the process that runs it
         if not self._is_closed:
             self._is_closed = True
             if self._frontend is not None and self._loop is not None:
                 await _run_in(self._loop, self._frontend.close, self.config.faults.close_timeout_s)
-        atexit.unregister(self._close_engine)
         await asyncio.to_thread(self._close_engine)
 
     def close_when_replaced(self) -> None:
         """Stop the engine from whatever thread: a notebook's cell is about to start another under the same name."""
+        if self._close_engine.is_inherited:
+            return
         self._is_closed = True
         if self._frontend is not None and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._frontend.close)
-        atexit.unregister(self._close_engine)
         self._close_engine()
 
     async def __aenter__(self) -> Self:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from raypp.api.event_loop_thread import EventLoopThread
+from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
@@ -64,10 +64,7 @@ class LLM:
             self._engine.handle.close()
             raise
         self._thread = thread
-        # Not the finalizer's own exit hook: that one may run after Ray's, with nothing left to talk to.
-        self._finalizer = weakref.finalize(self, _shut_down, self._frontend, thread, self._engine.handle)
-        self._finalizer.atexit = False
-        atexit.register(self._finalizer)
+        self._end = ExitHook(self, partial(_shut_down, self._frontend, thread, self._engine.handle))
 
     @property
     def config(self) -> EngineConfig:
@@ -205,9 +202,8 @@ class LLM:
         return self._engine.handle.processes()
 
     def close(self) -> None:
-        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice does nothing."""
-        atexit.unregister(self._finalizer)
-        self._finalizer()
+        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice, or in a fork, does nothing."""
+        self._end()
 
     def close_when_replaced(self) -> None:
         """Stop the engine: a notebook's cell is about to start another under the same name."""

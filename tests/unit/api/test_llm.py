@@ -340,6 +340,55 @@ def test_ctrl_c_aborts_and_exit_closes(call: str, num_requests: int) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted\nclosed 1\n", "", 0)
 
 
+_FORK_SCRIPT = """
+import asyncio, os, sys, time
+sys.path.insert(0, {tests!r})
+from fake_engine import FakeEngine
+from raypp.api.async_llm import AsyncLLM
+from raypp.api.launch import open_engine
+from raypp.api.llm import LLM
+
+def fork(child, end=sys.exit):
+    pid, ends_s = os.fork(), time.monotonic() + 20
+    if pid == 0:
+        child()
+        end(0)
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > ends_s:
+            os.kill(pid, 9)
+        time.sleep(0.01)
+    print("child", ended[1])
+
+engine, settings = FakeEngine(lambda request: [5] * 9), {{"skip_tokenizer_init": True}}
+prompt = {{"prompt_token_ids": [5]}}
+llm = LLM("tiny", launch=engine.launch, **settings)
+fork(lambda: None)
+fork(llm.close)
+print(len(llm.generate([prompt])), engine.num_clients_left, engine.num_closed)
+llm.close()
+print(engine.num_closed)
+
+async def serve():
+    engine = FakeEngine(lambda request: [5] * 9)
+    llm = AsyncLLM(open_engine("tiny", settings, None, engine.launch))
+    await llm.complete([prompt])
+    fork(llm.close_when_replaced, end=os._exit)  # the loop's own end would disturb the parent's
+    print(len(await llm.complete([prompt])), engine.num_clients_left, engine.num_closed)
+    await llm.close()
+    print(engine.num_closed)
+asyncio.run(serve())
+"""
+
+
+def test_a_forked_child_leaves_the_engine_alone() -> None:
+    """However the child ends: the engine, its threads and its sockets are its parent's."""
+    script = _FORK_SCRIPT.format(tests=str(__file__).rsplit("/", 1)[0])
+    python = [sys.executable, "-W", "ignore::DeprecationWarning"]  # of a fork beside threads: that is what is tested
+    done = subprocess.run([*python, "-c", script], capture_output=True, text=True, timeout=90)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["child 0", "child 0", "1 0 0", "1", "child 0", "1 0 0", "1"]
+
+
 def test_continuations_are_requests_of_their_own_to_the_engine(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with open_llm(engine) as llm:
