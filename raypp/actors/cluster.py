@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
 import ray
 
+from raypp.actors.local_process import Child
+from raypp.actors.ray_thread import RayThread
 from raypp.errors import ResourceError
 
 _REACH_TIMEOUT_S = 10.0
 _SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
+_LEAST_DISK_BYTES = 16 << 20  # of a local Ray's files when it starts: logs, state
+_STOP_S = 10.0  # for Ray to end in order
+_GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a server that died
 
 
 class Cluster:
@@ -31,11 +40,11 @@ class Cluster:
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    _own_session: ClassVar[str | None] = None  # which Ray the connection that was made here leads to
+    _own: ClassVar[RayThread | None] = None  # the connection that was made here
     _num_users: ClassVar[int] = 0
 
-    def __init__(self, session: str | None) -> None:
-        self._session = session  # None: somebody else's connection
+    def __init__(self, connection: RayThread | None) -> None:
+        self._connection = connection  # None: somebody else's
 
     @classmethod
     def connect(cls) -> Cluster:
@@ -45,26 +54,64 @@ class Cluster:
             ResourceError: the cluster cannot be reached, or Ray cannot start.
         """
         with cls._lock:
+            if cls._own is not None and not cls._own.is_useful() and not cls._end_own(_GIVE_UP_S):
+                raise ResourceError(
+                    "an earlier connection to Ray does not end",
+                    got=f"no end within {_GIVE_UP_S:g} s",
+                    hint="its cluster stands still, or cannot be reached; go on in another process",
+                )
             if ray.is_initialized():
-                if _session() != cls._own_session:
+                if cls._own is None or _session() != cls._own.name:
                     return cls(None)
             else:
-                _init(os.environ.get("RAY_ADDRESS") or "local")
-                cls._own_session, cls._num_users = _session(), 0
+                cls._own, cls._num_users = _prepare(os.environ.get("RAY_ADDRESS") or "local"), 0
+                with _own_sigterm_handler():
+                    cls._own.start()
             cls._num_users += 1
-            return cls(cls._own_session)
+            return cls(cls._own)
+
+    def is_useful(self) -> bool:
+        """Return whether Ray can be asked, as far as is known here."""
+        return ray.is_initialized() and (self._connection is None or self._connection.is_useful())
+
+    def check(self) -> None:
+        """Look after the Ray that was started here, if it was.
+
+        Raises:
+            EngineDeadError: it has died.
+        """
+        if self._connection is not None:
+            self._connection.check()
 
     def disconnect(self) -> None:
         """Leave. Doing so twice does nothing."""
         with self._lock:
-            session, self._session = self._session, None
-            if session is None or session != Cluster._own_session:
+            connection, self._connection = self._connection, None
+            if connection is None or connection is not Cluster._own:
                 return
             Cluster._num_users -= 1
             if Cluster._num_users == 0:
-                Cluster._own_session = None
-                if ray.is_initialized() and _session() == session:
-                    ray.shutdown()
+                self._end_own(_STOP_S)
+
+    @classmethod
+    def _end_own(cls, timeout_s: float) -> bool:
+        """End the connection that was made here; return whether it has ended."""
+        assert cls._own is not None
+        if not cls._own.stop(timeout_s):
+            atexit.unregister(ray.shutdown)  # it would wait for ever, too
+            return False
+        cls._own = None
+        return True
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        """Leave Ray alone in a forked child: the threads that Ray's exit hook waits for are its parent's."""
+        if cls._own is not None:
+            atexit.unregister(ray.shutdown)
+            cls._own, cls._num_users, cls._lock = None, 0, threading.Lock()
+
+
+os.register_at_fork(after_in_child=Cluster._after_fork)
 
 
 def _session() -> str:
@@ -73,7 +120,12 @@ def _session() -> str:
     return f"{context.gcs_address} {context.get_job_id()}"
 
 
-def _init(address: str) -> None:
+def _prepare(address: str) -> RayThread:
+    """Return the connection to be made.
+
+    Raises:
+        ResourceError: it cannot be made.
+    """
     if "://" in address:
         raise ResourceError(
             "RAY_ADDRESS names a Ray Client server, which raypp cannot use",
@@ -82,19 +134,75 @@ def _init(address: str) -> None:
             hint="run there, or submit a job: ray job submit -- python ...",
         )
     check_reachable(address)
+    if address == "local":
+        check_disk(ray_folder())
+    return RayThread(partial(_connect, address), _disconnect, _is_server)
+
+
+def _connect(address: str) -> str:
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
     try:
-        with _own_sigterm_handler():
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                configure_logging=False,
-                **(local if address == "local" else {}),
-            )
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            **(local if address == "local" else {}),
+        )
+    except Exception as error:  # of whatever class: Ray raises plain ones, too
+        if address == "local":
+            check_disk(ray_folder())
         raise ResourceError(
             "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
         ) from error
+    _print_errors_to_stderr()
+    return _session()
+
+
+def _disconnect(session: str) -> None:
+    if ray.is_initialized() and _session() == session:
+        ray.shutdown()
+
+
+def _is_server(child: Child) -> bool:
+    """Return whether a child of this process belongs to Ray."""
+    return str(Path(ray.__file__).parent) in child.command()
+
+
+def _print_errors_to_stderr() -> None:
+    """Keep Ray's errors ("A worker died ...") out of stdout, which is the user's: Ray has no setting for it."""
+    worker = ray._private.worker
+    original = worker.print_to_stdstream
+    if getattr(original, "func", None) is not _to_stderr:
+        worker.print_to_stdstream = partial(_to_stderr, original)
+
+
+def _to_stderr(print_data: Callable[..., None], data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    print_data({**data, "is_err": True}, *args, **kwargs)
+
+
+def ray_folder() -> Path:
+    """Return where a local Ray keeps its sockets, logs and state."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
+def check_disk(folder: Path) -> None:
+    """Look whether a disk has room for a Ray: without any, Ray tries for half a minute and does not say why not.
+
+    Args:
+        folder: Where Ray will keep its files; it may not be there yet.
+
+    Raises:
+        ResourceError: the disk is full.
+    """
+    folder = next(existing for existing in (folder, *folder.absolute().parents) if existing.exists())
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < _LEAST_DISK_BYTES:
+        raise ResourceError(
+            "the disk is full where Ray keeps its files",
+            got=f"{free_bytes:,} bytes free in {folder}",
+            expected=f"at least {_LEAST_DISK_BYTES:,}",
+            hint="make room, or name another folder with RAY_TMPDIR",
+        )
 
 
 def check_reachable(address: str, timeout_s: float = _REACH_TIMEOUT_S) -> None:
@@ -131,23 +239,19 @@ def check_reachable(address: str, timeout_s: float = _REACH_TIMEOUT_S) -> None:
 
 @contextmanager
 def _own_sigterm_handler() -> Iterator[None]:
-    """Keep the process's answer to SIGTERM, which `ray.init` replaces by an abort.
+    """Keep the process's answer to SIGTERM, which Ray takes over.
 
     A process that had none exits in an orderly way instead, so that engines are closed.
     """
-    if threading.current_thread() is not threading.main_thread():
-        logger = logging.getLogger("ray._private.worker")
-        logger.addFilter(_is_not_about_sigterm)
-        try:
-            yield
-        finally:
-            logger.removeFilter(_is_not_about_sigterm)
-        return
     before = signal.getsignal(signal.SIGTERM)
+    logger = logging.getLogger("ray._private.worker")
+    logger.addFilter(_is_not_about_sigterm)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
+        logger.removeFilter(_is_not_about_sigterm)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ import zmq
 
 from raypp.actors.deadline import Deadline
 from raypp.actors.encoder_group import EncoderGroup
+from raypp.actors.lifeline import live_with
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_group import StageGroup
@@ -30,7 +31,7 @@ from raypp.transport.step_channel import DriverChannel
 class DriverActor:
     """Hosts the engine. `run` is endless; the other methods answer beside it.
 
-    Called in this order: `place`, `start`, `run`; `stop`, `trace` and those about encoders at any time after that.
+    Called in this order: `process`, `place`, `start`, `run`; `stop`, `trace` and those about encoders any time later.
     """
 
     def __init__(self, plan: EnginePlan, factory: bytes | None, placement: Placement, meeting_place: str) -> None:
@@ -51,9 +52,9 @@ class DriverActor:
         self._last_lanes: list[Lane] | None = None
         self._asking = threading.Lock()  # no stage is killed while it is asked for its trace
 
-    def process(self) -> ActorProcess:
-        """Return this process."""
-        return ActorProcess.of_this_process()
+    def process(self, owner: ActorProcess) -> ActorProcess:
+        """Return this process, which from now on ends with its owner's."""
+        return live_with(owner)
 
     def place(self, timeout_s: float) -> list[ActorProcess]:
         """Start the stages' processes, and return them; start those of encoders, too.

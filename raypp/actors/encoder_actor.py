@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.models.registry import resolve_model_path
@@ -46,10 +47,11 @@ class EncoderActor:
         return ActorProcess.of_this_process()
 
     @ray.method(max_task_retries=-1)  # it waits for a process that is just being made, as often as Ray makes one
-    def load(self, spec: EncoderSpec, config: ModelConfig, model: str | None) -> EncoderReady:
-        """Load the model and capture its graphs.
+    def load(self, owner: ActorProcess, spec: EncoderSpec, config: ModelConfig, model: str | None) -> EncoderReady:
+        """Load the model and capture its graphs. From now on the process ends with its owner's.
 
         Args:
+            owner: The driver.
             spec: What the encoder is to be.
             config: The whole model's.
             model: Its name, if files lie elsewhere on this node than where the plan was made.
@@ -57,6 +59,7 @@ class EncoderActor:
         Raises:
             ModelLoadError, ResourceError: it cannot be read, or does not fit.
         """
+        process = live_with(owner)
         import torch
 
         from raypp.encoder.build import build_manager
@@ -71,7 +74,7 @@ class EncoderActor:
         self._device = torch.device(spec.device)
         manager = build_manager(_build_model(spec, config), spec)
         self._worker = EncoderWorker(manager, spec.cache_bytes, self._device)
-        return EncoderReady(ActorProcess.of_this_process(), self._worker.budgets)
+        return EncoderReady(process, self._worker.budgets)
 
     def join(self, first_stage: Any) -> None:
         """Find the way to the first stage: to its actor."""

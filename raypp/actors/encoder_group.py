@@ -4,7 +4,7 @@
          ^                                |   ^  answers, deaths       |
          +---------- events --------------+   +------------------------+
 
-They are children of the driver's process: when that dies, Ray ends them. One that dies itself is made again by Ray;
+They are children of the driver's process: when that dies, they end. One that dies itself is made again by Ray;
 what it had under way is encoded again, there or by another one. Nothing of that is on the path of a step.
 """
 
@@ -74,6 +74,7 @@ class EncoderGroup:
         self._silence_s = plan.config.encoder.encoder_timeout_s
         self._start_timeout_s = plan.config.faults.start_timeout_s
         self._first_stage = first_stage
+        self._driver = ActorProcess.of_this_process()
         self._config = plan.model
         self._model = None if placement.is_on_one_node else plan.config.model.model
         self._on_event = on_event
@@ -247,7 +248,7 @@ class EncoderGroup:
         self._call()
 
     def _load(self, encoder: _Encoder) -> Any:
-        return encoder.actor.load.remote(encoder.spec, self._config, self._model)
+        return encoder.actor.load.remote(self._driver, encoder.spec, self._config, self._model)
 
     def _start_again(self, encoder: _Encoder) -> None:
         """Have the encoder load its model in its new process, then join."""

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.cluster import Cluster
 from raypp.actors.cluster_hardware import hardware_of_stages, may_be_elsewhere
-from raypp.actors.deadline import Deadline
+from raypp.actors.deadline import Deadline, in_time
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement, reserve
-from raypp.actors.processes import ActorProcess, end_processes
+from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
 from raypp.driver.encoder_plan import encoder_resources
@@ -139,13 +140,13 @@ class EngineHandle:
         return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
 
     def watch(self, callback: Callable[[RayppError], None]) -> None:
-        """Call back, from another thread, when the driver ends without having been told to."""
+        """Call back, from another thread, when the driver, or the Ray that it runs on, ends without being told to."""
 
         def watch() -> None:
             while not self._closing.is_set():
                 ended, _ = ray.wait([self._run], timeout=_WATCH_S)
-                if ended and not self._closing.is_set():
-                    callback(_death_of(self._run))
+                if not self._closing.is_set() and (error := self._death(bool(ended))) is not None:
+                    callback(error)
                     return
 
         watcher = threading.Thread(target=watch, name="driver-watcher", daemon=True)
@@ -159,19 +160,21 @@ class EngineHandle:
                 return
             self._closing.set()
             shutil.rmtree(self._meeting_place, ignore_errors=True)
-            if ray.is_initialized():
-                try:
+            try:
+                if self._cluster.is_useful():
                     self._end_actors()
-                finally:
-                    self._end_watchers()
-                    self._cluster.disconnect()
+                self._end_processes()
+            finally:
+                self._end_watchers()
+                self._cluster.disconnect()
 
     def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
         strategy = self._plan.config.parallel.placement
         num_stages, num_encoders = len(self._plan.stages), self._plan.num_encoders
         factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
         bundles = [self._plan.stage_resources()] * num_stages + [encoder_resources(self._plan)] * num_encoders
-        self._placement = reserve(bundles, num_stages, strategy, deadline)
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            self._placement = reserve(bundles, num_stages, strategy, deadline)
         self._driver = (
             ray.remote(DriverActor)
             .options(
@@ -183,7 +186,7 @@ class EngineHandle:
             )
             .remote(self._plan, factory, self._placement, self._meeting_place)
         )
-        self._driver_process = self._ask("process", deadline)
+        self._driver_process = self._ask("process", deadline, ActorProcess.of_this_process())
         self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
         self._encoder_processes = self._ask("encoder_processes", deadline)
         self.client_address = self._ask("start", deadline, deadline.remaining_s)
@@ -200,8 +203,13 @@ class EngineHandle:
 
     def _ask(self, method: str, deadline: Deadline, *args: object) -> Any:
         """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
+        self._cluster.check()  # without a Ray the call would start one
+        ends = Deadline(deadline.remaining_s + _ANSWER_S)
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            return ray.get(getattr(self._driver, method).remote(*args), timeout=deadline.remaining_s + _ANSWER_S)
+            answer = getattr(self._driver, method).remote(*args)
+            while not ray.wait([answer], timeout=min(_WATCH_S, ends.remaining_s))[0] and ends.remaining_s:
+                self._cluster.check()
+            return ray.get(answer, timeout=0)
 
     def _end_actors(self) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
@@ -212,10 +220,28 @@ class EngineHandle:
         finally:
             if self._driver is not None:
                 ray.kill(self._driver)
-            if self._placement is not None:
-                remove_placement_group(self._placement.group)
-            driver = [self._driver_process] if self._driver_process is not None else []
-            end_processes([*driver, *self._stage_processes, *self._encoder_processes], timeout_s)
+            if self._placement is not None and not in_time(
+                partial(remove_placement_group, self._placement.group), timeout_s
+            ):
+                logger.warning("Ray did not say whether the engine's resources are free again")
+
+    def _end_processes(self) -> None:
+        """See to it that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
+        timeout_s = self._plan.config.faults.close_timeout_s
+        driver = [self._driver_process] if self._driver_process is not None else []
+        processes = [*driver, *self._stage_processes, *self._encoder_processes]
+        if self._cluster.is_useful():
+            end_processes(processes, timeout_s)
+        else:
+            end_here([process.process for process in processes if process.node_id == driver[0].node_id], 0.0)
+
+    def _death(self, has_driver_ended: bool) -> RayppError | None:
+        """Return what the engine died of, if it did."""
+        try:
+            self._cluster.check()
+        except EngineDeadError as error:
+            return error
+        return _death_of(self._run) if has_driver_ended else None
 
     def _end_watchers(self) -> None:
         """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""

@@ -7,16 +7,15 @@ whoever closes an engine sees to it that its processes are gone.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypp.actors.local_process import LocalProcess
 
 _POLL_S = 0.01
 _PATIENCE = 0.5  # the share of the time that processes get to end by themselves
@@ -26,21 +25,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ActorProcess:
-    """A process, named so that another one that gets its number later is not taken for it."""
+    """A process of an engine, on whatever node."""
 
     node_id: str
-    pid: int
-    start_time: int  # clock ticks from the machine's start to the process's; 0 when it could not be read
+    process: LocalProcess
 
     @classmethod
     def of_this_process(cls) -> ActorProcess:
-        """Return the process that asks. Inside of a Ray worker."""
-        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), _start_time(os.getpid()))
+        """Return the process that asks. One that is connected to Ray."""
+        return cls(ray.get_runtime_context().get_node_id(), LocalProcess.of_this_process())
 
-    def is_alive(self) -> bool:
-        """Return whether the process runs. On its own node."""
-        started = _start_time(self.pid)
-        return started != 0 and self.start_time in (0, started)
+    @property
+    def pid(self) -> int:
+        """Its number on its node."""
+        return self.process.pid
 
 
 def end_processes(processes: Iterable[ActorProcess], timeout_s: float) -> None:
@@ -50,12 +48,12 @@ def end_processes(processes: Iterable[ActorProcess], timeout_s: float) -> None:
         processes: Which were told to end already.
         timeout_s: For all of it. A node that does not answer is left alone.
     """
-    by_node: defaultdict[str, list[ActorProcess]] = defaultdict(list)
+    by_node: defaultdict[str, list[LocalProcess]] = defaultdict(list)
     for process in processes:
-        by_node[process.node_id].append(process)
+        by_node[process.node_id].append(process.process)
     here = by_node.pop(ray.get_runtime_context().get_node_id(), [])
     elsewhere = [_end_on_node(node_id, of_node, timeout_s) for node_id, of_node in by_node.items()]
-    _end_here(here, timeout_s)
+    end_here(here, timeout_s)
     if elsewhere:
         ended, late = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=timeout_s)
         for ref in (*ended, *late):
@@ -65,36 +63,25 @@ def end_processes(processes: Iterable[ActorProcess], timeout_s: float) -> None:
                 logger.warning("a node did not say whether the engine's processes have ended: %s", error)
 
 
-def _end_on_node(node_id: str, processes: Sequence[ActorProcess], timeout_s: float) -> ray.ObjectRef[None]:
+def _end_on_node(node_id: str, processes: Sequence[LocalProcess], timeout_s: float) -> ray.ObjectRef[None]:
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    task = ray.remote(_end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
+    task = ray.remote(end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
     ref: ray.ObjectRef[None] = task.remote(processes, timeout_s)
     return ref
 
 
-def _end_here(processes: Sequence[ActorProcess], timeout_s: float) -> None:
+def end_here(processes: Sequence[LocalProcess], timeout_s: float) -> None:
+    """Wait until processes of this machine have ended; end those that take too long. They were told to end already."""
     left = _wait(processes, timeout_s * _PATIENCE)
     for process in left:
         logger.warning("process %d of an engine did not end when told to, and is killed", process.pid)
-        try:
-            os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        process.kill()
     _wait(left, timeout_s * (1 - _PATIENCE))
 
 
-def _wait(processes: Sequence[ActorProcess], timeout_s: float) -> list[ActorProcess]:
+def _wait(processes: Sequence[LocalProcess], timeout_s: float) -> list[LocalProcess]:
     """Return those that still run after `timeout_s`."""
     ends_s = time.monotonic() + timeout_s
     while (left := [process for process in processes if process.is_alive()]) and time.monotonic() < ends_s:
         time.sleep(_POLL_S)
     return left
-
-
-def _start_time(pid: int) -> int:
-    """Return when a process started; 0 when there is none (a zombie is none)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if fields[0] == "Z" else int(fields[19])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
+from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
@@ -61,9 +62,9 @@ class StageActor:
         self._rendezvous: RendezvousServer | None = None
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 
-    def process(self) -> ActorProcess:
-        """Return this process."""
-        return ActorProcess.of_this_process()
+    def process(self, owner: ActorProcess) -> ActorProcess:
+        """Return this process, which from now on ends with its owner's."""
+        return live_with(owner)
 
     def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model; return, on the first of several stages, where they all meet."""

@@ -1,6 +1,6 @@
 """The stages of one engine, as the driver holds them: made, started, watched and ended together.
 
-They are children of the driver's process: when that dies, Ray ends them.
+They are children of the driver's process: when that dies, they end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class StageGroup:
         Raises:
             StageDiedError, DeadlineError: one does not start.
         """
-        return self._gather([actor.process.remote() for actor in self._actors], "starting its process", deadline)
+        driver = ActorProcess.of_this_process()
+        return self._gather([actor.process.remote(driver) for actor in self._actors], "starting its process", deadline)
 
     def load(self, deadline: Deadline) -> Any:
         """Load the model; return where the stages meet, None for a single one.

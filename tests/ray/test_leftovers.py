@@ -33,6 +33,11 @@ USER = textwrap.dedent(
         processes = llm.processes()
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
         print(json.dumps([processes["driver"], *processes["stages"]]), flush=True)
+        if sys.argv[1] == "close":
+            if (child := os.fork()) == 0:
+                sys.exit()
+            os.waitpid(child, 0)
+            llm.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=2))
         if sys.argv[1] == "exception":
             raise KeyError("the user's own")
         if sys.argv[1] != "close":
@@ -73,7 +78,7 @@ def user(folder):
 @pytest.mark.parametrize(
     ("ending", "signal_number", "exit_codes"),
     [
-        ("close", None, (0,)),
+        ("close", None, (0,)),  # after a forked child that ends normally
         ("exception", None, (1,)),
         ("wait", signal.SIGINT, (1, -signal.SIGINT)),
         ("wait", signal.SIGTERM, (143,)),

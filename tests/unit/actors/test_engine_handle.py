@@ -40,7 +40,9 @@ def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine, "ray", ray)
     monkeypatch.setattr(engine, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
-    handle = EngineHandle(plan, cast(Cluster, SimpleNamespace(disconnect=left.set)))
+    handle = EngineHandle(
+        plan, cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
+    )
     handle.watch(lambda _: None)
     assert ray.asked.wait(WAIT_S)
     closer = threading.Thread(target=handle.close)
