@@ -10,9 +10,11 @@ import asyncio
 import fcntl
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +38,7 @@ class OutputFile:
         """Open or create it.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: it cannot be written, or is no regular file.
         """
         self._path = path
         existed = path.exists()
@@ -48,6 +50,13 @@ class OutputFile:
                 got=f"{path}: {error.strerror}",
                 expected="a file in a folder that exists",
             ) from error
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode):
+            os.close(self._fd)
+            raise ConfigError(
+                "the output is no regular file",
+                got=path,
+                expected="a file on a disk: what it holds says what is done, and a torn line is cut off",
+            )
         if not existed:
             sync_folder(path.parent)
         self._num_bytes = 0
@@ -114,14 +123,15 @@ class OutputFile:
         """Add a line. It survives the end of this process at once, that of the machine after `sync`.
 
         Raises:
-            ResourceError: the disk takes no more. No part of the line remains.
+            ResourceError: the disk takes no more. No part of the line remains, if the disk lets go of it.
         """
         data = memoryview(line + b"\n")
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            self._truncate(self._num_bytes)
+            with suppress(ResourceError):  # then the next run cuts it off
+                self._truncate(self._num_bytes)
             raise self._disk_error(error) from error
         self._num_bytes += len(line) + 1
         self._is_dirty = True
@@ -183,9 +193,12 @@ class OutputFile:
         )
 
     def _truncate(self, num_bytes: int) -> None:
-        os.ftruncate(self._fd, num_bytes)
-        self._num_bytes = num_bytes
-        os.fsync(self._fd)
+        try:
+            os.ftruncate(self._fd, num_bytes)
+            self._num_bytes = num_bytes
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._disk_error(error) from error
 
 
 def _custom_id(raw: bytes) -> str | None:

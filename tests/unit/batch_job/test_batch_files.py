@@ -167,6 +167,27 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monk
     assert path.read_bytes() == b'{"custom_id": "a"}\n'
 
 
+def test_a_disk_that_does_not_even_let_go_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = locked(tmp_path / "out.jsonl")
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", fail)
+    monkeypatch.setattr(os, "ftruncate", fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        output.append(b'{"custom_id": "b"}')
+    with pytest.raises(ResourceError, match="No space left"):
+        output.clear()
+    output.close()
+
+
+@pytest.mark.parametrize("path", ["/dev/full", "/dev/null"])
+def test_an_output_that_cannot_be_gone_on_with_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"no regular file; got: {path}"):
+        OutputFile(Path(path))
+
+
 def test_many_lines_of_output_are_found_again(tmp_path: Path) -> None:
     ids = [f"id-{i}" for i in range(20_000)]
     path = tmp_path / "out.jsonl"
