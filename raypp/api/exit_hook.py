@@ -1,4 +1,4 @@
-"""What ends an engine that nobody closed: at the latest at exit, and in no other process than the one that opened it."""
+"""What ends an engine that nobody closed: at the latest at exit, and only in the process that opened it."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class LLM:
         return self._engine.handle.processes()
 
     def close(self) -> None:
-        """Stop the engine. Requests that still run end with EngineDeadError. Closing twice, or in a fork, does nothing."""
+        """Stop the engine. Requests that still run end with EngineDeadError. Twice, or in a fork, it does nothing."""
         self._end()
 
     def close_when_replaced(self) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ from hypothesis import strategies as st
 
 import raypp
 from raypp.api.tokenizer import Tokenizer
+from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
+from raypp.batch_job.window import Window
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
+from raypp.types import RequestOutput
 
 
 def run(folder: Path, *engines: ShoutingEngine, **changes: Any) -> tuple[Starter, list[str]]:
@@ -164,10 +169,10 @@ def test_cancelled_at_any_moment_the_next_run_completes_it(tmp_path: Path) -> No
     ids = write_input(tmp_path, 30)
 
     async def run_until_question(number: int) -> bool:
-        engine = ShoutingEngine(num_turns=5, on_question=lambda n: job.cancel() if n == number else None)
-        job = asyncio.create_task(BatchJob(make_settings(tmp_path, max_in_flight=4), Starter(engine)).run())
-        await asyncio.wait([job])
-        return job.cancelled()
+        engine = ShoutingEngine(num_turns=5, on_question=lambda n: task.cancel() if n == number else None)
+        task = asyncio.create_task(BatchJob(make_settings(tmp_path, max_in_flight=4), Starter(engine)).run())
+        await asyncio.wait([task])
+        return task.cancelled()
 
     num_lines_after = []
     while asyncio.run(run_until_question(1 + len(num_lines_after))):
@@ -201,6 +206,61 @@ def test_the_window_bounds_what_is_at_the_engine(tmp_path: Path, limits: dict[st
     engine = ShoutingEngine(num_turns=100)
     run(tmp_path, engine, **limits)
     assert engine.most_at_once == expected
+
+
+@pytest.mark.parametrize(("max_requests", "max_bytes"), [(2, 1000), (1000, 100)])
+def test_the_window_gives_back_what_has_left(max_requests: int, max_bytes: int) -> None:
+    async def use() -> None:
+        window = Window(max_requests, max_bytes)
+        await window.enter(40)  # stays: one that is alone always gets in
+        async with asyncio.timeout(10):
+            for _ in range(5):
+                await window.enter(60)
+                window.leave(60)
+
+    asyncio.run(use())
+
+
+@pytest.fixture
+def synced_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How large the output was whenever it was brought to the disk."""
+    sizes: list[int] = []
+    fsync = os.fsync
+
+    def watched(fd: int) -> None:
+        fsync(fd)
+        if os.fstat(fd).st_ino == (tmp_path / "out.jsonl").stat().st_ino:
+            sizes.append(os.fstat(fd).st_size)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return sizes
+
+
+def test_at_the_end_every_answer_is_on_the_disk(tmp_path: Path, synced_bytes: list[int]) -> None:
+    write_input(tmp_path, 5)
+    run(tmp_path, ShoutingEngine())
+    assert synced_bytes[-1:] == [(tmp_path / "out.jsonl").stat().st_size]
+
+
+def test_answers_come_to_the_disk_while_others_are_waited_for(
+    tmp_path: Path, synced_bytes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+
+    class WaitingEngine(ShoutingEngine):
+        async def complete(self, *args: Any, **kwargs: Any) -> list[RequestOutput]:
+            if self.num_asked:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(10):
+                        while not synced_bytes:
+                            await asyncio.sleep(0.005)
+                seen.append(bool(synced_bytes))
+            return await super().complete(*args, **kwargs)
+
+    monkeypatch.setattr(job, "_SYNC_INTERVAL_S", 0.01)
+    write_input(tmp_path, 2)
+    run(tmp_path, WaitingEngine(), max_in_flight=1)
+    assert seen == [True]
 
 
 def test_lines_without_a_seed_get_one_from_their_name(tmp_path: Path) -> None:

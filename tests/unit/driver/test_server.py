@@ -83,7 +83,7 @@ class Client:
 class Rig:
     """A served engine of two stages that the test plays."""
 
-    def __init__(self, folder: Path, step_timeout_s: float) -> None:
+    def __init__(self, folder: Path, step_timeout_s: float, silence_timeout_s: float) -> None:
         self.context = zmq.Context()
         self.address = f"ipc://{folder}/clients"
         clients = open_client_socket(self.context, self.address)
@@ -103,7 +103,7 @@ class Rig:
             min_prefill_chunk_tokens=16,
         )
         self.scheduler = Scheduler(limits)
-        health = StageHealth(NUM_STAGES, step_timeout_s=step_timeout_s, silence_timeout_s=DEADLINE_S)
+        health = StageHealth(NUM_STAGES, step_timeout_s=step_timeout_s, silence_timeout_s=silence_timeout_s)
         failures = FailureReports()
         pipeline = ChannelPipeline(channel, health, failures)
         engine = Engine(self.scheduler, pipeline, Tracer("driver", enabled=False))
@@ -172,8 +172,8 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
     rigs = []
     with tempfile.TemporaryDirectory(prefix="raypp") as folder:  # pytest's own are too long for a socket's path
 
-        def make(step_timeout_s: float = DEADLINE_S) -> Rig:
-            rigs.append(Rig(Path(folder), step_timeout_s))
+        def make(step_timeout_s: float = DEADLINE_S, silence_timeout_s: float = DEADLINE_S) -> Rig:
+            rigs.append(Rig(Path(folder), step_timeout_s, silence_timeout_s))
             return rigs[-1]
 
         yield make
@@ -321,6 +321,21 @@ def test_steps_in_flight_without_progress_are_a_frozen_stage(make_rig):
         rig.stages[1].send_heartbeat(NO_STEP)
         time.sleep(0.05)
     with pytest.raises(StageDiedError, match="frozen") as caught:
+        rig.serving.result()
+    assert caught.value.stage_index == 1
+    assert isinstance(client.next(EngineDead), EngineDead)
+
+
+def test_a_stage_that_falls_silent_while_nothing_runs_is_frozen(make_rig):
+    rig = make_rig(silence_timeout_s=0.5)
+    client = rig.client()
+    rig.wait_for(rig.connected.is_set)
+    started = time.monotonic()
+    while not rig.serving.done():
+        assert time.monotonic() - started < DEADLINE_S
+        rig.stages[0].send_heartbeat(NO_STEP)
+        time.sleep(0.05)
+    with pytest.raises(StageDiedError, match="nothing has been heard") as caught:
         rig.serving.result()
     assert caught.value.stage_index == 1
     assert isinstance(client.next(EngineDead), EngineDead)
