@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import ray
 
+from raypp.actors.forked import leave_ray_alone
 from raypp.actors.local_process import Child
 from raypp.actors.ray_thread import RayThread
 from raypp.errors import ResourceError
@@ -107,7 +108,7 @@ class Cluster:
     def _after_fork(cls) -> None:
         """Leave Ray alone in a forked child: the threads that Ray's exit hook waits for are its parent's."""
         if cls._own is not None:
-            atexit.unregister(ray.shutdown)
+            leave_ray_alone()
             cls._own, cls._num_users, cls._lock = None, 0, threading.Lock()
 
 

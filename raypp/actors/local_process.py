@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,14 @@ def with_descendants(processes: list[LocalProcess]) -> list[LocalProcess]:
     for child in _all():
         children.setdefault(child.parent_pid, []).append(child.process)
     return list(dict.fromkeys(_below(processes, children)))
+
+
+def await_end(processes: Iterable[LocalProcess], timeout_s: float) -> list[LocalProcess]:
+    """Wait until processes have ended; return those that still run after `timeout_s`."""
+    left, ends_s = list(processes), time.monotonic() + timeout_s
+    while (left := [process for process in left if process.is_alive()]) and time.monotonic() < ends_s:
+        time.sleep(_POLL_S)
+    return left
 
 
 def _below(processes: list[LocalProcess], children: Mapping[int, list[LocalProcess]]) -> Iterator[LocalProcess]:

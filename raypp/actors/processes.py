@@ -7,7 +7,6 @@ whoever closes an engine sees to it that its processes are gone.
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from dataclasses import dataclass
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raypp.actors.local_process import LocalProcess
+from raypp.actors.local_process import LocalProcess, await_end
 
-_POLL_S = 0.01
 _PATIENCE = 0.5  # the share of the time that processes get to end by themselves
 
 logger = logging.getLogger(__name__)
@@ -72,16 +70,8 @@ def _end_on_node(node_id: str, processes: Sequence[LocalProcess], timeout_s: flo
 
 def end_here(processes: Sequence[LocalProcess], timeout_s: float) -> None:
     """Wait until processes of this machine have ended; end those that take too long. They were told to end already."""
-    left = _wait(processes, timeout_s * _PATIENCE)
+    left = await_end(processes, timeout_s * _PATIENCE)
     for process in left:
         logger.warning("process %d of an engine did not end when told to, and is killed", process.pid)
         process.kill()
-    _wait(left, timeout_s * (1 - _PATIENCE))
-
-
-def _wait(processes: Sequence[LocalProcess], timeout_s: float) -> list[LocalProcess]:
-    """Return those that still run after `timeout_s`."""
-    ends_s = time.monotonic() + timeout_s
-    while (left := [process for process in processes if process.is_alive()]) and time.monotonic() < ends_s:
-        time.sleep(_POLL_S)
-    return left
+    await_end(left, timeout_s * (1 - _PATIENCE))

@@ -12,13 +12,14 @@ import os
 import threading
 from collections.abc import Callable
 
-from raypp.actors.local_process import Child, LocalProcess, children_of, with_descendants
+from raypp.actors.local_process import Child, LocalProcess, await_end, children_of, with_descendants
 from raypp.errors import EngineDeadError, ResourceError
 
 _VITAL = ("gcs_server", "raylet")  # without these nothing goes on; by the names of their programs
 _POLL_S = 0.05
 _NOTICE_S = 0.5
 _ALONE_S = 10.0  # after a server's death, for the engines to be closed; Ray ends the whole process after 60 s
+_KILLED_S = 5.0  # for the kernel to take killed processes away
 _AFTER_KILL_S = 30.0  # for Ray to notice
 
 logger = logging.getLogger(__name__)
@@ -140,6 +141,7 @@ class RayThread:
         self._find_started()
         for process in self._started:
             process.kill()
+        await_end(self._started, _KILLED_S)
 
     def _new_children(self) -> list[Child]:
         return [child for child in children_of(os.getpid()) if child.process not in self._earlier]
