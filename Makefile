@@ -1,4 +1,4 @@
-# demo, test, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
+# demo, test, soak, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
 # PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
 # WORKERS is the number of processes for tests without Ray; 0, one after the other, where engines would share a GPU.
 
@@ -7,7 +7,7 @@ WORKERS ?= logical
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test soak lint bench clean
 
 install: $(INSTALLED)
 
@@ -20,6 +20,11 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
+
+# What takes long: hostile clients, chaos, clients' real packages, clean environments. At most an hour; it writes
+# tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest tests/soak --override-ini faulthandler_timeout=1800 --verbose
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

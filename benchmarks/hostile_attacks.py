@@ -47,7 +47,7 @@ def random_tokens(number: int, seed: int) -> list[int]:
     return [draw.randint(FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN) for _ in range(number)]
 
 
-def png_bomb(side: int) -> str:
+def png(side: int) -> str:
     """Return an image of side x side black pixels, as an address: a few kilobytes that decode to gigabytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -95,9 +95,9 @@ def refused_attacks(max_model_len: int, dripping_url: str) -> list[Attack]:
         Attack("8 million characters of text", COMPLETIONS, {"prompt": "def " * 2_000_000}),
         Attack("80 prompts, 128 continuations each", COMPLETIONS, {"prompt": ["a"] * 80, "n": 128}),
         Attack("50,000 prompts", COMPLETIONS, {"prompt": ["a"] * 50_000}),
-        Attack("an image of 64 million pixels", CHAT, _image(png_bomb(8000))),
+        Attack("an image of 81 million pixels", CHAT, _image(png(9000))),
         Attack("an address that drips", CHAT, _image(dripping_url)),
-        Attack("an ambiguous grammar", CHAT, _chat("hello", structured_outputs={"grammar": AMBIGUOUS_GRAMMAR})),
+        Attack("a grammar without a root", CHAT, _chat("hello", structured_outputs={"grammar": "a ::= a"})),
         Attack(
             "tool parameters nested 250 levels", CHAT, _chat("hello", tools=[_nested_tool(250)], tool_choice="required")
         ),
@@ -112,6 +112,7 @@ def admitted_attacks(prompt_len: int) -> list[tuple[Attack, Attack]]:
     """
     plain = _chat("hello", ignore_eos=True)
     pattern = {"structured_outputs": {"regex": "(a|aa|aaa|[a-z])*"}}
+    grammar = {"structured_outputs": {"grammar": AMBIGUOUS_GRAMMAR}}
 
     def streamed(attack: Attack) -> Attack:
         return Attack(attack.name, attack.path, {**attack.body, "stream": True}, leaves_early=True)
@@ -126,7 +127,9 @@ def admitted_attacks(prompt_len: int) -> list[tuple[Attack, Attack]]:
         (Attack("128 bad words", CHAT, {**plain, "bad_words": [f"w{i}" for i in range(128)]}), polite),
         (Attack("700 biases", CHAT, {**plain, "logit_bias": {str(i): 0.5 for i in range(700)}}), polite),
         (Attack("an ambiguous pattern", CHAT, {**plain, "ignore_eos": False, **pattern}), polite),
+        (Attack("an ambiguous grammar", CHAT, {**plain, "ignore_eos": False, **grammar}), polite),
         (prompt(2), prompt(3)),
+        (Attack("an image of 49 million pixels", CHAT, _image(png(7000))), Attack("a picture", CHAT, _image(png(448)))),
         (streamed(Attack("leaves early", CHAT, {**plain, "max_tokens": 512})), Attack("polite", CHAT, plain)),
     ]
 

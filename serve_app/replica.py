@@ -17,6 +17,7 @@ from ray.serve.handle import DeploymentHandle
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine import EngineConfig
 from serve_app.encoder import ServedPictures
+from serve_app.freed_memory import give_back_freed_memory
 from serve_app.http_app import exposition, make_context, make_http_app, model_names
 from serve_app.metrics import EngineMetrics
 from serve_app.pictures import OpenGate, PictureGate
@@ -48,6 +49,7 @@ class EngineReplica:
             stage_factory: Makes other models than the real ones.
             encoder: The deployment that pictures pass; None for a model that reads text alone.
         """
+        give_back_freed_memory()
         self._settings = settings
         self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
         context = serve.get_replica_context()

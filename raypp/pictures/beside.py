@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +22,7 @@ from raypp.pictures.web_address import is_web_address
 
 T = TypeVar("T")
 
+_NICENESS = 10
 _MAX_DECODING = 8
 """Threads that decode. More would take time from what else the process does, its event loop above all."""
 
@@ -34,7 +37,8 @@ class PicturesBeside:
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
         self._fetches = ThreadPoolExecutor(fetcher.limits.max_image_fetches, "fetch")
-        self._decoders = ThreadPoolExecutor(min(_MAX_DECODING, os.cpu_count() or 1), "pictures")
+        num_threads = min(_MAX_DECODING, os.cpu_count() or 1)
+        self._decoders = ThreadPoolExecutor(num_threads, "pictures", initializer=_step_aside)
 
     async def messages(self, messages: Sequence[Mapping[str, Any]], prepare: Callable[[Any], T]) -> T:
         """Fetch what a conversation names by addresses; then call `prepare` with the conversation on a thread.
@@ -76,6 +80,12 @@ class PicturesBeside:
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._decoders.submit(work))
+
+
+def _step_aside() -> None:
+    """Lower this thread's priority: on a busy machine steps go before pictures. Only Linux has such priorities."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _images_of(prompt: Any) -> Sequence[Any]:
