@@ -1,7 +1,7 @@
 """Ray's own servers die or stand still, zombies stay, children are forked: errors are typed, and nothing is left.
 
-Each case is a program in a process of its own, for minutes: `make soak`, not `make test`. Where pytest is process 1, the
-deaths of raylets cannot be tested: Ray ends a process whose parent is process 1 when its raylet is gone.
+Each case is a program in a process of its own, for minutes: `make soak`, not `make test`. Where pytest is process 1,
+the deaths of raylets cannot be tested: Ray ends a process whose parent is process 1 when its raylet is gone.
 """
 
 from __future__ import annotations
