@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from raypp.errors import EncoderDiedError, EngineDeadError, QueueFullError, RayppError
 from raypp.openai_api.errors import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
 
-_ENGINE_RETRY_S = 3
+_RETRY_LATER = {"Retry-After": "3"}
 """When to ask again after the engine died: about what a small one takes to be replaced."""
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,11 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_bug)
 
 
+def unhealthy_answer(message: str) -> AsciiJSONResponse:
+    """Return the response of `/health` when the engine cannot serve."""
+    return error_response(503, message, kind="server_error", code="unhealthy", headers=_RETRY_LATER)
+
+
 _DESCRIPTIONS = {
     400: "The request cannot be served as it is; the message says why",
     401: "No valid API key",
@@ -125,8 +130,9 @@ def error_answer(error: RayppError) -> AsciiJSONResponse:
         return error_response(413, str(error), kind="invalid_request_error", code="body_too_large")
     if isinstance(error, UnknownModelError):
         return _response(error.status, error.response)
-    retry = {"Retry-After": str(_ENGINE_RETRY_S)} if isinstance(error, EngineDeadError | EncoderDiedError) else {}
-    return _response(*describe_error(error), retry)
+    return _response(
+        *describe_error(error), _RETRY_LATER if isinstance(error, EngineDeadError | EncoderDiedError) else {}
+    )
 
 
 async def _on_http_error(request: Request, error: Exception) -> AsciiJSONResponse:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import ray
 from ray import serve
-from ray.serve.config import HTTPOptions
 
 from raypp.actors.cluster import Cluster
 from raypp.actors.engine import describe_engine
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 from serve_app.app import build_application
-from serve_app.running_serve import RunningServe
+from serve_app.proxy_answers import ENVIRONMENT
+from serve_app.running_serve import RunningServe, start_serve
 from serve_app.settings import ServeSettings
 from serve_app.stop_signals import StopSignals
 
@@ -61,25 +64,35 @@ def run_server(config: EngineConfig, settings: ServeSettings, *, place: Place, o
         EngineDeadError: it did not start.
     """
     describe_engine(config)  # what is wrong with it is said now, not by replicas that try again and again
+    starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     with StopSignals() as stop:
+        if starts_ray:
+            os.environ.update(ENVIRONMENT | os.environ)  # Ray's processes inherit it; a value of the user's own counts
         cluster = Cluster.connect()
         try:
             stop.is_connected = True
             stop.listen()  # again: Ray's core takes SIGTERM for itself
-            _serve(config, settings, place, stop, on_ready)
+            _serve(config, settings, place, stop, on_ready, started_ray=starts_ray)
         finally:
             cluster.disconnect()
 
 
 def _serve(
-    config: EngineConfig, settings: ServeSettings, place: Place, stop: StopSignals, on_ready: Callable[[str], None]
+    config: EngineConfig,
+    settings: ServeSettings,
+    place: Place,
+    stop: StopSignals,
+    on_ready: Callable[[str], None],
+    *,
+    started_ray: bool,
 ) -> None:
     running = RunningServe.of_this_cluster()
     if running is None:
         _check_port(place.host, place.port)
     else:
         running.check_place(place.host, place.port, place.app_name, place.route_prefix)
-    starting = _Starting(config, settings, place, stop, starts_serve=running is None)
+    start = None if running else partial(start_serve, place.host, place.port, has_environment=started_ray)
+    starting = _Starting(config, settings, place, stop, start)
     try:
         while stop.received is None and not starting.is_done:
             stop.wait()
@@ -99,12 +112,17 @@ class _Starting:
     """Starts the application in a thread of its own: Ray Serve waits for minutes and takes no signals meanwhile."""
 
     def __init__(
-        self, config: EngineConfig, settings: ServeSettings, place: Place, stop: StopSignals, *, starts_serve: bool
+        self,
+        config: EngineConfig,
+        settings: ServeSettings,
+        place: Place,
+        stop: StopSignals,
+        start_serve: Callable[[], None] | None,
     ) -> None:
         self.is_done = False
         self._place = place
         self._stop = stop
-        self._starts_serve = starts_serve
+        self._start_serve = start_serve
         self._error: BaseException | None = None
         threading.Thread(target=self._run, args=(config, settings), name="raypp-serve", daemon=True).start()
 
@@ -122,8 +140,8 @@ class _Starting:
     def _run(self, config: EngineConfig, settings: ServeSettings) -> None:
         place = self._place
         try:
-            if self._starts_serve:
-                serve.start(http_options=HTTPOptions(host=place.host, port=place.port))
+            if self._start_serve is not None:
+                self._start_serve()
             if self._stop.received is None:
                 serve.run(build_application(config, settings), name=place.app_name, route_prefix=place.route_prefix)
         except BaseException as error:

@@ -12,7 +12,7 @@ import raypp
 from raypp.errors import RayppError
 from raypp.openai_api.request_fields import OpenAIModel
 from serve_app.context import AppContext
-from serve_app.errors import documented, error_response
+from serve_app.errors import documented, unhealthy_answer
 from serve_app.metrics import merge
 
 
@@ -39,7 +39,7 @@ def status_routes(context: AppContext) -> APIRouter:
         try:
             await context.llm.check_health()
         except RayppError as error:
-            return error_response(503, str(error), kind="server_error", code="unhealthy")
+            return unhealthy_answer(str(error))
         return Health()
 
     @router.get("/version", responses=documented(500))

@@ -12,6 +12,7 @@ import httpx
 from ray import serve
 
 from serve_app.app import build
+from serve_app.running_serve import start_serve
 
 
 def free_port() -> int:
@@ -25,7 +26,7 @@ def free_port() -> int:
 def serving() -> Iterator[str]:
     """Start Serve; yields its address."""
     port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    start_serve("127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:

@@ -34,6 +34,7 @@ NUM_CLIENTS = int(os.environ.get("LOAD_CLIENTS", "24"))
 SECONDS = float(os.environ.get("LOAD_SECONDS", "4"))
 WAIT_S = 150.0  # for what is expected; only a hang takes this long
 UNHEALTHY_S = 2.0
+HEALTH_LIMIT_S = 5.0  # for /health to answer, whatever happens: its own limit is one second, the machine adds to it
 HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 
 
@@ -213,7 +214,15 @@ def kill_a_stage_under_load(url: str) -> float:
         except httpx.TimeoutException:
             return 0  # no replica at the moment: Serve keeps the request
 
-    wait_for(lambda: status("/health") != 200)
+    def is_healthy() -> bool:  # told at any time, also while there is no replica
+        answer = httpx.get(f"{url}/health", timeout=HEALTH_LIMIT_S)
+        assert answer.status_code == 200 or (answer.json()["error"]["code"], "retry-after" in answer.headers) == (
+            "unhealthy",
+            True,
+        )
+        return answer.status_code == 200
+
+    wait_for(lambda: not is_healthy())
     unhealthy_s = time.monotonic() - killed
     for thread in threads:
         thread.join(WAIT_S)
@@ -223,9 +232,9 @@ def kill_a_stage_under_load(url: str) -> float:
         error = json.loads(line.removeprefix("data: "))["error"]
         assert "stage 1" in error["message"]
         assert error["code"] == "engine_dead"
-    while status("/health") != 200:
+    while not is_healthy():
         # While one still answers for the dead engine, it does not pretend to have a model.
-        assert status("/v1/models") != 200 or status("/health") == 200
+        assert status("/v1/models") != 200 or is_healthy()
         assert time.monotonic() - killed < WAIT_S
     healthy_s = time.monotonic() - killed
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": "import", "max_tokens": 4}, timeout=WAIT_S)
@@ -239,8 +248,33 @@ def kill_a_stage_under_load(url: str) -> float:
     return unhealthy_s
 
 
+def kill_the_replica(url: str, ancestor: int) -> None:
+    """Kill the process that owns the engine and hosts the app: what it had under way is told, and /health answers."""
+    body = {"prompt": "def main(", "max_tokens": 3000, "ignore_eos": True}
+    ended: list[httpx.Response] = []
+
+    def post() -> None:
+        ended.append(httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S))
+
+    waiting = threading.Thread(target=post)
+    waiting.start()
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=WAIT_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        wait_for(lambda: metric(url, "raypp_requests_running") == 2)
+        os.kill(engine_processes(ancestor)["replica"], signal.SIGKILL)
+        last = [line for line in lines if line][-1]
+    waiting.join(WAIT_S)
+    for error in (json.loads(last.removeprefix("data: "))["error"], ended[0].json()["error"]):
+        assert error["code"] == "engine_dead"
+    assert (ended[0].status_code, ended[0].headers["retry-after"]) == (503, "3")
+    for method in ("GET", "HEAD"):
+        answer = httpx.request(method, f"{url}/health", timeout=HEALTH_LIMIT_S)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
+
+
 def test_the_short_way(tmp_path) -> None:
-    """`raypp serve`: serves until SIGTERM, then leaves nothing behind."""
+    """`raypp serve`: serves until SIGTERM, tells of a killed replica, then leaves nothing behind."""
     port = free_port()
     options = ["--model", "tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
     with subprocess.Popen(
@@ -259,6 +293,7 @@ def test_the_short_way(tmp_path) -> None:
                 said.append(line)
             models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_S).json()
             assert [model["id"] for model in models["data"]] == ["small"]
+            kill_the_replica(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.stderr.read()

@@ -107,6 +107,7 @@ def test_a_dead_engine_is_told_everywhere() -> None:
             answer = http.get(path)
             assert answer.status_code == 503, path
             assert "stage 0 died" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
         answer = http.post("/v1/completions", json={"prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
         assert int(answer.headers["retry-after"]) >= 1

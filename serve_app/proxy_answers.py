@@ -1,0 +1,95 @@
+"""What Ray Serve's proxy answers while no replica does: its own answer is a plain 500, a cut stream, or none for long.
+
+Plain ASGI middleware around the proxy, which finds it by `ENVIRONMENT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raypp.errors import EngineDeadError
+from serve_app.client_connection import EventStream, error_event
+from serve_app.errors import error_answer, unhealthy_answer
+
+ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}
+"""What Serve's proxies must find in their environment when they start."""
+
+HEALTH_TIMEOUT_S = 1.0
+"""For a replica to answer `/health`. Those who ask wait for a few seconds at most; Kubernetes for one, if not told."""
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Serve's proxy puts around itself."""
+    return [Middleware(ProxyAnswers)]
+
+
+class ProxyAnswers:
+    """Answers for a replica that does not.
+
+    `/health` under any prefix is 503 when nothing has answered after `HEALTH_TIMEOUT_S`; other requests wait for the
+    next replica. A request whose replica died gets a 503, a stream an event that tells the error.
+    """
+
+    def __init__(self, app: ASGIApp, health_timeout_s: float = HEALTH_TIMEOUT_S) -> None:
+        self._app = app
+        self._health_timeout_s = health_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and complete its answer."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = _Answer(send)
+        try:
+            async with asyncio.timeout(self._health_timeout_s if _asks_for_health(scope) else None) as limit:
+                answer.limit = limit
+                await self._app(scope, receive, answer.send)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        if limit.expired():  # Serve's proxy takes the cancellation for a client that left, and returns
+            message = f"no replica answered within {self._health_timeout_s:g} s: it is being replaced, or overloaded"
+            await unhealthy_answer(message)(scope, receive, send)
+        elif not answer.has_started:
+            await error_answer(_broken())(scope, receive, send)
+        elif answer.is_unfinished_stream:
+            body = error_event(_broken()).encode()
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class _Answer:
+    """What has been sent of an answer."""
+
+    def __init__(self, send: Send) -> None:
+        self.limit: asyncio.Timeout | None = None
+        self.has_started = False
+        self.is_unfinished_stream = False
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Take note of a message, and send it."""
+        if message["type"] == "http.response.start":
+            self.has_started = True
+            self.is_unfinished_stream = _is_event_stream(message)
+            if self.limit is not None:
+                self.limit.reschedule(None)
+        elif not message.get("more_body", False):
+            self.is_unfinished_stream = False
+        await self._send(message)
+
+
+def _broken() -> EngineDeadError:
+    return EngineDeadError("the replica ended before its answer did", hint="send the request again; /health tells when")
+
+
+def _asks_for_health(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return scope["method"] in ("GET", "HEAD") and path.endswith("/health")
+
+
+def _is_event_stream(start: Message) -> bool:
+    kinds = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
+    return any(kind.startswith(EventStream.media_type.encode()) for kind in kinds)

@@ -1,0 +1,121 @@
+"""What a client gets from Serve's proxy when no replica answers, or dies while it does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.proxy_answers import ENVIRONMENT, ProxyAnswers, middlewares
+
+TIMEOUT_S = 0.02
+
+
+def start(content_type: str, status: int = 200) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": [(b"content-type", content_type.encode())]}
+
+
+def piece(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def proxy(*messages: Message, ends: bool = True, takes_cancellation: bool = False) -> ASGIApp:
+    """Return what sends messages, as Serve's proxy does, and then returns or waits for a replica."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for message in messages:
+            await send(message)
+        if ends:
+            return
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if not takes_cancellation:
+                raise
+
+    return app
+
+
+def ask(app: ASGIApp, path: str, method: str = "GET") -> list[Message]:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "headers": []}
+    asyncio.run(asyncio.wait_for(ProxyAnswers(app, TIMEOUT_S)(scope, receive, send), 5.0))
+    return sent
+
+
+def error_of(sent: list[Message]) -> tuple[int, str, str]:
+    """Return status, Retry-After and code of a whole answer."""
+    head, body = sent
+    headers = dict(head["headers"])
+    assert headers[b"content-type"] == b"application/json"
+    return head["status"], headers[b"retry-after"].decode(), json.loads(body["body"])["error"]["code"]
+
+
+@pytest.mark.parametrize("takes_cancellation", [False, True])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("HEAD", "/health"), ("GET", "/second/health")])
+def test_health_is_told_while_there_is_no_replica(method: str, path: str, takes_cancellation: bool) -> None:
+    waiting = proxy(ends=False, takes_cancellation=takes_cancellation)
+    began = time.monotonic()
+    assert error_of(ask(waiting, path, method)) == (503, "3", "unhealthy")
+    assert time.monotonic() - began < 2.0
+
+
+def test_other_requests_wait_for_the_next_replica() -> None:
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(3 * TIMEOUT_S)
+        await send(start("application/json"))
+        await send(piece(b"{}", more=False))
+
+    assert [message.get("status") for message in ask(late, "/v1/completions", "POST")] == [200, None]
+    assert ask(late, "/health")[0]["status"] == 503
+
+
+def test_an_answer_about_health_that_has_begun_may_take_its_time() -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(start("application/json"))
+        await asyncio.sleep(3 * TIMEOUT_S)
+        await send(piece(b"{}", more=False))
+
+    assert ask(slow, "/health") == [start("application/json"), piece(b"{}", more=False)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+def test_a_request_whose_replica_died_is_told_so(path: str) -> None:
+    assert error_of(ask(proxy(), path)) == (503, "3", "engine_dead")
+
+
+def test_a_cut_stream_ends_with_an_event_that_says_so() -> None:
+    begun = [start("text/event-stream; charset=utf-8"), piece(b'data: {"choices":[]}\n\n', more=True)]
+    *passed, last = ask(proxy(*begun), "/v1/completions", "POST")
+    assert passed == begun
+    assert not last["more_body"]
+    assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [start("text/event-stream"), piece(b"data: [DONE]\n\n", more=True), piece(b"", more=False)],
+        [start("application/json", 503), piece(b"{}", more=False)],
+        [start("application/json"), piece(b'{"cut', more=True)],  # its length was announced: the connection is closed
+    ],
+)
+def test_other_answers_are_as_they_were(messages: list[Message]) -> None:
+    assert ask(proxy(*messages), "/v1/completions") == messages
+
+
+def test_serve_finds_it_by_the_environment() -> None:
+    (place,) = ENVIRONMENT.values()
+    assert place == f"{middlewares.__module__}:{middlewares.__name__}"
+    assert [middleware.cls for middleware in middlewares()] == [ProxyAnswers]
