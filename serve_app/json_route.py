@@ -6,10 +6,11 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from raypp.openai_api.errors import BodyError, decode_json, parse_body
+from serve_app.client_connection import client_gone_response
 
 
 class JsonRoute(APIRoute):
@@ -24,7 +25,10 @@ class JsonRoute(APIRoute):
 
         async def parse_and_handle(request: Request) -> Response:
             _check_headers(request)
-            raw = await request.body()
+            try:
+                raw = await request.body()
+            except ClientDisconnect:  # it sent half a body and left, which is no error of ours
+                return client_gone_response()
             return await handle(_ParsedRequest(request, raw, parse_body(kind, decode_json(raw))))
 
         return parse_and_handle

@@ -29,6 +29,9 @@ _NOT_FOR_TEMPLATES = frozenset(
     {
         "chat_template",
         "conversation",
+        "conversations",
+        "messages",
+        "self",
         "tokenize",
         "padding",
         "truncation",

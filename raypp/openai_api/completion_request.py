@@ -13,7 +13,7 @@ from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class CompletionRequest(RequestFields):

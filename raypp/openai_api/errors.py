@@ -106,7 +106,7 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
         f"{where or 'the body'} has a value that it cannot have",
         param=where or None,
         got=repr(first.get("input"))[:200],
-        expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
+        expected=_expected(first),
     )
 
 
@@ -178,6 +178,22 @@ def _field_path(complaint: Mapping[str, Any], body: object) -> str:
         elif is_last and complaint["type"] == "missing":
             path = _joined(path, part)
     return path[:200]
+
+
+def _expected(complaint: Mapping[str, Any]) -> str:
+    """Return what pydantic would have taken, in words that name neither pydantic's types nor our classes."""
+    context = complaint.get("ctx") or {}
+    match complaint["type"]:
+        case "model_type" | "dict_type":
+            return "a JSON object"
+        case "too_short":
+            return f"a list of at least {context['min_length']}"
+        case "less_than":  # pydantic's own words round a large limit
+            return f"less than {context['lt']}"
+        case "string_pattern_mismatch":
+            return f"text that matches {context['pattern']}"
+    message: str = complaint["msg"]
+    return message.removeprefix("Input should be ").removeprefix("String should have ").removeprefix("a valid ")
 
 
 def _field_names(kind: Any, location: Sequence[Any]) -> list[str]:

@@ -153,6 +153,27 @@ def test_a_path_holds_what_was_sent_and_no_names_of_ours(messages: list[Any], pa
 
 
 @pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ([1], "a JSON object"),
+        ({"prompt": "a", "logit_bias": [1]}, "a JSON object"),
+        ({"prompt": "a", "seed": 2**63}, f"less than {2**63}"),
+        ({"prompt": [1, 2**63]}, f"less than {2**31}"),
+        ({"prompt": "a", "stop": [""]}, "at least 1 character"),
+    ],
+)
+def test_what_is_expected_is_said_in_words_of_json(body: object, expected: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        parse_body(CompletionRequest, body)
+    assert caught.value.expected == expected
+
+
+def test_a_conversation_has_a_message() -> None:
+    with pytest.raises(BodyError, match="messages .*; expected: a list of at least 1$"):
+        chat(messages=[])
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"logit_bias": {"x": 1}}, "logit_bias"),

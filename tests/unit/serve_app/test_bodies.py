@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 from typing import Any
 
 import httpx
@@ -52,6 +53,19 @@ def test_what_is_wrong_with_a_body_is_said(
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])
 def test_json_has_several_names(http: httpx.Client, content_type: str) -> None:
     assert http.post(TEXT, content=PLAIN, headers={"Content-Type": content_type}).status_code == 200
+
+
+def test_who_leaves_before_the_end_of_a_body_is_no_error(http: httpx.Client, app: RunningApp) -> None:
+    def num_answers(status: int) -> float:
+        labels = f'route="{TEXT}",status="{status}"}}'
+        return sum(float(line.split()[-1]) for line in http.get("/metrics").text.splitlines() if labels in line)
+
+    gone, failed = num_answers(499), num_answers(500)
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with socket.create_connection((http.base_url.host, http.base_url.port or 80), timeout=30) as client:
+        client.sendall(head.encode() + b'{"prom')
+    app.wait_until(lambda: num_answers(499) + num_answers(500) > gone + failed, "the request is given up")
+    assert (num_answers(499), num_answers(500)) == (gone + 1, failed)
 
 
 def test_deep_schemas_are_no_fault_of_the_server(http: httpx.Client) -> None:
