@@ -14,6 +14,7 @@ from raypp.openai_api.conventions import ChatConventions, begins_in_thought
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
+    Entries,
     Integer,
     LenientModel,
     RequestFields,
@@ -93,13 +94,13 @@ class Message(LenientModel):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Entries[ContentPart] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: Any = None
     """Another name of `reasoning_content`, if it is text."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Entries[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     """Only null: calls are in `tool_calls`."""
@@ -117,7 +118,7 @@ class ResponseFormat(RequestModel):
 class ChatRequest(RequestFields):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Entries[Message] = Field(min_length=1)
     """The conversation so far."""
     max_completion_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate; wins over `max_tokens`. By default all that the context has room for."""
@@ -129,13 +130,13 @@ class ChatRequest(RequestFields):
     """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
     response_format: ResponseFormat | None = None
     """`json_object`, or `json_schema` with a schema that the answer follows."""
-    tools: list[Tool] | None = None
+    tools: Entries[Tool] | None = None
     """Functions that the model may call."""
     tool_choice: ToolChoice | None = None
     """`auto`, the default, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several times; by default it may."""
-    modalities: list[Literal["text", "audio"]] | None = None
+    modalities: Entries[Literal["text", "audio"]] | None = None
     """Only text."""
     reasoning_effort: str | None = None
     """`none` asks for no thoughts, and is refused where the model's chat template cannot do without; whatever is said

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.request_fields import NO_DEFAULTS, Integer, RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import NO_DEFAULTS, Entries, Integer, RequestFields, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
@@ -19,7 +19,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class CompletionRequest(RequestFields):
     """The body of `/v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | Entries[TokenId] | Entries[str] | Entries[Entries[TokenId]]
     """What to continue: text or token ids, one or several."""
     max_tokens: Integer | None = Field(default=None, ge=0)
     """The most tokens to generate; 0 only with `echo`, for the log-probabilities of the prompt."""

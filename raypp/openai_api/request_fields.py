@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from raypp.request_limits import MAX_BIASED_TOKENS
 from raypp.types import SamplingParams
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
@@ -29,20 +31,41 @@ class OpenAIModel(BaseModel):
 
 
 class RequestModel(OpenAIModel):
-    """Base of what clients send: a field that is null counts as left out, also one that is not known."""
+    """Base of what clients send: a field that is null counts as left out, also one that is not known.
+
+    Of fields that are not known one is left: a complaint for each of a million would stop the server for seconds.
+    """
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {name: value for name, value in given.items() if value is not None}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first_unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None and (name in known or name == first_unknown)
+        }
 
 
 class LenientModel(RequestModel):
     """Base of what clients send back: fields that are not known are passed over."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+T = TypeVar("T")
+
+Entries = Annotated[list[T], Field(fail_fast=True)]
+"""A list of a request. The first entry that is wrong ends its check: there may be millions of them."""
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
+        raise PydanticCustomError("too_many", f"at most {MAX_BIASED_TOKENS:,} entries")
+    return biases
 
 
 def _whole(value: Any) -> Any:
@@ -75,7 +98,7 @@ class StructuredOutputsFields(RequestModel):
     """Any JSON object."""
     regex: str | None = None
     """The text matches."""
-    choice: list[str] | None = None
+    choice: Entries[str] | None = None
     """One of these texts."""
     grammar: str | None = None
     """EBNF with a rule `root`."""
@@ -105,7 +128,7 @@ class RequestFields(RequestModel):
     """Keep the smallest set of tokens whose probabilities sum to at least this."""
     n: Integer | None = Field(default=None, ge=1, le=128)
     """Continuations per prompt."""
-    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Annotated[str, Field(min_length=1)] | Entries[Annotated[str, Field(min_length=1)]] | None = None
     """The text ends before the first of these."""
     seed: Integer | None = Field(default=None, ge=-_INT64, lt=_INT64)
     """The same request with the same seed has the same text."""
@@ -113,7 +136,7 @@ class RequestFields(RequestModel):
     """Lowers (if negative, raises) the logits of tokens that were generated."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     """The same, times how often they were."""
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(_few)] = None
     """Token id (as text, since JSON has no other keys) to what is added to its logit."""
     stream: bool | None = None
     """Send the text as it comes."""
@@ -129,13 +152,13 @@ class RequestFields(RequestModel):
     """Divides (if negative, multiplies) the logits of tokens in the prompt or in the text."""
     min_tokens: Integer | None = Field(default=None, ge=0)
     """Do not end before this many tokens."""
-    stop_token_ids: list[Annotated[Integer, Field(ge=0)]] | None = None
+    stop_token_ids: Entries[Annotated[Integer, Field(ge=0)]] | None = None
     """The text ends with the first of these tokens."""
     ignore_eos: bool | None = None
     """Go on past the model's end of text."""
-    allowed_token_ids: list[Annotated[Integer, Field(ge=0)]] | None = None
+    allowed_token_ids: Entries[Annotated[Integer, Field(ge=0)]] | None = None
     """Generate no others."""
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    bad_words: Entries[Annotated[str, Field(min_length=1)]] | None = None
     """Never generate these."""
     skip_special_tokens: bool | None = None
     """Leave special tokens out of the text; the default."""

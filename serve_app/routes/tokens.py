@@ -9,7 +9,7 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest, Message
-from raypp.openai_api.request_fields import OpenAIModel, RequestModel
+from raypp.openai_api.request_fields import Entries, OpenAIModel, RequestModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
 from serve_app.errors import documented
@@ -25,11 +25,11 @@ class TokenizeRequest(RequestModel):
     """The name of the served model; by default the one there is."""
     prompt: str | None = None
     """A text."""
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Entries[Message] | None = Field(default=None, min_length=1)
     """Or a conversation."""
     add_special_tokens: bool = True
     """Put those around a text that the model expects there."""
-    tools: list[Tool] | None = None
+    tools: Entries[Tool] | None = None
     """Functions that the model may call, as its chat template shows them."""
     reasoning_effort: str | None = None
     """As of `/v1/chat/completions`."""
@@ -53,7 +53,7 @@ class DetokenizeRequest(RequestModel):
 
     model: str | None = Field(default=None, min_length=1)
     """The name of the served model; by default the one there is."""
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Entries[Annotated[int, Field(ge=0)]]
     """What to make text of."""
 
 

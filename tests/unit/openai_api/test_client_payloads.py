@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
@@ -168,8 +169,33 @@ def test_what_is_expected_is_said_in_words_of_json(body: object, expected: str) 
     assert caught.value.expected == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 10_000}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [[1]] + [[-1]] * 10_000}, "prompt[1][0]"),
+        (CompletionRequest, {"prompt": "a", "stop": [""] * 10_000}, "stop[0]"),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 10_000}, "stop_token_ids[0]"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "a" for i in range(10_000)}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", **{f"x{i}": 1 for i in range(10_000)}}, "x0"),
+        (ChatRequest, {"messages": [5] * 10_000}, "messages[0]"),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "a"}] * 10_000}]}, "messages[0].content[0]"),
+        (ChatRequest, {"messages": [{"role": "user"}], "tools": [5] * 10_000}, "tools[0]"),
+    ],
+)
+def test_a_body_costs_no_complaint_for_each_of_its_mistakes(
+    kind: type[ChatRequest | CompletionRequest], body: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    assert caught.value.error_count() < 10
+    with pytest.raises(BodyError) as told:
+        parse_body(kind, body)
+    assert told.value.param == param
+
+
 def test_a_conversation_has_a_message() -> None:
-    with pytest.raises(BodyError, match="messages .*; expected: a list of at least 1$"):
+    with pytest.raises(BodyError, match=r"messages .*; expected: a list of at least 1$"):
         chat(messages=[])
 
 
