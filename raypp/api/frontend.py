@@ -12,7 +12,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Frontend:
         self._death: RayppError | None = None
         self._numbers = itertools.count()
         self._requests: dict[str, RunningRequest] = {}
+        self._unsent: dict[int, dict[str, bool]] = {}  # of each list that waits for room: ids, and whether aborted
         self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._client = EngineClient(engine.handle.client_address, self._on_message)
@@ -104,10 +105,22 @@ class Frontend:
         all_ended: asyncio.Future[None] = self._loop.create_future()
         self._check_ids(prepared)
         num_left, window, requests = len(prepared), SendWindow(prepared, self._engine.config), list[RunningRequest]()
+        unsent = {item.request_id: False for item in prepared}
+        is_sending = False
 
         def send() -> None:
-            if more := window.take():
-                requests.extend(self._submit(more, stream=False, on_change=on_change))
+            nonlocal is_sending
+            if is_sending:
+                return  # whoever is at it goes on
+            is_sending = True
+            try:
+                while not all_ended.done() and (more := window.take()):
+                    aborted = {item.request_id for item in more if unsent.pop(item.request_id)}
+                    sent = self._submit(more, stream=False, on_change=on_change)
+                    requests.extend(sent)
+                    self._abort(request for request in sent if request.request_id in aborted)
+            finally:
+                is_sending = False
 
         def on_change(request: RunningRequest) -> None:
             nonlocal num_left
@@ -130,14 +143,19 @@ class Frontend:
 
         try:
             send()
+            if unsent:
+                self._unsent[id(unsent)] = unsent
             await all_ended
         finally:
             all_ended.cancel()  # nothing more is sent
+            self._unsent.pop(id(unsent), None)
             self._abort(requests)
         return [request.output() for request in requests]
 
-    def abort(self, request_ids: Iterable[str]) -> None:
+    def abort(self, request_ids: Collection[str]) -> None:
         """End requests with what they have; ids that are not running are ignored."""
+        for unsent in self._unsent.values():
+            unsent.update(dict.fromkeys(unsent.keys() & set(request_ids), True))
         self._abort([self._requests[r] for r in request_ids if r in self._requests])
 
     async def stats(self, timeout_s: float, spans_after_us: int | None = None) -> dict[str, Any]:
@@ -194,8 +212,13 @@ class Frontend:
 
     def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
         for item in prepared:
-            if item.request_id in self._requests:
-                raise RequestError("a request of this id is running already", request_id=item.request_id)
+            if item.request_id in self._requests or any(item.request_id in unsent for unsent in self._unsent.values()):
+                raise RequestError(
+                    "a request of this id is running already",
+                    request_id=item.request_id,
+                    got=item.request_id,
+                    expected="an id of its own",
+                )
 
     def _message(self, item: PreparedRequest, completion: RunningCompletion, stream: bool) -> AddRequest:
         """Return what the engine is told of a continuation: to it, each is a request of its own."""

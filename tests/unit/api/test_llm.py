@@ -443,3 +443,22 @@ def test_a_list_that_is_longer_than_the_engine_has_room_for_is_sent_as_others_en
     with open_llm(engine, max_waiting_bytes=1 << 16) as llm:
         outputs = llm.generate([{"prompt_token_ids": [10 + i] * 8} for i in range(60)], SamplingParams(max_tokens=2))
     assert [output.prompt_token_ids[0] for output in outputs] == list(range(10, 70))
+
+
+def test_what_is_not_sent_yet_has_its_id_and_can_be_aborted(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    ids = [f"r{index}" for index in range(30)]
+    with open_llm(engine, max_waiting_bytes=1 << 16) as llm, ThreadPoolExecutor(1) as pool:
+        engine.set_gate(is_open=False)
+        prompts = [{"prompt_token_ids": [10]}] * len(ids)
+        whole = pool.submit(llm.generate, prompts, SamplingParams(max_tokens=2), request_ids=ids)
+        engine.wait_until(lambda: bool(engine.added))
+        with pytest.raises(RequestError, match="running already"):
+            llm.generate({"prompt_token_ids": [10]}, request_ids=["r29"])
+        for request_id in ids[10:]:
+            llm.abort(request_id)
+        engine.set_gate(is_open=True)
+        outputs = whole.result(timeout=60)
+        assert [output.request_id for output in outputs] == ids
+        assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 10 + ["abort"] * 20
+        llm.generate({"prompt_token_ids": [10]}, SamplingParams(max_tokens=2), request_ids=["r29"])
