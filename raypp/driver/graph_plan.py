@@ -12,7 +12,7 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
-from raypp.ops.truncation import draw_bytes
+from raypp.ops.draw_sizes import draw_bytes
 from raypp.stage.sampler_sizes import may_copy, sampler_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec
 from raypp.stage.step_sizes import StepSizes

@@ -8,12 +8,13 @@ from typing import Annotated, Any, cast
 from pydantic import Field
 
 from raypp.errors import RequestError
+from raypp.openai_api.errors import END_OF_TOKEN_IDS
 from raypp.openai_api.request_fields import NO_DEFAULTS, Entries, Integer, RequestFields, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=END_OF_TOKEN_IDS)]
 
 
 class CompletionRequest(RequestFields):

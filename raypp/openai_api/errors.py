@@ -24,6 +24,8 @@ from raypp.openai_api.request_fields import OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
 
+END_OF_TOKEN_IDS = 2**31  # they are int32
+
 
 class ErrorObject(OpenAIModel):
     """What went wrong."""
@@ -188,6 +190,8 @@ def _expected(complaint: Mapping[str, Any]) -> str:
             return "a JSON object"
         case "too_short":
             return f"a list of at least {context['min_length']}"
+        case "less_than" if context["lt"] == END_OF_TOKEN_IDS:
+            return f"a token of the model's vocabulary, less than {END_OF_TOKEN_IDS}"
         case "less_than":  # pydantic's own words round a large limit
             return f"less than {context['lt']}"
         case "string_pattern_mismatch":

@@ -24,16 +24,6 @@ POWER_BITS = 30
 WEIGHT_BITS = 40
 """The most likely token weighs 2 ** 40; up to 2 ** 22 tokens sum to less than 2 ** 63."""
 
-ROOM = 4096
-"""The most tokens of a row that a GPU draws from without reading the whole row again."""
-MAX_NUM_BLOCKS = 2048
-"""The most blocks of the vocabulary whose highest logits a GPU keeps."""
-
-
-def draw_bytes(max_rows: int, vocab_size: int) -> int:
-    """Return what draws of so many rows keep on a GPU."""
-    return max_rows * (8 * min(ROOM, vocab_size) + 4 * MAX_NUM_BLOCKS)
-
 
 def weights(logits: torch.Tensor, highest: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """Return exp((logit - highest) / temperature) * 2 ** 40, rounded down, int64 [R, V].

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops import truncation as twin
+from raypp.ops.draw_sizes import MAX_NUM_BLOCKS, ROOM
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.truncation import (
     amount_of_row,
@@ -36,7 +37,7 @@ from raypp.ops.kernels.truncation import (
     weights,
 )
 from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.truncation import MAX_NUM_BLOCKS, ROOM, Truncation
+from raypp.ops.truncation import Truncation
 
 _TILE = 2048
 _MIN_PART = 4096

@@ -159,7 +159,7 @@ def test_a_path_holds_what_was_sent_and_no_names_of_ours(messages: list[Any], pa
         ([1], "a JSON object"),
         ({"prompt": "a", "logit_bias": [1]}, "a JSON object"),
         ({"prompt": "a", "seed": 2**63}, f"less than {2**63}"),
-        ({"prompt": [1, 2**63]}, f"less than {2**31}"),
+        ({"prompt": [1, 2**63]}, f"a token of the model's vocabulary, less than {2**31}"),
         ({"prompt": "a", "stop": [""]}, "at least 1 character"),
     ],
 )
