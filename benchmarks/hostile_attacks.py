@@ -8,20 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import random
 import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import aiohttp
 
+_JSON = {"Content-Type": "application/json"}
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FIRST_TEXT_TOKEN, LAST_TEXT_TOKEN = 260, 500  # ordinary tokens of tiny-vl
 
 # Every word may be cut into words in many ways: 2 ** 2,000 of them.
 AMBIGUOUS_GRAMMAR = "root ::= item{0,2000}\nitem ::= [a-z]+ | [a-z]+ [a-z]* | ([a-z]* [a-z]*){0,50}"
+
+# Each of many rules is a large automaton of its own: xgrammar takes minutes, and is ended at its deadline.
+_RULES = [f"r{index} ::= ([a-z]* [a-z]* [a-z]*){{0,50}} [0-9]{{{index}}}" for index in range(800)]
+SLOW_GRAMMAR = "\n".join(["root ::= " + " | ".join(f"r{index}" for index in range(len(_RULES))), *_RULES])
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,11 @@ class Attack:
     path: str
     body: dict[str, Any]
     leaves_early: bool = False
+
+    @cached_property
+    def payload(self) -> bytes:
+        """The body as it is sent. Written once: the client's own work is not what is measured."""
+        return json.dumps(self.body).encode()
 
 
 def random_tokens(number: int, seed: int) -> list[int]:
@@ -104,6 +116,13 @@ def refused_attacks(max_model_len: int, dripping_url: str) -> list[Attack]:
     ]
 
 
+def slow_grammar() -> Attack:
+    """Return what keeps a compiler busy until its deadline, and is refused then."""
+    return Attack(
+        "a grammar that compiles for minutes", CHAT, _chat("hello", structured_outputs={"grammar": SLOW_GRAMMAR})
+    )
+
+
 def admitted_attacks(prompt_len: int) -> list[tuple[Attack, Attack]]:
     """Return attacks that a server serves, each with its polite twin.
 
@@ -129,14 +148,14 @@ def admitted_attacks(prompt_len: int) -> list[tuple[Attack, Attack]]:
         (Attack("an ambiguous pattern", CHAT, {**plain, "ignore_eos": False, **pattern}), polite),
         (Attack("an ambiguous grammar", CHAT, {**plain, "ignore_eos": False, **grammar}), polite),
         (prompt(2), prompt(3)),
-        (Attack("an image of 49 million pixels", CHAT, _image(png(7000))), Attack("a picture", CHAT, _image(png(448)))),
+        (Attack("an image of 67 million pixels", CHAT, _image(png(8192))), Attack("a picture", CHAT, _image(png(448)))),
         (streamed(Attack("leaves early", CHAT, {**plain, "max_tokens": 512})), Attack("polite", CHAT, plain)),
     ]
 
 
 async def send(session: aiohttp.ClientSession, attack: Attack) -> int:
     """Send one and read its answer; return its status."""
-    async with session.post(attack.path, json=attack.body) as response:
+    async with session.post(attack.path, data=attack.payload, headers=_JSON) as response:
         if attack.leaves_early and response.status == 200:
             async for line in response.content:
                 if line.startswith(b"data:"):

@@ -29,7 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from hostile_attacks import CHAT, Attack, admitted_attacks, dripping_server, keep_sending, refused_attacks
+from hostile_attacks import (
+    CHAT,
+    Attack,
+    admitted_attacks,
+    dripping_server,
+    keep_sending,
+    refused_attacks,
+    slow_grammar,
+)
 from report import print_report
 from serve_load import engine_processes, rss_bytes, warm_up
 
@@ -93,6 +101,7 @@ def server(model: Path) -> Iterator[tuple[str, int]]:
         "cache.kv_cache_bytes=402653184",
         "images.allow_image_urls=true",
         f"model.max_model_len={MAX_MODEL_LEN}",
+        "scheduler.grammar_compile_timeout_s=3",  # a part lasts some seconds
     ]
     command += ["--port", str(port), "--served-model-name", "tiny-vl"]
     for setting in settings:
@@ -182,7 +191,8 @@ async def run_load(url: str, processes: dict[str, int], seconds: float, rounds: 
     report = HostileReport()
     timeout = aiohttp.ClientTimeout(total=None, sock_read=150)
     dripping, dripping_url = await dripping_server()
-    refused, admitted = refused_attacks(MAX_MODEL_LEN, dripping_url), admitted_attacks(LONG_PROMPT)
+    refused = [*refused_attacks(MAX_MODEL_LEN, dripping_url), slow_grammar()]
+    admitted = admitted_attacks(LONG_PROMPT)
     sent: dict[str, Sequence[Attack]] = {
         "alone": (),
         "refused": refused,
