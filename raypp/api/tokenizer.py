@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -48,6 +49,8 @@ class Tokenizer:
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
                 hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
             ) from error
+        # transformers would warn in the log of a text that is longer; it is refused, and its client told.
+        self._hf.model_max_length = sys.maxsize
         # Streaming decodes two tokens at a time; transformers' own checks would cost several times the decoding.
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._decode: Callable[..., Any] = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,17 @@ def test_too_long_a_prompt_is_told_in_the_words_that_clients_look_for(tiny: Toke
         assert (status, response.error.code, response.error.param) == (400, "context_length_exceeded", param)
         assert "maximum context length is 64 tokens" in response.error.message
     assert len(complete(tiny, max_model_len=64, prompt=[[1] * 63]).prompts[0].token_ids) == 63
+
+
+def test_too_long_a_prompt_leaves_no_warning_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, log = Tokenizer(TINY), logging.getLogger("transformers")  # it keeps its records to itself
+    log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ContextLengthError):
+            complete(tokenizer, max_model_len=64, prompt="hello " * 5000)  # more than its tokenizer_config.json says
+    finally:
+        log.removeHandler(caplog.handler)
+    assert caplog.messages == []
 
 
 def test_scoring_is_an_echo_without_a_continuation(tiny: Tokenizer) -> None:
