@@ -6,10 +6,12 @@ Exit codes: 0 done; 2 a mistake that the message explains; 130 Ctrl-C. A traceba
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from raypp import __version__
@@ -91,6 +93,20 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command's arguments; of an option that it does not have, say the nearest one."""
+        if self._subparsers is None:  # else most of the options are the command's
+            self._check_options(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def _check_options(self, args: Sequence[str]) -> None:
+        for arg in takewhile(lambda arg: arg != "--", args):
+            name = arg.partition("=")[0]
+            is_option = name.startswith("--") or (name.startswith("-") and name[1:2].isalpha())
+            if is_option and " " not in arg and name not in self._option_string_actions:
+                nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+                self.error(f"unknown option {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
 
 
 def _parser() -> argparse.ArgumentParser:
