@@ -60,7 +60,9 @@ def scan_input(path: Path) -> ScannedInput:
                     complaints.append(f"line {index + 1}: {error.message}, {error.got}")
     if num_bad:
         raise ConfigError(
-            f"{num_bad} lines of the input have no custom_id to answer under",
+            "1 line of the input cannot be answered: it is no JSON object with a custom_id"
+            if num_bad == 1
+            else f"{num_bad} lines of the input cannot be answered: they are no JSON objects with a custom_id",
             got=_listed(complaints, num_bad),
             expected='on every line {"custom_id": "...", ...}',
             hint="no line was run",
@@ -103,7 +105,7 @@ def _check_unique(path: Path, ids: IdIndex) -> None:
     names = _ids_on_lines(path, {group[0] for group in groups})
     shown = [f"{names[group[0]]!r} on lines {', '.join(str(i + 1) for i in group[:_MAX_SHOWN])}" for group in groups]
     raise ConfigError(
-        f"{num_duplicates} custom_ids of the input are not unique",
+        f"{num_duplicates} custom_id{' of the input is' if num_duplicates == 1 else 's of the input are'} not unique",
         got=_listed(shown, num_duplicates),
         expected="a custom_id of its own on every line",
         hint="no line was run",

@@ -56,9 +56,13 @@ def test_lines_are_streamed_without_blanks_and_bom(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"custom_id": "a"}\n{"custom_id"\n', ["1 lines", "line 2: not JSON"]),
+        (
+            '{"custom_id": "a"}\n{"custom_id"\n',
+            ["1 line of the input cannot be answered: it is no JSON", "line 2: not JSON"],
+        ),
         ("[]\n", ["line 1: not a JSON object"]),
-        ('{"custom_id": 7}\n{"custom_id": ""}\n{}\n', ["3 lines", "line 1: no usable custom_id, 7"]),
+        ('{"custom_id": 7}\n{"custom_id": ""}\n{}\n', ["3 lines of the input", "line 1: no usable custom_id, 7"]),
+        ('{"custom_id": "a"}\n{"custom_id": "a"}\n', ["1 custom_id of the input is not unique", "'a' on lines 1, 2"]),
         ("", ["the input has no lines"]),
         ("\n\n", ["the input has no lines"]),
         (

@@ -99,5 +99,5 @@ def test_the_environment_of_a_ray_job(variables: dict[str, str], job_id: str | N
 def test_an_input_that_cannot_be_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text('{"custom_id": "a"}\n{"custom_id": "a"}\n')
     assert main(["batch", "--model", "tiny", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("raypp: 1 custom_ids of the input are not unique\n  got: 'a' on lines 1")
+    assert capsys.readouterr().err.startswith("raypp: 1 custom_id of the input is not unique\n  got: 'a' on lines 1")
     assert not (tmp_path / "out").exists()
