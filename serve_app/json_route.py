@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -11,6 +12,10 @@ from starlette.responses import Response
 
 from raypp.openai_api.errors import BodyError, decode_json, parse_body
 from serve_app.client_connection import client_gone_response
+
+_MAX_INLINE_BYTES = 1 << 18
+"""At worst some tens of milliseconds of parsing. A body of many megabytes takes seconds and would hold up every stream
+of the replica. In a thread only its JSON's decoding still does, a tenth of that: the decoder holds Python's lock."""
 
 
 class JsonRoute(APIRoute):
@@ -29,7 +34,9 @@ class JsonRoute(APIRoute):
                 raw = await request.body()
             except ClientDisconnect:  # it sent half a body and left, which is no error of ours
                 return client_gone_response()
-            return await handle(_ParsedRequest(request, raw, parse_body(kind, decode_json(raw))))
+            is_large = len(raw) > _MAX_INLINE_BYTES
+            parsed = await asyncio.to_thread(_parsed, kind, raw) if is_large else _parsed(kind, raw)
+            return await handle(_ParsedRequest(request, raw, parsed))
 
         return parse_and_handle
 
@@ -49,6 +56,10 @@ class _ParsedRequest(Request):
     async def json(self) -> Any:
         """Return the body's shape. FastAPI takes it as it is."""
         return self._parsed
+
+
+def _parsed(kind: Any, raw: bytes) -> Any:
+    return parse_body(kind, decode_json(raw))
 
 
 def _check_headers(request: Request) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import threading
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from running_app import RunningApp
+
+from raypp.openai_api.errors import decode_json
+from serve_app import json_route
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = {"role": "user", "content": "hello"}
@@ -53,6 +57,22 @@ def test_what_is_wrong_with_a_body_is_said(
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])
 def test_json_has_several_names(http: httpx.Client, content_type: str) -> None:
     assert http.post(TEXT, content=PLAIN, headers={"Content-Type": content_type}).status_code == 200
+
+
+def test_large_bodies_are_parsed_beside_the_event_loop(
+    http: httpx.Client, app: RunningApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def noting(raw: bytes) -> Any:
+        threads.append(threading.get_ident())
+        return decode_json(raw)
+
+    monkeypatch.setattr(json_route, "decode_json", noting)
+    for size in (10, 1 << 19):
+        http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "user": "x" * size}).raise_for_status()
+    small, large = threads
+    assert small == app.call(threading.get_ident) != large
 
 
 def test_who_leaves_before_the_end_of_a_body_is_no_error(http: httpx.Client, app: RunningApp) -> None:
