@@ -73,6 +73,7 @@ def _kept(kind: str, entry: object) -> Any:
             f"structured_outputs: {kind} is too long",
             got=f"{num_chars:,} characters",
             expected=f"at most {MAX_SOURCE_CHARS:,}",
+            param="structured_outputs",
         )
     return kept
 
@@ -96,6 +97,7 @@ def _refused(what: str, got: object) -> RequestError:
         got=_excerpt(got),
         expected=f"a dict with one of {', '.join(KINDS)}",
         hint='for instance {"json_schema": {"type": "object", ...}} or {"choice": ["yes", "no"]}',
+        param="structured_outputs",
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.errors import RayppError, RequestError
+from raypp.openai_api.request_fields import naming_form
 from raypp.types import RequestOutput, SamplingParams
 from serve_app.admission import Admission
 from serve_app.metrics import EngineMetrics, RequestWatch
@@ -26,6 +27,7 @@ class Job:
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
     priority: int  # smaller is served first
+    form_param: str = "structured_outputs"  # the field of the body that a constraint comes from
 
     @property
     def num_sequences(self) -> int:
@@ -84,7 +86,8 @@ class RequestRunner:
             watches = [self._metrics.watch(started_s, job.params.n) for _ in job.prompts]
             reason = "abort"
             try:
-                yield watches
+                with naming_form(job.form_param):
+                    yield watches
             except RequestError:
                 reason = "refused"
                 raise

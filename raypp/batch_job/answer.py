@@ -20,6 +20,7 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.errors import ErrorResponse, describe_error, model_not_found
 from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.request_fields import naming_form
 from raypp.openai_api.responses import ChatCompletion, Completion
 from raypp.types import SamplingParams
 
@@ -83,9 +84,10 @@ class Answerer:
         prepared = replace(prepared, params=self._seeded(prepared.params, line))
         num_prompts = len(prepared.prompts)
         request_ids = [request_id] if num_prompts == 1 else [f"{request_id}-{i}" for i in range(num_prompts)]
-        outputs = await self._llm.complete(
-            prepared.prompts, prepared.params, request_ids, priority=request.priority or 0
-        )
+        with naming_form(request.form_param):
+            outputs = await self._llm.complete(
+                prepared.prompts, prepared.params, request_ids, priority=request.priority or 0
+            )
         kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         return prepared.response(ResponseHead.new(kind, request.model or self._served[0]), outputs)
 

@@ -69,7 +69,9 @@ class Engine:
         if not request.has_grammar:
             self._scheduler.add(request)
         elif self._grammars is None:
-            raise RequestError("this engine follows no grammars", request_id=request.request_id)
+            raise RequestError(
+                "this engine follows no grammars", request_id=request.request_id, param="structured_outputs"
+            )
         elif self._grammars.add(request):
             self._schedule(request, self._grammars)
 

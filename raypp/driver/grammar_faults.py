@@ -50,6 +50,7 @@ def too_slow(took_s: float, num_tokens: int) -> RequestError:
         got=f"no mask within {took_s:.0f} s, after {num_tokens} tokens",
         expected=f"at most {MASK_TIMEOUT_S:g} s",
         hint="a grammar with many ways to read the same text grows slow; write it without",
+        param="structured_outputs",
     )
 
 
@@ -59,6 +60,7 @@ def died_over_it(num_deaths: int) -> RequestError:
         "the grammar process died over this request",
         got=f"{num_deaths} times while it made a mask of this text",
         hint="simplify the grammar",
+        param="structured_outputs",
     )
 
 
@@ -69,6 +71,7 @@ def never_answered(timeout_s: float) -> RequestError:
         got=f"no answer from the grammar process within {timeout_s:g} s, twice",
         expected="an answer within grammar_compile_timeout_s and a little more",
         hint="send the request again; the machine may be overloaded, or the process was stopped",
+        param="structured_outputs",
     )
 
 

@@ -79,6 +79,7 @@ def refused(kind: str, reason: str) -> RequestError:
         got=reason,
         expected="one that xgrammar can follow",
         hint="docs/structured_outputs.md says what is supported",
+        param="structured_outputs",
     )
 
 

@@ -203,4 +203,4 @@ def _why_refused(error: Exception) -> RayppError:
     """Return what ends a text while the others go on; xgrammar's own errors are RuntimeErrors."""
     if isinstance(error, RayppError):
         return error
-    return RequestError("a grammar cannot be followed", got=str(error)[:300])
+    return RequestError("a grammar cannot be followed", got=str(error)[:300], param="structured_outputs")

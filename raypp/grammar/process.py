@@ -83,7 +83,9 @@ class GrammarServer:
 
     def _note(self, source: str, future: Future[Any]) -> None:
         error = future.exception()
-        failed = None if error is None else RequestError("a compiled grammar cannot be read", got=str(error)[:300])
+        failed = None
+        if error is not None:
+            failed = RequestError("a compiled grammar cannot be read", got=str(error)[:300], param="structured_outputs")
         self._deserialized.put((source, failed or future.result()))
         os.write(self._waker, b"!")
 

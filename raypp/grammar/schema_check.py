@@ -281,4 +281,5 @@ def _refused(path: str, what: str) -> RequestError:
         got=f"{what}, at {path[:200]}",
         expected="keywords that a grammar can hold a text to",
         hint="docs/structured_outputs.md lists them; take the part out and check it on the answer instead",
+        param="structured_outputs",
     )

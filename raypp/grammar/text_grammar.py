@@ -94,6 +94,7 @@ class TextGrammar:
                     "a text left its grammar",
                     got=f"token {token_id} after {self.num_accepted} tokens",
                     expected="a token that the grammar allows",
+                    param="structured_outputs",
                 )
             self.num_accepted += 1
 
@@ -108,6 +109,7 @@ class TextGrammar:
                 "nothing that the model's tokens can write goes on with this text under its grammar",
                 got=f"a text of {self.num_accepted} tokens",
                 expected="a grammar all of whose beginnings can be completed",
+                param="structured_outputs",
             )
         num_followed, followed = 0, list[int]()
         for draft_id in draft_ids:

@@ -41,6 +41,7 @@ class VocabularySource:
             raise RequestError(
                 "a text under a grammar must be able to end, and the model has no end token",
                 expected="eos_token_id in config.json or generation_config.json",
+                param="structured_outputs",
             )
         try:
             import xgrammar
@@ -72,6 +73,7 @@ class VocabularySource:
                 "structured_outputs cannot be followed by this engine",
                 got=f"{type(error).__name__}: {error}",
                 expected="a tokenizer beside the model, and the package xgrammar",
+                param="structured_outputs",
             ) from error
 
 

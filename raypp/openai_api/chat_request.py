@@ -20,6 +20,7 @@ from raypp.openai_api.request_fields import (
     RequestFields,
     RequestModel,
     make_sampling_params,
+    naming_form,
 )
 from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
 from raypp.types import SamplingParams
@@ -144,6 +145,14 @@ class ChatRequest(RequestFields):
     verbosity: str | None = None
     """Taken and ignored."""
 
+    @property
+    def form_param(self) -> str:
+        """The field that holds the answer to a form, where one does."""
+        if self.structured_outputs is not None and self.structured_outputs.given():
+            return "structured_outputs"
+        wanted = self.response_format
+        return "response_format" if wanted is not None and wanted.type != "text" else "tools"
+
     def conversation(self, *, takes_images: bool) -> list[dict[str, Any]]:
         """Return the messages as a chat template reads them: texts joined, empty fields left out.
 
@@ -197,7 +206,8 @@ class ChatRequest(RequestFields):
                 param="top_logprobs",
             )
         given.setdefault("max_tokens", max_model_len)
-        return make_sampling_params(given, max_model_len)
+        with naming_form(self.form_param):
+            return make_sampling_params(given, max_model_len)
 
     def template_kwargs(self, conventions: ChatConventions = _PLAIN) -> dict[str, Any]:
         """Return what the chat template gets besides the messages.

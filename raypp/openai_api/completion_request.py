@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, cast
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.errors import END_OF_TOKEN_IDS
+from raypp.openai_api.errors import END_OF_TOKEN_IDS, BodyError
 from raypp.openai_api.request_fields import NO_DEFAULTS, Entries, Integer, RequestFields, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
@@ -16,11 +16,32 @@ _DEFAULT_MAX_TOKENS = 16
 
 TokenId = Annotated[int, Field(ge=0, lt=END_OF_TOKEN_IDS)]
 
+_KINDS = {str: "text", int: "a token id", list: "a list of token ids"}
+
+
+def _of_one_kind(prompt: Any) -> Any:
+    """Refuse a list of prompts of several kinds: pydantic would name an entry that another kind of list does not have.
+
+    Raises:
+        BodyError: names the first entry that is not of the first one's kind.
+    """
+    if not isinstance(prompt, list) or len(set(map(type, prompt))) < 2 or type(prompt[0]) not in _KINDS:
+        return prompt
+    index = next(i for i, one in enumerate(prompt) if type(one) is not type(prompt[0]))
+    where = f"prompt[{index}]"
+    raise BodyError(
+        "the entries of prompt are of several kinds",
+        got=f"{where} = {repr(prompt[index])[:80]}",
+        expected=f"{_KINDS[type(prompt[0])]}, as prompt[0] is: all have to be of one kind",
+        hint="send token ids and texts in requests of their own",
+        param=where,
+    )
+
 
 class CompletionRequest(RequestFields):
     """The body of `/v1/completions`."""
 
-    prompt: str | Entries[TokenId] | Entries[str] | Entries[Entries[TokenId]]
+    prompt: Annotated[str | Entries[TokenId] | Entries[str] | Entries[Entries[TokenId]], BeforeValidator(_of_one_kind)]
     """What to continue: text or token ids, one or several."""
     max_tokens: Integer | None = Field(default=None, ge=0)
     """The most tokens to generate; 0 only with `echo`, for the log-probabilities of the prompt."""

@@ -20,11 +20,18 @@ from raypp.errors import (
     RayppError,
     RequestError,
 )
-from raypp.openai_api.request_fields import OpenAIModel
+from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
 
 END_OF_TOKEN_IDS = 2**31  # they are int32
+
+_LISTS = {
+    "content": 'a list of parts like {"type": "text", "text": "..."}',
+    "prompt": "a list of texts, of token ids, or of lists of token ids",
+    "stop": "a list of texts",
+}
+"""What the lists hold that stand where a single value may stand, too."""
 
 
 class ErrorObject(OpenAIModel):
@@ -86,6 +93,7 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     fields = [_field_path(complaint, body) for complaint in complaints]
     of_first = [(c, f) for c, f in zip(complaints, fields, strict=True) if f.startswith(fields[0])]
     first, where = max(of_first, key=lambda pair: pair[1].count("["))
+    of_field = [complaint for complaint, field in of_first if field == where]
     if first["type"] == "extra_forbidden":
         *before, name = first["loc"]
         nearest = difflib.get_close_matches(str(name), _field_names(kind, before), n=1)
@@ -107,8 +115,8 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     return BodyError(
         f"{where or 'the body'} has a value that it cannot have",
         param=where or None,
-        got=repr(first.get("input"))[:200],
-        expected=_expected(first),
+        got=(first.get("ctx") or {}).get("got") or repr(first.get("input"))[:200],
+        expected=_expected_of_all(of_field, where),
     )
 
 
@@ -182,12 +190,20 @@ def _field_path(complaint: Mapping[str, Any], body: object) -> str:
     return path[:200]
 
 
-def _expected(complaint: Mapping[str, Any]) -> str:
+def _expected_of_all(complaints: Sequence[Mapping[str, Any]], where: str) -> str:
+    """Return what one field may be: one of several types, unless the value has one of them and is wrong otherwise."""
+    of_value = [complaint for complaint in complaints if not complaint["type"].endswith(("_type", "literal_error"))]
+    return " or ".join(dict.fromkeys(_expected(c, where) for c in of_value[:1] or complaints))
+
+
+def _expected(complaint: Mapping[str, Any], where: str) -> str:
     """Return what pydantic would have taken, in words that name neither pydantic's types nor our classes."""
     context = complaint.get("ctx") or {}
     match complaint["type"]:
-        case "model_type" | "dict_type":
+        case "model_type" | "model_attributes_type" | "dict_type":
             return "a JSON object"
+        case "list_type":
+            return _LISTS.get(where.rpartition(".")[2], "a list")
         case "too_short":
             return f"a list of at least {context['min_length']}"
         case "less_than" if context["lt"] == END_OF_TOKEN_IDS:
@@ -195,7 +211,7 @@ def _expected(complaint: Mapping[str, Any]) -> str:
         case "less_than":  # pydantic's own words round a large limit
             return f"less than {context['lt']}"
         case "string_pattern_mismatch":
-            return f"text that matches {context['pattern']}"
+            return PATTERNS_IN_WORDS.get(context["pattern"]) or f"text that matches {context['pattern']}"
     message: str = complaint["msg"]
     return message.removeprefix("Input should be ").removeprefix("String should have ").removeprefix("a valid ")
 

@@ -7,13 +7,15 @@ messages and tools it is passed over: clients send back what servers gave them, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from raypp.errors import RequestError
 from raypp.request_limits import MAX_BIASED_TOKENS
 from raypp.types import SamplingParams
 
@@ -22,6 +24,10 @@ NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 _INT64 = 2**63
 _MAX_TOP_LOGPROBS = 20
 _NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # a line feed would forge a line of a log
+PATTERNS_IN_WORDS: Mapping[str, str] = MappingProxyType(
+    {_NO_CONTROLS: "text without line breaks and other control characters"}
+)
+"""What errors say for a pattern."""
 
 
 class OpenAIModel(BaseModel):
@@ -64,7 +70,8 @@ Entries = Annotated[list[T], Field(fail_fast=True)]
 
 def _few(biases: Any) -> Any:
     if isinstance(biases, dict) and len(biases) > MAX_BIASED_TOKENS:
-        raise PydanticCustomError("too_many", f"at most {MAX_BIASED_TOKENS:,} entries")
+        context = {"got": f"{len(biases):,} entries"}
+        raise PydanticCustomError("too_many", f"at most {MAX_BIASED_TOKENS:,} entries", context)
     return biases
 
 
@@ -189,6 +196,11 @@ class RequestFields(RequestModel):
     prompt_cache_retention: str | None = None
     """Taken and ignored."""
 
+    @property
+    def form_param(self) -> str:
+        """The field that holds the text to a form, where one does."""
+        return "structured_outputs"
+
     def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
@@ -220,6 +232,21 @@ _SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "prompt_logprobs",
 )
+
+
+@contextmanager
+def naming_form(param: str) -> Iterator[None]:
+    """Let errors about the constraint of a text name the field of the body that asked for it.
+
+    Args:
+        param: `RequestFields.form_param`.
+    """
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "structured_outputs":
+            error.param = param
+        raise
 
 
 def make_sampling_params(given: dict[str, Any], max_model_len: int) -> SamplingParams:

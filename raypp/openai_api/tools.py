@@ -93,8 +93,17 @@ def tool_use(
         RequestError: a choice that the tools do not have.
     """
     names = [tool.function.name for tool in tools or ()]
-    if len(set(names)) < len(names):
-        raise RequestError("two tools have the same name", got=", ".join(names), param="tools")
+    seen = set[str]()
+    for index, name in enumerate(names):
+        if name in seen:
+            raise RequestError(
+                "two tools have the same name",
+                got=f"{name}, as tools[{names.index(name)}] and tools[{index}]",
+                expected="a name of its own for every tool: a call tells by it which one is meant",
+                hint="rename one of them, or leave it out",
+                param="tools",
+            )
+        seen.add(name)
     if not tools:
         if choice not in (None, "none", "auto"):
             raise RequestError(

@@ -51,7 +51,7 @@ async def _answer(context: AppContext, body: ChatRequest | CompletionRequest, re
     context.admission.check(num_prompts, body.n or 1)
     prepared = await context.preparer.prepare(body, context.admission.limits.check_tokens)
     head = _head(kind, body, request, context)
-    job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0)
+    job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0, body.form_param)
     if body.stream:
         return await _stream(context, request, job, ChunkWriter(head, prepared, body.stream_options))
     try:

@@ -19,7 +19,7 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.window import Window
-from raypp.errors import ConfigError, EngineDeadError
+from raypp.errors import ConfigError, EngineDeadError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.types import RequestOutput
@@ -94,6 +94,17 @@ def test_a_line_becomes_what_the_same_body_becomes_over_http(tmp_path: Path) -> 
     [line] = read_output(tmp_path)
     message = line["response"]["body"]["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("SO\n</THINK>\n\n{}", "")
+
+
+def test_an_error_of_the_engine_about_a_form_names_the_field_that_asked_for_it(tmp_path: Path) -> None:
+    def refuse(number: int) -> None:
+        raise RequestError("this json_schema cannot be compiled", param="structured_outputs")
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}
+    write_lines(tmp_path, {"custom_id": "a", **chat}, {"custom_id": "b", "prompt": "a", "structured_outputs": {}})
+    run(tmp_path, ShoutingEngine(on_question=refuse))
+    params = {line["custom_id"]: line["error"]["param"] for line in read_output(tmp_path)}
+    assert params == {"a": "response_format", "b": "structured_outputs"}
 
 
 def test_lines_bring_no_template(tmp_path: Path) -> None:

@@ -111,8 +111,21 @@ def test_images_go_only_to_models_that_take_them() -> None:
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role", "'king'"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "3"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content",
+            "got: 3; expected: string or a list of p",
+        ),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]", "expected: a JSON object"),
         ({"stop": [""]}, "stop[0]", "at least 1"),
+        ({"stop": 3}, "stop", "expected: string or a list of texts"),
+        ({"stop": ""}, "stop", "expected: at least 1 character"),
+        ({"request_id": "a\nb"}, "request_id", "expected: text without line breaks and other control characters"),
+        (
+            {"logit_bias": {str(index): 1 for index in range(2000)}},
+            "logit_bias",
+            "got: 2,000 entries; expected: at most 1,024 entries",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "video", "video": ["x"]}]}]},
             "messages[0].content[0]",
@@ -126,6 +139,51 @@ def test_a_bad_body_names_the_field(fields: dict[str, Any], param: str, words: s
     status, response = describe_error(caught.value)
     assert (status, response.error.type, response.error.param) == (400, "invalid_request_error", param)
     assert words in response.error.message
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "words"),
+    [
+        (["a", [4]], "prompt[1]", "got: prompt[1] = [4]; expected: text, as prompt[0] is: all have to be of one kind"),
+        ([[4], [5], "a"], "prompt[2]", "expected: a list of token ids, as prompt[0] is"),
+        ([4, True], "prompt[1]", "expected: a token id, as prompt[0] is"),
+        ([4, -1], "prompt[1]", "greater than or equal to 0"),
+        ([[4], [5, "a"]], "prompt[1][1]", "integer"),
+        (5, "prompt", "expected: string or a list of texts, of token ids, or of lists of token ids"),
+    ],
+)
+def test_a_bad_prompt_is_named(prompt: Any, param: str, words: str) -> None:
+    with pytest.raises(BodyError) as caught:
+        complete(prompt=prompt)
+    assert caught.value.param == param
+    assert words in str(caught.value)
+
+
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "not one of the kinds"),
+        ({"structured_outputs": {"regex": "a" * (1 << 21)}}, "structured_outputs", "too long"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format",
+            "json_schema is no JSON object; got: 5",
+        ),
+        (
+            {"tools": [FUNCTION, FUNCTION]},
+            "tools",
+            "got: f, as tools[0] and tools[1]; expected: a name of its own for every tool",
+        ),
+    ],
+)
+def test_what_is_refused_later_names_the_field_too(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields).sampling_params(100)
+    assert caught.value.param == param
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

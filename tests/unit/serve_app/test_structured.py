@@ -111,10 +111,20 @@ def test_hostile_constraints_harm_nobody(http: httpx.Client, name: str) -> None:
     if said is not None:
         assert answer.status_code == 400, answer.text
         assert re.search(said, answer.json()["error"]["message"])
+        is_of_body = name == "deep nesting"  # JSON that nobody reads
+        assert answer.json()["error"]["param"] == (None if is_of_body else "structured_outputs")
     else:  # either is fine: it is compiled in time, or said to take too long
         assert answer.status_code in (200, 400), answer.text
     assert took_s < 30  # of a machine that has other things to do; the limit is 4
     assert http.post("/v1/completions", json=FREE).json()["choices"][0]["text"] == plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_enforced_is_said_of_the_field_that_has_it(http: httpx.Client, stream: bool) -> None:
+    schema = {"schema": {"type": "array", "uniqueItems": True}}
+    body = {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": schema}, "stream": stream}
+    error = http.post("/v1/chat/completions", json=body).json()["error"]
+    assert ("uniqueItems" in error["message"], error["param"]) == (True, "response_format")
 
 
 def test_a_grammar_process_that_dies_is_replaced(http: httpx.Client) -> None:
