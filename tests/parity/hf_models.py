@@ -124,21 +124,27 @@ def hf_logits(path: Path, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
+def hf_choices(path: Path, prompt_token_ids: list[int], output: list[int]) -> tuple[list[int], list[float]]:
+    """Return what transformers chooses in place of each token of an output, and by how much it prefers that."""
+    return choices_of(hf_logits(path, prompt_token_ids + output[:-1])[len(prompt_token_ids) - 1 :], output)
+
+
+def choices_of(logits: torch.Tensor, output: list[int]) -> tuple[list[int], list[float]]:
+    """Return the most likely tokens, and by how much each exceeds the output's. Shapes: logits [N, V], output [N]."""
+    best = logits.max(dim=-1)
+    given = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
+    return best.indices.tolist(), (best.values - given).tolist()
+
+
+@torch.inference_mode()
 def hf_greedy(path: Path, prompt_token_ids: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
     """Return transformers' greedy continuation of a prompt, never ending early, and its margins.
 
     Returns:
         The tokens, and for each by how much its logit exceeds the second best.
     """
-    tokens, gaps = _greedy(path, tuple(prompt_token_ids), num_tokens)
-    return list(tokens), list(gaps)
-
-
-@lru_cache(maxsize=4096)
-@torch.inference_mode()
-def _greedy(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     model, cache = load_reference(path), DynamicCache()
-    tokens, gaps, inputs = [], [], list(prompt)
+    tokens, gaps, inputs = [], [], prompt_token_ids
     for _ in range(num_tokens):
         logits = model(
             input_ids=torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1
@@ -147,4 +153,4 @@ def _greedy(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[tuple
         inputs = [int(logits.argmax())]
         tokens += inputs
         gaps.append(best - second)
-    return tuple(tokens), tuple(gaps)
+    return tokens, gaps

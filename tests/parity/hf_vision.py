@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hf_models import choices_of
 from PIL import Image
 from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -179,10 +180,10 @@ def hf_rows(path: Path, items: list[EncoderItem]) -> list[torch.Tensor]:
 
 
 @torch.inference_mode()
-def hf_vision_greedy(
-    path: Path, prompt: list[int], items: PromptItems | None, num_tokens: int
+def hf_vision_choices(
+    path: Path, prompt: list[int], items: PromptItems | None, output: list[int]
 ) -> tuple[list[int], list[float]]:
-    """Return transformers' greedy continuation and its margins, see `hf_models.hf_greedy`."""
+    """Return transformers' choice at each token of an output, and how much it prefers that; see `hf_choices`."""
     model, cache = load_vision_reference(path), DynamicCache()
     model.model.rope_deltas = None  # of the prompt before
     ids = torch.tensor([prompt])
@@ -196,12 +197,7 @@ def hf_vision_greedy(
             if of_kind:
                 inputs[pixels] = torch.cat([pixel_values(path, item) for item in of_kind])
                 inputs[grids] = torch.tensor([item.grid_thw for item in of_kind])
-    tokens: list[int] = []
-    gaps: list[float] = []
-    for _ in range(num_tokens):
-        logits = model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-        best, second = logits.topk(2).values.tolist()
-        tokens.append(int(logits.argmax()))
-        gaps.append(best - second)
-        inputs = {"input_ids": torch.tensor([tokens[-1:]])}
-    return tokens, gaps
+    logits = [model(**inputs, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0]]
+    if len(output) > 1:  # by itself: a placeholder that the model generates is no picture
+        logits.append(model(input_ids=torch.tensor([output[:-1]]), past_key_values=cache, use_cache=True).logits[0])
+    return choices_of(torch.cat(logits), output)

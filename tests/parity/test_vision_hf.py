@@ -14,7 +14,7 @@ from hf_vision import (
     IMAGE,
     VIDEO,
     hf_rows,
-    hf_vision_greedy,
+    hf_vision_choices,
     load_vision_reference,
     make_vision_checkpoint,
     picture,
@@ -31,7 +31,7 @@ from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
 NUM_CONFIGURATIONS = 12
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 16
 SIZES = ((40, 40), (90, 30), (17, 60), (64, 64), (33, 47), (8, 8))
 
 
@@ -171,8 +171,8 @@ def test_tokens_equal_transformers(checkpoints):
                 engine.step()
             return [request.output_token_ids for request in requests]
 
-        def reference(path, prompt, num_tokens, items_of=items_of):
-            return hf_vision_greedy(path, prompt, items_of[prompt[0]], num_tokens)
+        def reference(path, prompt, output, items_of=items_of):
+            return hf_vision_choices(path, prompt, items_of[prompt[0]], output)
 
         for _ in range(2 if settings["enable_prefix_caching"] else 1):
             comparison.compare(path, [prompt for prompt, _ in prompts], NUM_NEW_TOKENS, generate, reference)
@@ -206,8 +206,8 @@ def test_only_the_same_picture_shares_blocks(checkpoints):
         request = engine.submit(token_ids, params, items=items)
         while engine.has_unfinished:
             engine.step()
-        tokens, _ = hf_vision_greedy(path, token_ids, items, params.max_tokens)
-        assert request.output_token_ids == tokens
+        choices, _ = hf_vision_choices(path, token_ids, items, request.output_token_ids)
+        assert request.output_token_ids == choices
         return request.num_cached_tokens, len(token_ids)
 
     one, other, last = picture(1, 40, 40), picture(2, 40, 40), picture(3, 40, 40)
