@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 from sampling_reference import Case, end_token_ids, reference_scores
@@ -134,10 +133,10 @@ def _run(engine: LocalEngine, cases: list[Case]) -> list[list[int]]:
     return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_does_what_transformers_processors_do(family, tmp_path_factory):
+def test_every_parameter_does_what_transformers_processors_do(tmp_path_factory):
+    """On a model of each family, each with other settings: what is sampled depends on logits alone."""
     comparison, num_preemptions, num_accepted = Comparison(), 0, 0
-    for seed in range(3):
+    for seed, family in enumerate(FAMILIES):
         num_stages = 1 + seed
         path = make_checkpoint(family, seed, tmp_path_factory.mktemp(f"{family}-{seed}"), min_layers=num_stages)
         plan = _plan(path, seed, num_stages)
@@ -148,7 +147,7 @@ def test_every_parameter_does_what_transformers_processors_do(family, tmp_path_f
         num_accepted += engine.stats().num_accepted_tokens
         for (name, case), output in zip(cases.items(), outputs, strict=True):
             _compare(path, name, case, output, comparison)
-    print(f"\n{family}: {comparison}, {num_preemptions} preemptions, {num_accepted} drafts accepted")
+    print(f"\n{comparison}, {num_preemptions} preemptions, {num_accepted} drafts accepted")
     assert comparison.num_excused <= max(1, comparison.num_tokens // 1000)
     assert num_preemptions > 0
     assert num_accepted > 0
@@ -162,9 +161,9 @@ def test_the_batch_does_not_change_a_requests_tokens(tmp_path):
     plan = _plan(path, 0, num_stages=3)
     cases = list(_cases(plan.model.vocab_size, 3).values())
     together = _run(LocalEngine(plan), cases)
-    alone = [_run(LocalEngine(plan), [case])[0] for case in cases]
-    assert together == alone
+    for index in range(0, len(cases), 4):
+        assert _run(LocalEngine(plan), [cases[index]]) == [together[index]]
     rng = random.Random(0)
-    for _ in range(3):
+    for _ in range(2):
         order = rng.sample(range(len(cases)), rng.randint(2, len(cases)))
-        assert _run(LocalEngine(plan), [cases[i] for i in order]) == [alone[i] for i in order]
+        assert _run(LocalEngine(plan), [cases[i] for i in order]) == [together[i] for i in order]

@@ -60,7 +60,7 @@ def without(prompts) -> list[list[int]]:
 def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without) -> None:
     """Those of a step are the same, and so is what is accepted of them, wherever the states come from."""
     accepted = set()
-    for num_stages, mode in ((1, "none"), (2, "full"), (3, "none"), (4, "full")):
+    for num_stages, mode in ((1, "none"), (2, "full"), (4, "none")):
         text, stats = run(prompts, num_stages=num_stages, mode=mode, speculative=EAGLE3)
         assert text == without
         print(f"{num_stages} stages: acceptance length {stats.acceptance_length:.2f}, {stats.accepted_by_position}")
@@ -70,12 +70,12 @@ def test_drafts_are_accepted_and_the_text_is_the_same(prompts, without) -> None:
     assert len(accepted) == 1, accepted
 
 
-@pytest.mark.parametrize("method", ["eagle3", "auto"])
-def test_sampled_text_is_the_same(prompts, method) -> None:
+@pytest.mark.parametrize(("method", "cells"), [("eagle3", ((1, 3), (5, 4))), ("auto", ((2, 1), (8, 2)))])
+def test_sampled_text_is_the_same(prompts, method, cells) -> None:
     """Rows of chance and rows of none in one batch, with a head whose drafts are accepted in both."""
     temperatures = (0.0, 0.5)
     expected = [request.output_token_ids for request in run_requests(prompts, temperatures=temperatures)[0]]
-    for num_drafts, num_stages in ((1, 3), (2, 1), (5, 4), (8, 2)):
+    for num_drafts, num_stages in cells:
         settings = {"num_stages": num_stages, "temperatures": temperatures}
         speculative = EAGLE3 | {"method": method, "num_speculative_tokens": num_drafts}
         requests, stats = run_requests(prompts, speculative=speculative, **settings)

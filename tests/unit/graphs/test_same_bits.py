@@ -51,7 +51,7 @@ def test_replays_and_calls_on_one_stage_and_several(seed):
         plan_engine(EngineConfig.from_flat("tiny", num_stages=count, **settings), Hardware(1))
         for count in (num_stages, 1)
     )
-    plans = record_plans(several, num_requests=12, max_prompt=40, seed=seed)
+    plans = record_plans(several, num_requests=8, max_prompt=40, seed=seed)
     num_mixed = sum(0 < plan.num_decode_rows < len(plan.rows) for plan in plans)
     graphs = GraphSpec(has_full=True, max_piecewise_tokens=40)
     max_step_rows = several.stage_spec(0).max_step_rows

@@ -164,14 +164,14 @@ def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
 
 
 def test_lm_head():
-    checks.check_lm_head(EXACT, 96, 64, (0, 1, 2, 3, checks.MAX_ROWS + 1))
+    checks.check_lm_head(EXACT, 48, 64, (0, 1, 2, 3, checks.MAX_ROWS + 1))
 
 
 def test_products_of_no_rows():
     checks.check_products_of_no_rows(EXACT)
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), (9, 5000), (4, 9001)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), (5, 5000), (3, 9001)])
 def test_sampling(num_rows, vocab_size):
     checks.check_sampling(EXACT, num_rows, vocab_size)
 
@@ -194,4 +194,4 @@ def test_half_precision():
     checks.check_projection(half, 2, 24, 96, Tuning(4, 64), is_gated=True, has_8_bits=True)
     checks.check_projection(half, 5, 24, 96, Tuning(16, 32, 2), has_residual=True, has_8_bits=True)
     checks.check_projection(half, 9, 24, 96, Tuning(16, 32), is_gated=True, has_8_bits=True)
-    checks.check_sampling(half, 4, 3000)
+    checks.check_sampling(half, 4, 600)

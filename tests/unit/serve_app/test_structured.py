@@ -1,4 +1,4 @@
-"""Forms, tools and constraints over HTTP, with the grammar process that the engine really has."""
+"""Constraints over HTTP, with the grammar process that the engine really has; clients' own helpers: tests/clients."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from openai_tools import HELLO, SILENT, check_named_tool_and_none, check_parse, check_tools
+from openai_tools import HELLO, SILENT
 from running_app import RunningApp, running_app
 
 FREE = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
@@ -24,18 +23,6 @@ FREE = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 def app() -> Iterator[RunningApp]:
     with running_app(max_model_len=1024, grammar_compile_timeout_s=4, speculative={"method": "ngram"}) as app:
         yield app
-
-
-@pytest.fixture
-def client(app: RunningApp) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def test_the_clients_helpers(client: openai.OpenAI) -> None:
-    check_parse(client)
-    check_tools(client)
-    check_named_tool_and_none(client)
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def lengths(some_requests: list[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 6))
 def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_steps):
     sampler, generator = Sampler(spec(), torch.device(device)), torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 2**32), st.integers(1, 5))
 def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, seed, num_drafts):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
