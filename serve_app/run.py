@@ -18,7 +18,7 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 from serve_app.app import build_application
 from serve_app.proxy_answers import ENVIRONMENT
-from serve_app.running_serve import RunningServe, start_serve
+from serve_app.running_serve import RunningServe, end_serve, start_serve
 from serve_app.settings import ServeSettings
 from serve_app.stop_signals import StopSignals
 
@@ -157,7 +157,7 @@ def _take_down(app_name: str, *, started_serve: bool) -> None:
     if running is None:
         return
     if started_serve and set(running.apps) <= {app_name}:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        end_serve()
     else:
         serve.delete(app_name)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import ray
 from ray import serve
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.serve.config import ControllerOptions, HTTPOptions
-from ray.serve.context import _get_global_client
+from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.schema import ApplicationStatus, ServeInstanceDetails
 
 from raypp.errors import ConfigError
 from serve_app.proxy_answers import ENVIRONMENT
 
+_END_S = 30.0  # as Ray's own
 _ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
+
+logger = logging.getLogger(__name__)
 
 
 def start_serve(host: str, port: int, *, has_environment: bool = False) -> None:
@@ -28,6 +34,28 @@ def start_serve(host: str, port: int, *, has_environment: bool = False) -> None:
     """
     options = ControllerOptions(runtime_env=None if has_environment else {"env_vars": ENVIRONMENT})
     serve.start(http_options=HTTPOptions(host=host, port=port), controller_options=options)
+
+
+def end_serve(timeout_s: float = _END_S) -> None:
+    """End the cluster's Serve, if there is one, with all that it serves.
+
+    Ray's own `serve.shutdown()` asks the controller for its end and waits for the answer, which the controller's death
+    is. As its tasks are retried without limit, Ray then prints that this one failed: here it is asked without retries.
+
+    Args:
+        timeout_s: How long it may take; then it is left as it is, and a warning says so.
+    """
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return
+    client.shutdown_cached_handles()  # type: ignore[no-untyped-call]
+    try:
+        ray.get(client._controller.graceful_shutdown.options(max_task_retries=0).remote(), timeout=timeout_s)
+    except RayActorError:
+        pass  # it has ended
+    except GetTimeoutError:
+        logger.warning("Ray Serve does not end within %g s", timeout_s)
+    _set_global_client(None)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import ray
 
 from raypp.actors.forked import leave_ray_alone
+from raypp.actors.gcs_waits import gcs_waits_can_end
 from raypp.actors.local_process import Child
 from raypp.actors.ray_thread import RayThread
 from raypp.errors import ResourceError
@@ -140,15 +141,16 @@ def _prepare(address: str) -> RayThread:
     return RayThread(partial(_connect, address), _disconnect, _is_server)
 
 
-def _connect(address: str) -> str:
+def _connect(address: str, is_wanted: Callable[[], bool]) -> str:
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            configure_logging=False,
-            **(local if address == "local" else {}),
-        )
+        with gcs_waits_can_end(is_wanted) if address == "local" else nullcontext():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                configure_logging=False,
+                **(local if address == "local" else {}),
+            )
     except Exception as error:  # of whatever class: Ray raises plain ones, too
         if address == "local":
             check_disk(ray_folder())

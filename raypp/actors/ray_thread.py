@@ -29,12 +29,16 @@ class RayThread:
     """One connection to Ray, from its start to its end."""
 
     def __init__(
-        self, connect: Callable[[], str], disconnect: Callable[[str], object], is_server: Callable[[Child], bool]
+        self,
+        connect: Callable[[Callable[[], bool]], str],
+        disconnect: Callable[[str], object],
+        is_server: Callable[[Child], bool],
     ) -> None:
         """Know what to do.
 
         Args:
             connect: Connects to Ray, and returns the connection's name; may start servers, as children of this process.
+                It is given what says whether the connection is still wanted: where it is not, it may raise anything.
             disconnect: Ends the connection of that name, and the servers.
             is_server: Whether a new child is one of the servers.
         """
@@ -100,7 +104,7 @@ class RayThread:
 
     def _run(self) -> None:
         try:
-            self.name = self._connect()
+            self.name = self._connect(lambda: not self._leaving.is_set())
         except BaseException as error:
             self._error = error
             self._kill_started()

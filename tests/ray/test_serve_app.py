@@ -274,7 +274,7 @@ def kill_the_replica(url: str, ancestor: int) -> None:
 
 
 def test_the_short_way(tmp_path) -> None:
-    """`raypp serve`: serves until SIGTERM, tells of a killed replica, then leaves nothing behind."""
+    """`raypp serve`: serves until SIGTERM, tells of a killed replica, then ends without a word and leaves nothing."""
     port = free_port()
     options = ["--model", "tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
     with subprocess.Popen(
@@ -296,5 +296,6 @@ def test_the_short_way(tmp_path) -> None:
             kill_the_replica(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.stderr.read()
+            last_words = process.stderr.read()
             assert process.wait(WAIT_S) == 0
+    assert "ServeController" not in last_words, last_words

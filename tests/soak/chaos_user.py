@@ -52,8 +52,14 @@ def hit(name: str, number: int) -> None:
     say(hit=name)
 
 
-def start_hit(name: str) -> None:
-    threading.Thread(target=hit, args=(name, signal.SIGKILL)).start()
+def start_hit(name: str, after: str) -> None:
+    """Have one of Ray's servers die as soon as another one, or itself, is there."""
+
+    def hit_after() -> None:
+        pid_of(after)
+        hit(name, signal.SIGKILL)
+
+    threading.Thread(target=hit_after).start()
     open_llm()
 
 
@@ -110,8 +116,7 @@ if __name__ == "__main__":
     except RayppError as error:
         say(error=type(error).__name__, message=str(error))
     say(ended=deed)
-    # A gcs that dies at the start keeps Ray, and with it this process, waiting for longer than this waits.
-    if deed in ("start_hit", "run_hit", "close_frozen") and (deed, *args) != ("start_hit", "gcs_server"):
+    if deed in ("start_hit", "run_hit", "close_frozen"):
         with open_llm() as again:
             use(again, SamplingParams(max_tokens=2))
         say(ended="again")

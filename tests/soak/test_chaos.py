@@ -37,14 +37,20 @@ def seconds_between(said: list[dict[str, Any]], first: str, second: str) -> floa
     return float(next(s for s in said if second in s)["at_s"] - next(s for s in said if first in s)["at_s"])
 
 
-@pytest.mark.parametrize(("name", "soon_s", "last"), [("raylet", SOON_S, "again"), ("gcs_server", 45.0, "start_hit")])
-def test_a_server_of_ray_that_dies_while_it_starts(name: str, soon_s: float, last: str) -> None:
-    """Ray waits for its gcs for half a minute without letting anybody else run, and then once more."""
-    said, _ = run("start_hit", name)
+@pytest.mark.parametrize(
+    ("name", "after"), [("raylet", "raylet"), ("gcs_server", "gcs_server"), ("gcs_server", "raylet")]
+)
+def test_a_server_of_ray_that_dies_while_it_starts(name: str, after: str) -> None:
+    """Not here: a gcs that dies once the raylet is registered, as `ray.init` connects. No engine follows.
+
+    Ray 2.60.0 asks it for a job id without a limit (worker.connect > GlobalStateAccessor::GetNextJobID > futex), and
+    its library ends the process after 60 s ("Failed to connect to GCS within 60 seconds. The program will terminate.").
+    """
+    said, _ = run("start_hit", name, after)
     assert {s["error"] for s in said if "error" in s} == {"ResourceError"}
     assert name in next(s["message"] for s in said if "error" in s)
-    assert seconds_between(said, "hit", "error") < soon_s
-    assert said[-1]["ended"] == last, "a new engine works in the same process"
+    assert seconds_between(said, "hit", "error") < SOON_S
+    assert said[-1]["ended"] == "again", "a new engine works in the same process"
 
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])

@@ -33,7 +33,8 @@ class FakeRay:
         self._program = program
         self.thread = RayThread(self.connect, self.disconnect, lambda child: child.name == program.name)
 
-    def connect(self) -> str:
+    def connect(self, is_wanted: Callable[[], bool]) -> str:
+        self.is_wanted = is_wanted
         self.threads.append(threading.current_thread())
         self.server = subprocess.Popen([self._program, "1000"])
         self.is_serving.set()
@@ -93,12 +94,14 @@ def test_a_server_that_dies_during_the_start_is_named_at_once(make_ray: Callable
 
     def kill() -> None:
         assert ray.is_serving.wait(WAIT_S)
+        assert ray.is_wanted()
         ray.server.kill()
 
     threading.Thread(target=kill).start()
     with pytest.raises(ResourceError, match=f"Ray cannot start.*its {name} died"):
         ray.thread.start()
     assert not ray.may_connect.is_set(), "Ray itself still waits for it"
+    assert not ray.is_wanted(), "and is told that it need not"
 
 
 def test_what_connecting_raises_is_raised_and_no_server_is_left(make_ray: Callable[..., FakeRay]) -> None:
@@ -156,7 +159,7 @@ def test_what_the_servers_have_started_ends_too() -> None:
     script = "import subprocess; p = subprocess.Popen(['sleep', '1000'], stdout=-3); print(p.pid, flush=True); p.wait()"
     started: list[LocalProcess] = []
 
-    def connect() -> str:
+    def connect(_: Callable[[], bool]) -> str:
         server = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         servers.append(server)
         assert server.stdout is not None
