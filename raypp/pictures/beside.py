@@ -22,7 +22,8 @@ from raypp.pictures.web_address import is_web_address
 
 T = TypeVar("T")
 
-_NICENESS = 10
+_NICENESS = 10  # more than the process itself has
+_MOST_NICENESS = 19
 _MAX_DECODING = 8
 """Threads that decode. More would take time from what else the process does, its event loop above all."""
 
@@ -85,7 +86,9 @@ class PicturesBeside:
 def _step_aside() -> None:
     """Lower this thread's priority: on a busy machine steps go before pictures. Only Linux has such priorities."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        # Below the process's own, wherever that is: to take a higher one is not allowed to everybody.
+        niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _images_of(prompt: Any) -> Sequence[Any]:

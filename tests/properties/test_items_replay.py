@@ -132,7 +132,7 @@ def with_room(limits: SchedulerLimits, max_item_tokens: int) -> SchedulerLimits:
     return SchedulerLimits(**(values | {"max_item_tokens": max_item_tokens}))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(limits(), st.integers(2, 14), st.integers(0, 2**32), st.integers(1, 120))
 def test_plans_read_only_what_the_first_stage_has(limits, max_item_tokens, seed, num_actions):
     drive(with_room(limits, max_item_tokens), seed, num_actions, ItemDrive)

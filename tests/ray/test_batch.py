@@ -28,7 +28,7 @@ from raypp.testing import launch_in_threads
 pytestmark = pytest.mark.ray
 
 NUM_LINES = 300
-NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "1000"))
+NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "600"))
 MAX_MEMORY_MB = 500
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_parquet.py"
 NUM_KILLS = int(os.environ.get("TEST_BATCH_KILLS", "4"))

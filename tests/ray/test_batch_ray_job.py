@@ -85,9 +85,12 @@ class Jobs:
 
     def wait(self, submission_id: str, status: str) -> None:
         """Wait until a job has ended in the way that it should."""
-        assert wait_for(lambda: self.end_of(submission_id), f"the end of {submission_id}") == status, self(
-            "logs", submission_id
-        )
+        ended = wait_for(lambda: self.end_of(submission_id), f"the end of {submission_id}")
+        assert ended == status, self.logs(submission_id)
+
+    def logs(self, submission_id: str) -> str:
+        """Return what a job has printed."""
+        return JobSubmissionClient(self._address).get_job_logs(submission_id)  # the command would start a Python
 
     def end_of(self, submission_id: str) -> str | None:
         """Return how a job ended; None while it runs."""
@@ -105,16 +108,16 @@ def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> No
 
     jobs.submit("first", *files, *engine)
     wait_for(lambda: num_lines(output) >= 10 or jobs.end_of("first"), "ten lines")
-    assert jobs.end_of("first") is None, jobs("logs", "first")
+    assert jobs.end_of("first") is None, jobs.logs("first")
     jobs("stop", "first")
     jobs.wait("first", "STOPPED")
     num_at_stop = num_lines(output)
     assert 10 <= num_at_stop < NUM_LINES
-    assert "SIGTERM: stopping" in jobs("logs", "first")
+    assert "SIGTERM: stopping" in jobs.logs("first")
 
     jobs.submit("second", *files, *engine)
     jobs.wait("second", "SUCCEEDED")
-    logs = jobs("logs", "second")
+    logs = jobs.logs("second")
     print(f"\nstopped at {num_at_stop} lines\n{logs}")
     assert f"{NUM_LINES} lines, {num_at_stop} of them answered by earlier runs" in logs
     assert set(texts_by_id(output)) == {f"line-{i}" for i in range(NUM_LINES)}
@@ -125,5 +128,5 @@ def test_a_relative_output_is_refused(dashboard: str, tmp_path: Path) -> None:
     write_prompts(tmp_path / "in.jsonl", ["a"])
     jobs.submit("relative", "--model", "tiny", "--input", str(tmp_path / "in.jsonl"), "--output", "out.jsonl")
     jobs.wait("relative", "FAILED")
-    assert "a relative output inside a Ray job" in jobs("logs", "relative")
+    assert "a relative output inside a Ray job" in jobs.logs("relative")
     assert os.listdir(tmp_path / "work") == []

@@ -1,4 +1,4 @@
-"""The same parity on real Ray actors: three configurations per family, with 1 to 4 stages."""
+"""The same parity on real Ray actors: every family, with 1 to 4 stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from raypp import LLM, SamplingParams
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path):
+def test_greedy_tokens_equal_transformers_on_actors(local_ray, tmp_path):
     comparison = ExactComparison()
     # Seeds whose models have layers for that many stages; four stage counts over the three families; steps in flight.
     for seed, wanted_stages, max_steps in ((1, 2, 2), (2, 3, 3), (3, 4, 4), (4, 1, 3)):
-        path = make_checkpoint(family, seed, tmp_path / str(seed), min_layers=wanted_stages)
+        path = make_checkpoint(FAMILIES[seed % len(FAMILIES)], seed, tmp_path / str(seed), min_layers=wanted_stages)
         rng = random.Random(seed)
         options = {"block_size": 8, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 4, "max_num_seqs": 8}
         with LLM(
@@ -27,7 +26,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
             num_stages=wanted_stages,
             max_model_len=160,
             skip_tokenizer_init=True,
-            num_kv_blocks=41,
+            num_kv_blocks=31,
             max_steps_per_cohort=max_steps,
             mode="full_and_piecewise" if seed == 2 else "none",  # padded steps, called
             **options,
@@ -40,7 +39,7 @@ def test_greedy_tokens_equal_transformers_on_actors(local_ray, family, tmp_path)
                 outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
                 return [output.outputs[0].token_ids for output in outputs]
 
-            comparison.compare(path, prompts, 64, generate)
+            comparison.compare(path, prompts, 32, generate)
             stats = llm.stats()
             assert len(llm.processes()["stages"]) == wanted_stages
             assert stats["num_prefill_chunks"] > stats["num_prefills"]

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raypp import LLM, SamplingParams
+from raypp.testing import launch_in_threads
 
 pytestmark = pytest.mark.ray
 
@@ -39,7 +40,7 @@ def generate(**settings):
 
 
 def test_texts_are_those_without_speculation(local_ray):
-    outputs, survivor, victim, stats, _ = generate()
+    outputs, survivor, victim, stats, _ = generate(launch=launch_in_threads)
     assert stats["num_draft_tokens"] == 0
     eagle, eagle_survivor, _, eagle_stats, eagle_plan = generate(
         speculative={"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from batch_engines import ShoutingEngine, Starter, make_settings, read_output, texts, write_input
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import raypp
@@ -159,6 +159,7 @@ def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
     assert set(texts(tmp_path)) == set(ids)
 
 
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_torn_anywhere_the_next_run_completes_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("job")

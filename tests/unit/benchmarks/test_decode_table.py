@@ -21,7 +21,7 @@ ARGS = argparse.Namespace(
 
 def test_a_point_is_measured_on_an_engine():
     with LLM("tiny", num_stages=2, launch=launch_in_threads, enable_prefix_caching=False) as llm:
-        point = measure_point(llm, num_requests=2, input_len=9, output_len=5, num_runs=2)
+        point = measure_point(llm, num_requests=2, input_len=9, output_len=40, num_runs=2)
     assert len(point.runs_s) == len(point.first_runs_s) == len(point.windows_ns) == 2
     figures = point.figures()
     assert figures["tokens_per_s"] > 0
