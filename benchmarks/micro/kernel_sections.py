@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from graph_timer import compile_ahead, time_us, try_us
 
 from raypp.ops import reference
+from raypp.ops.adjust import AdjustedLogits, DrawTables
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.flashinfer_attention import XqaDecode
@@ -257,18 +258,20 @@ def measure_sampling() -> Figures:
         top_k, top_p = torch.full((rows,), 20, dtype=torch.int32, device="cuda"), torch.full_like(temperature, 0.95)
         truncation = (top_k, top_p, torch.zeros_like(temperature))
         arguments = logits, temperature, seeds, positions, truncation
-        agree = (chooser.draw(*arguments) == sample(*arguments)).float().mean().item()
+        given, row_of = AdjustedLogits(logits), torch.arange(rows, device="cuda")
+        drawing = partial(chooser.draw, given, row_of, positions, DrawTables(temperature, *truncation, seeds))
+        agree = (drawing() == sample(*arguments)).float().mean().item()
         figures[f"greedy {rows}"] = _row(
             "greedy",
             rows,
-            try_us([partial(chooser.greedy, logits)] * 10),
+            try_us([partial(chooser.greedy, given)] * 10),
             try_us([partial(logits.argmax, -1)] * 10),
             floor,
         )
         figures[f"draw {rows}"] = _row(
             "draw",
             rows,
-            try_us([partial(chooser.draw, *arguments)] * 10),
+            try_us([drawing] * 10),
             try_us([partial(sample, *arguments)] * 3),
             floor,
         ) | {"equal_to_twin": agree}

@@ -25,6 +25,7 @@ from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
+from raypp.ops.adjust import AdjustedLogits
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
@@ -68,7 +69,7 @@ class DecodeStep:
         def step() -> None:
             hidden = model.forward(entering.clone(), positions, batch, caches)
             if is_last:
-                choice.greedy(model.compute_logits(hidden))
+                choice.greedy(AdjustedLogits(model.compute_logits(hidden)))
 
         torch.cuda.synchronize()  # what was made so far was made in another stream
         stream = torch.cuda.Stream()

@@ -12,9 +12,7 @@ from typing import Any
 from raypp.config.engine import EngineConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
-from raypp.ops.draw_sizes import draw_bytes
-from raypp.stage.sampler_sizes import may_copy, sampler_table_bytes
-from raypp.stage.spec import NUM_PADDING_ROWS, GraphSpec
+from raypp.stage.spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
 _BREAK_EVEN = 100e9
@@ -26,9 +24,7 @@ _PIECEWISE_GRAIN = 64
 _PIECE_BYTES = 640 << 10  # a graph between two attention calls
 _BODY_BYTES = 3 << 20  # a graph of a whole stage, without its sampling
 _TAIL_BYTES = 1 << 20  # one of sampling
-_NUM_TAILS = 2
-_CHANGE_BYTES = 2 << 20  # what changes logits, and the tails behind, see `raypp.stage.recorded_changes`
-_CHANGING_BYTES = 512 << 20  # of the largest step whose changes are recorded, see `raypp.stage.sampler_sizes`
+_NUM_TAILS = 3
 _KERNEL_BYTES = 256 << 20  # that are loaded meanwhile
 
 
@@ -103,14 +99,10 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     num_layers = math.ceil(model.num_layers / config.parallel.num_stages)
     graphs = len(sizes.piecewise) * (num_layers + 1) * _PIECE_BYTES
     graphs += len(sizes.full) * (_BODY_BYTES + _NUM_TAILS * _TAIL_BYTES)
-    graphs += sum(may_copy(size.num_tokens, model.vocab_size) for size in sizes.full) * _CHANGE_BYTES
     most_pieces = max(sizes.piecewise, default=0)
     most_full = max((size.num_tokens for size in sizes.full), default=0)
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + 3 * model.intermediate_size)
     buffers = most_pieces * (2 * model.hidden_size + attention)
     logits_bytes = most_full * model.vocab_size * LOGIT_BYTES
-    num_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
-    tables = sampler_table_bytes(num_rows, model.vocab_size) if sizes.full else 0
-    tables += draw_bytes(max(most_full, num_rows), model.vocab_size)
-    return graphs + tables + logits_bytes + (pool + buffers) * dtype_bytes + _CHANGING_BYTES + _KERNEL_BYTES
+    return graphs + logits_bytes + (pool + buffers) * dtype_bytes + _KERNEL_BYTES

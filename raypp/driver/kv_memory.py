@@ -11,10 +11,12 @@ from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES
+from raypp.ops.draw_sizes import draw_bytes
+from raypp.stage.sampler_sizes import sampler_table_bytes
+from raypp.stage.spec import NUM_PADDING_ROWS
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
-_SAMPLING_BYTES = 40  # per logit while a step samples: float32 copies, and what truncation sorts
-_COUNT_BYTES = 5  # per row and token, from the first request with penalties on; see `raypp.stage.token_history`
+_REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
 
 
 def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
@@ -149,13 +151,15 @@ def _gpu_share(
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_step_rows: int) -> int:
     """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies.
 
-    And what penalties need: it is allocated when the first request has any, but must be there then.
+    And what choosing tokens keeps: the tables by row, the changed logits, and what draws hand on.
     """
     tokens = config.scheduler.max_num_batched_tokens
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
     num_logits = min(max_step_rows * (1 + config.speculative.max_drafts), max(tokens, max_step_rows))
-    logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _SAMPLING_BYTES)
-    penalty_bytes = config.scheduler.max_num_seqs * model.vocab_size * _COUNT_BYTES
-    return max(layer_bytes, logits_bytes) + penalty_bytes
+    logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
+    num_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
+    most_positions = max_step_rows * (1 + config.speculative.max_drafts)
+    kept_bytes = sampler_table_bytes(num_rows, model.vocab_size) + draw_bytes(most_positions, model.vocab_size)
+    return max(layer_bytes, logits_bytes) + kept_bytes

@@ -24,6 +24,7 @@ from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.models.mlp import GatedMLP
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
+from raypp.ops.adjust import AdjustedLogits
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection, TokenChoice
 from raypp.ops.rotary import Rotation
@@ -175,7 +176,7 @@ class DraftHead:
         self._kernels.plan_attention(attention, 0)  # decode rows alone: it takes none of the plans' buffers
         attended = self._attention(entered.qkv, by, kv_cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
-        token_ids = self._choice.greedy(self._logits(hidden))
+        token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden)))
         if self._draft_to_target is not None:
             return hidden, self._draft_to_target.index_select(0, token_ids)
         return hidden, token_ids.to(torch.int32)

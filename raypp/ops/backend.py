@@ -19,9 +19,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, PositionMasks, RowTables, Widths
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.rotary import Rotation
-from raypp.ops.truncation import Truncation
 
 _LOG = logging.getLogger(__name__)
 
@@ -177,22 +177,57 @@ class KernelSet(Protocol):
 class TokenChoice(Protocol):
     """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
 
-    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        history: HistoryTables,
+        needs: Needs,
+        widths: Widths,
+        masks: PositionMasks | None,
+    ) -> AdjustedLogits:
+        """Do to the logits what rows and masks ask for; see `raypp.ops.adjust.adjusted`. The model's own stay.
+
+        What it returns is valid until the next call.
+
+        Shapes: logits [N, V]; rows, positions [N] int64; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
+        """
+
+    def remember(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None,
+        needs: torch.Tensor,
+        history: HistoryTables,
+        *,
+        counts: bool,
+    ) -> None:
+        """Write tokens to the history of at least those rows whose needs ask for it.
+
+        Shapes: rows [R] int64; positions [R] int64, of each row's first token; token_ids [R, W]; num_valid [R], how
+        many of them count, None: all; needs by row. `counts`: whether they are counted, or only among the last tokens.
+        """
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
 
     def draw(
         self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
         positions: torch.Tensor,
-        truncation: Truncation,
+        tables: DrawTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position, int64 [N]; see `raypp.ops.sampling.sample`, whose draws these are.
 
-        `truncates` says whether any row does: kernels find that out row by row, torch does it for all.
+        Shapes: logits [N, V]; rows, positions [N] int64. `truncates` says whether any row does: kernels find that out
+        row by row, torch does it for all.
         """
 
 

@@ -1,4 +1,4 @@
-"""What draws of truncated rows keep on a GPU. Known to the plan, so without torch."""
+"""What choosing tokens keeps on a GPU. Known to the plan, so without torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ ROOM = 4096
 """The most tokens of a row that a GPU draws from without reading the whole row again."""
 MAX_NUM_BLOCKS = 2048
 """The most blocks of the vocabulary whose highest logits a GPU keeps."""
+MAX_CHANGED_POSITIONS = 512
+"""The most positions whose logits are changed at a time; a larger step's are changed and drawn in pieces."""
 
 
-def draw_bytes(max_rows: int, vocab_size: int) -> int:
-    """Return the bytes of draws of so many rows."""
-    return max_rows * (8 * min(ROOM, vocab_size) + 4 * MAX_NUM_BLOCKS)
+def draw_bytes(max_positions: int, vocab_size: int) -> int:
+    """Return the bytes of draws at so many positions, and of their changed logits."""
+    changed = min(max_positions, MAX_CHANGED_POSITIONS) * vocab_size * 4
+    return changed + max_positions * (8 * min(ROOM, vocab_size) + 4 * MAX_NUM_BLOCKS)

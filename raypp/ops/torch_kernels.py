@@ -9,6 +9,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.activation import silu_and_mul
+from raypp.ops.adjust import (
+    AdjustedLogits,
+    DrawTables,
+    HistoryTables,
+    Needs,
+    PositionMasks,
+    RowTables,
+    Widths,
+    adjusted,
+)
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu_attention import paged_attention
@@ -17,7 +27,6 @@ from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
 from raypp.ops.sampling import sample, sample_greedy
-from raypp.ops.truncation import Truncation
 
 
 class TorchKernels:
@@ -108,22 +117,51 @@ class TorchKernels:
 class TorchTokenChoice:
     """See `raypp.ops.backend.TokenChoice`."""
 
-    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        history: HistoryTables,
+        needs: Needs,
+        widths: Widths,
+        masks: PositionMasks | None,
+    ) -> AdjustedLogits:
+        """Do what `needs` and the masks say to all rows."""
+        return AdjustedLogits(adjusted(logits, rows, positions, tables, history, needs, widths, masks))
+
+    def remember(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None,
+        needs: torch.Tensor,
+        history: HistoryTables,
+        *,
+        counts: bool,
+    ) -> None:
+        """Write tokens to the history of all rows."""
+        history.remember(rows, positions, token_ids, num_valid, counts=counts)
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token."""
-        return sample_greedy(logits)
+        return sample_greedy(logits.own)
 
     def draw(
         self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
         positions: torch.Tensor,
-        truncation: Truncation,
+        tables: DrawTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
         """Return a draw per position."""
-        return sample(logits, temperature, seeds, positions, truncation if truncates else None)
+        temperature, seeds = (table.index_select(0, rows) for table in (tables.temperature, tables.seeds))
+        top_k, top_p, min_p = (table.index_select(0, rows) for table in tables.truncation)
+        return sample(logits.own, temperature, seeds, positions, (top_k, top_p, min_p) if truncates else None)
 
 
 class JoinedNormsLinear:

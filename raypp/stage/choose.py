@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
+from raypp.ops.adjust import Needs
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampling_rows import Needs
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
@@ -23,7 +23,6 @@ class LastHidden:
     logits: torch.Tensor  # [N, V]
     positions: torch.Tensor  # [N] int64, of the tokens that are chosen
     hidden: SteppedHidden  # of all tokens of the step
-    is_changed: bool = False  # whether the logits are a copy to which everything was done that the rows need
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +80,9 @@ def verify_tokens(
     masks: StepMasks | None = None,
 ) -> Choice:
     """Sample every position and verify drafts; propose nothing. For the arguments see `choose_tokens`."""
-    if last.is_changed:
-        left, left_masks = needs & ~Needs.CHANGES, None
-    else:
-        left, left_masks = needs, masks
-        if needs.history:
-            place_drafts(shape, last, sampler, speculation)
-    chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, left, left_masks)
+    _place_drafts(shape, last, sampler, speculation, needs)
+    of_positions = None if masks is None else masks.of_positions(len(last.logits))
+    chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, needs, of_positions)
     token_ids = chosen.to(torch.int32)
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
@@ -99,10 +94,12 @@ def verify_tokens(
     return Choice(chosen, tokens)
 
 
-def place_drafts(shape: StepShape, last: LastHidden, sampler: Sampler, speculation: Speculation | None) -> None:
+def _place_drafts(
+    shape: StepShape, last: LastHidden, sampler: Sampler, speculation: Speculation | None, needs: Needs
+) -> None:
     """Let every position see the drafts in front of it, for needs that depend on what was generated before."""
     width = shape.decode_query_len
-    if speculation is not None and width > 1:
+    if speculation is not None and width > 1 and needs.history:
         decode = slice(0, shape.num_decode_rows * width, width)
         rows = shape.rows_of_logits()
-        sampler.history.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape))
+        sampler.place_drafts(rows[decode], last.positions[decode], speculation.drafts(shape), needs)

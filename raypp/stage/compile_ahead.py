@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import torch
 
+from raypp.ops.adjust import Needs
 from raypp.stage.padding_step import padding_step
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampling_rows import Needs
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_sizes import FullSize

@@ -21,6 +21,7 @@ import torch
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
+from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
@@ -29,12 +30,10 @@ from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.choose import Choice, LastHidden, choose_tokens, verify_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.item_rows import ItemRows
-from raypp.stage.recorded_changes import RecordedChanges
 from raypp.stage.recorded_drafts import RecordedDrafts
+from raypp.stage.recorded_masks import RecordedMasks
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampler_sizes import may_copy
-from raypp.stage.sampling_rows import Needs
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.slot_copy import SlotReader, SlotWriter
 from raypp.stage.spec import StageSpec
@@ -49,13 +48,8 @@ from raypp.transport.link import LinkReceiver, LinkSender
 
 FULL = "full"
 
-_TAILS = (
-    Needs.GREEDY,
-    Needs.DRAW | Needs.TRUNCATE,
-    # Of logits that were changed before.
-    Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES,
-    Needs.DRAW | Needs.TRUNCATE | Needs.CHANGES | Needs.GRAMMAR,
-)
+_TAILS = (Needs.GREEDY, Needs.ALL, Needs.ALL | Needs.GRAMMAR)
+"""Each row gets what it asks for; the last one closes rows under a grammar, too."""
 _NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
@@ -129,11 +123,12 @@ class RecordedDecode:
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
-        self._changes: RecordedChanges | None = None
-        changed = [size for size in sizes if may_copy(size.num_tokens, spec.vocab_size)]
-        if sampler is not None and changed and graphs.makes_graphs:
+        self._masks: RecordedMasks | None = None
+        if sampler is not None and graphs.makes_graphs:
             assert last_token_ids is not None
-            self._changes = RecordedChanges(spec, sampler, speculation, graphs, FULL, changed, last_token_ids)
+            sampler.reserve()
+            most_rows, most_positions = max(buckets), max(size.num_tokens for size in sizes)
+            self._masks = RecordedMasks(spec, most_rows, most_positions, last_token_ids)
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
@@ -151,20 +146,16 @@ class RecordedDecode:
         body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
-        changes = self._changes if self._changes is not None and size in self._changes else None
-        if changes is not None:
-            changes.record(size, self._shapes[size], lambda: self._last)
         for needs in _TAILS if self._spec.is_last else ():
-            if not (needs.changes and changes is None):
-                self._record_tail(size, needs)
+            self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)
 
     def _record_tail(self, size: FullSize, needs: Needs) -> None:
         masks = None
-        if Needs.GRAMMAR in needs and self._changes is not None:
-            masks = self._changes.masks.of(self._shapes[size].rows, size.num_drafts)
-        tail = partial(self._tail, *size, needs, masks, is_changed=bool(needs.changes))
+        if Needs.GRAMMAR in needs and self._masks is not None:
+            masks = self._masks.of(self._shapes[size].rows, size.num_drafts)
+        tail = partial(self._tail, *size, needs, masks)
         self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(*size, needs))
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
@@ -230,21 +221,14 @@ class RecordedDecode:
         return RanTail(choice, told if search.compares else told.without_comparison())
 
     def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
-        size, changes = FullSize(bucket, num_drafts), self._changes
         for recorded in _TAILS:
             serves = needs | recorded == recorded and (Needs.GRAMMAR in recorded) == (masks is not None)
-            if not serves or ("tail", *size, recorded) not in self._graphs:
-                continue
-            if recorded.changes:
-                assert changes is not None
-                if not changes.are_steady:
-                    break
-                changes.run(size, self._num_rows, needs, masks)
-            ran: RanTail = self._graphs.run(("tail", *size, recorded))
-            return ran
-        # It has too many logits, or a request had so many entries that its table has moved; or nobody makes graphs,
-        # and recordings of changes would only be more calls.
-        return self._tail(bucket, num_drafts, needs, masks)
+            if serves and ("tail", bucket, num_drafts, recorded) in self._graphs:
+                if masks is not None and self._masks is not None:
+                    self._masks.load(masks, num_drafts)
+                ran: RanTail = self._graphs.run(("tail", bucket, num_drafts, recorded))
+                return ran
+        return self._tail(bucket, num_drafts, needs, masks)  # there was no memory for it, or nobody makes graphs
 
     @property
     def logits(self) -> torch.Tensor:
@@ -353,12 +337,14 @@ class RecordedDecode:
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.choice.chosen[:num_tokens])}
 
+        masks = self._masks if Needs.GRAMMAR in needs else None
+
         def reads() -> dict[str, torch.Tensor]:
-            behind = self._changes.read_by_tails() if needs.changes and self._changes is not None else {}
-            return {"output": self._output, **sampler.rows.tensors(), **behind}
+            return {"output": self._output, **sampler.tensors(), **({} if masks is None else masks.read())}
 
         def changes() -> dict[str, torch.Tensor]:
-            behind = self._changes.changed_by_tails() if needs.changes and self._changes is not None else {}
+            behind = sampler.history.tensors() if needs.history else {}
+            behind |= {} if masks is None else masks.changed()
             return behind if speculation is None else {**speculation.tensors(), **behind}
 
         return Watched(reads=reads, changes=changes, yields=yields)
@@ -370,14 +356,9 @@ class RecordedDecode:
         assert num_tokens <= len(self._logits), "a larger step was recorded after smaller ones"
         return self._logits[:num_tokens]
 
-    def _tail(
-        self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None, *, is_changed: bool = False
-    ) -> RanTail:
+    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> RanTail:
         shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
         assert sampler is not None
-        if is_changed:
-            assert self._changes is not None
-            last = self._changes.changed(last)
         if self.drafts is not None:
             assert self._speculation is not None
             choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search(), masks)

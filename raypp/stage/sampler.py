@@ -1,9 +1,10 @@
 """The last stage's sampler: a token for every position that wants one, by the parameters of the position's row.
 
-    copy of the logits -> bias -> penalties -> bans -> grammar -> temperature, truncation, draw -> tokens
+    logits -> bias -> penalties -> bans -> grammar -> temperature, truncation, draw -> tokens
 
-A step does what any of its rows needs (`Needs`), on all of them: it is neutral, bit by bit, for those without the
-parameter. So what a CUDA graph records for more needs serves a step with fewer, and rows do not feel each other.
+Each row gets what it asks for. Kernels read that on the device, so what a CUDA graph records for all needs serves every
+step; torch does what any of a step's rows needs to all of them, which is neutral, bit by bit, for the others. So rows
+do not feel each other.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
+from raypp.ops.adjust import AdjustedLogits, Needs, PositionMasks
 from raypp.ops.backend import choose_token_choice
-from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
-from raypp.request_limits import MAX_BAD_WORD_TOKENS
-from raypp.stage.sampling_rows import Needs, SamplingRows
+from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.token_history import TokenHistory
 
 
@@ -31,6 +31,8 @@ class Sampler:
         self.rows = SamplingRows(spec, device)
         self.history = TokenHistory(spec, device)
         self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts))
+        if device.type == "cuda":
+            self.reserve()
 
     def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
         """Take over the parameters and known tokens of rows that start."""
@@ -48,14 +50,13 @@ class Sampler:
                 self.history.start(row, token_ids, prompt_len, counts=Needs.PENALTIES in needs)
 
     def reserve(self) -> None:
-        """Have all tables from now on, at addresses that recordings may read while `is_steady`."""
+        """Have all tables from now on, in full: recordings read them."""
         self.rows.reserve()
         self.history.reserve()
 
-    @property
-    def is_steady(self) -> bool:
-        """Whether all tables are where they were reserved."""
-        return not self.rows.have_moved
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what steps read, at addresses that never change."""
+        return self.rows.draws.by_name() | self.rows.tables.by_name()
 
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what a step with these rows needs."""
@@ -67,34 +68,42 @@ class Sampler:
         rows: torch.Tensor,
         positions: torch.Tensor,
         needs: Needs,
-        masks: StepMasks | None = None,
+        masks: PositionMasks | None = None,
     ) -> torch.Tensor:
         """Return the token of each position, int64 [N]. Leaves the logits as they are. Never waits for the device.
 
-        With drafts, `history.place_drafts` comes before, so that each position sees the drafts in front of it.
+        With drafts, `place_drafts` comes before, so that each position sees the drafts in front of it.
 
         Args:
             logits: [N, V].
             rows: [N] int64, the row of each.
             positions: [N] int64, absolute, of the token that is chosen.
             needs: At least what the rows need.
-            masks: Of the rows under a grammar.
+            masks: Of the positions under a grammar.
         """
-        if needs.changes:
-            logits = logits.to(torch.float32, copy=True)
-            for need in needs.changes:
-                self.change(need, logits, rows, positions)
-        if masks is not None:
-            logits = masks.apply(logits)
+        if not needs.changes and masks is None:
+            return self._draw(AdjustedLogits(logits), rows, positions, needs)
+        chosen = []
+        for first in range(0, max(len(logits), 1), MAX_CHANGED_POSITIONS):
+            part = slice(first, first + MAX_CHANGED_POSITIONS)
+            part_masks = None if masks is None else masks.part(part)
+            given = logits[part], rows[part], positions[part]
+            adjusted = self._choice.adjust(*given, self.rows.tables, self.history, needs, self.rows.widths, part_masks)
+            chosen.append(self._draw(adjusted, *given[1:], needs))
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+    def _draw(self, logits: AdjustedLogits, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
         if Needs.DRAW not in needs:
             return self._choice.greedy(logits)
-        params = self.rows
-        top_k, top_p, min_p, temperature, seeds = (
-            table.index_select(0, rows)
-            for table in (params.top_k, params.top_p, params.min_p, params.temperature, params.seeds)
-        )
-        truncation = (top_k, top_p, min_p)
-        return self._choice.draw(logits, temperature, seeds, positions, truncation, truncates=Needs.TRUNCATE in needs)
+        return self._choice.draw(logits, rows, positions, self.rows.draws, truncates=Needs.TRUNCATE in needs)
+
+    def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor, needs: Needs) -> None:
+        """Let the positions after drafts see them, where that matters.
+
+        Shapes: rows [D] int64; positions [D] int64, of each row's first draft; draft_ids [D, K].
+        """
+        if needs.history:
+            self._choice.remember(rows, positions, draft_ids, None, self.rows.tables.needs, self.history, counts=False)
 
     def commit(
         self,
@@ -110,32 +119,5 @@ class Sampler:
         many of them were kept, None when all were.
         """
         if needs.history:
-            self.history.commit(rows, positions, token_ids, num_valid)
-
-    def change(
-        self,
-        need: Needs,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> None:
-        """Do what one need asks, in place. Tables that are not there nobody needs.
-
-        Shapes: logits [N, V] float32; rows, positions [N] int64.
-        """
-        params, history = self.rows, self.history
-        if need == Needs.BIAS and params.bias.is_there:
-            add_bias(logits, params.bias_token_ids.gather(rows), params.bias.gather(rows))
-        elif need == Needs.PENALTIES and history.has_counts:
-            weights = (t.index_select(0, rows) for t in (params.repetition, params.frequency, params.presence))
-            penalize(logits, *history.counts(rows, positions), *weights)
-        elif need == Needs.MIN_TOKENS and params.end_token_ids.is_there:
-            end_token_ids = params.end_token_ids.gather(rows)
-            is_early = positions < params.min_lengths.index_select(0, rows)
-            ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
-        elif need == Needs.BAD_WORDS and params.bad_words.is_there:
-            words = params.bad_words.gather(rows)
-            is_banned = completes_bad_word(words, history.before(rows, positions, MAX_BAD_WORD_TOKENS - 1))
-            ban(logits, words[:, :, -1].to(torch.int64), is_banned)
-        elif need == Needs.ALLOWED and params.allowed.is_there:
-            allow_only(logits, params.allowed.gather(rows))
+            by_row = self.rows.tables.needs
+            self._choice.remember(rows, positions, token_ids, num_valid, by_row, self.history, counts=True)

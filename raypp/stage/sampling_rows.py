@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import IntFlag
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -11,101 +11,62 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
+from raypp.ops.adjust import DrawTables, Needs, RowTables, Widths
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
-from raypp.request_limits import MAX_BAD_WORD_TOKENS
-from raypp.stage.sampler_sizes import BAD_WORDS, BIASED_TOKENS, END_TOKENS
+from raypp.request_limits import (
+    MAX_BAD_WORD_SPELLINGS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BIASED_TOKENS,
+    MAX_END_TOKENS,
+)
 from raypp.stage.spec import StageSpec
-from raypp.stage.wide_table import WideTable
-
-
-class Needs(IntFlag):
-    """What a row's parameters ask of the sampler. A step does what any of its rows needs, neutrally for the others."""
-
-    GREEDY = 0
-    DRAW = 1
-    TRUNCATE = 2
-    BIAS = 4
-    PENALTIES = 8
-    MIN_TOKENS = 16
-    BAD_WORDS = 32
-    ALLOWED = 64
-    GRAMMAR = 128
-    CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
-
-    @property
-    def history(self) -> bool:
-        """Whether it matters what was generated before."""
-        return bool(self & (Needs.PENALTIES | Needs.BAD_WORDS))
-
-    @property
-    def changes(self) -> Needs:
-        """Those that change the logits themselves, before the grammar and the temperature; in their order."""
-        return self & Needs.CHANGES
 
 
 class SamplingRows:
-    """Parameters by row. What few requests have is allocated when the first of them comes."""
+    """Parameters by row, in tables of fixed width: what a request brings is limited at the door."""
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
-        rows = spec.max_num_seqs
+        rows, words = spec.max_num_seqs, -(-spec.vocab_size // 32)
         self._device = device
         self._vocab_size = spec.vocab_size
-        self.temperature = torch.zeros(rows, device=device)
-        self.top_p = torch.ones(rows, device=device)
-        self.top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.min_p = torch.zeros(rows, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.repetition = torch.ones(rows, device=device)
-        self.frequency = torch.zeros(rows, device=device)
-        self.presence = torch.zeros(rows, device=device)
-        self.min_lengths = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.end_token_ids = WideTable(rows, NO_TOKEN, torch.int64, device)
-        self.bias_token_ids = WideTable(rows, 0, torch.int64, device)
-        self.bias = WideTable(rows, 0.0, torch.float32, device)
-        self.bad_words = WideTable(rows, ANY_TOKEN, torch.int32, device, entry_len=MAX_BAD_WORD_TOKENS)
-        self.allowed = WideTable(rows, -1, torch.int32, device)  # a bit per token of the vocabulary
-        self._wide = {
-            "end tokens": self.end_token_ids,
-            "biased tokens": self.bias_token_ids,
-            "bias": self.bias,
-            "bad words": self.bad_words,
-            "allowed tokens": self.allowed,
-        }
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def floats(*shape: int) -> torch.Tensor:
+            return zeros(*shape, dtype=torch.float32)
+
+        self.draws = DrawTables(
+            temperature=floats(rows),
+            top_k=zeros(rows),
+            top_p=torch.ones(rows, device=device),
+            min_p=floats(rows),
+            seeds=zeros(rows, dtype=torch.int64),
+        )
+        self.tables = RowTables(
+            needs=zeros(rows),
+            bias_token_ids=zeros(rows, MAX_BIASED_TOKENS),
+            bias=floats(rows, MAX_BIASED_TOKENS),
+            num_biased=zeros(rows),
+            repetition=torch.ones(rows, device=device),
+            frequency=floats(rows),
+            presence=floats(rows),
+            min_lengths=zeros(rows, dtype=torch.int64),
+            end_token_ids=zeros(rows, MAX_END_TOKENS).fill_(NO_TOKEN),
+            bad_words=zeros(rows, MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS).fill_(ANY_TOKEN),
+            num_bad_words=zeros(rows),
+            allowed=zeros(rows, words).fill_(-1),
+        )
+        self.widths = Widths(1, 1, 1)
+        """The most entries that any row has had."""
         # The host's own copy of what decides what a step does, so that no step asks the device.
-        self._needs_np = np.zeros(rows, np.uint8)
+        self._needs_np = np.zeros(rows, np.int32)
         self._had_extras_np = np.zeros(rows, np.bool_)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables that every request has parameters in; they keep their addresses."""
-        return {
-            "temperatures": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seeds": self.seeds,
-        }
-
     def reserve(self) -> None:
-        """Have all tables from now on; they keep their addresses unless a request has more entries than reserved."""
-        widths = (END_TOKENS, BIASED_TOKENS, BIASED_TOKENS, BAD_WORDS, -(-self._vocab_size // 32))
-        for table, width in zip(self._wide.values(), widths, strict=True):
-            table.reserve(width)
-
-    @property
-    def have_moved(self) -> bool:
-        """Whether any table is no longer where it was reserved."""
-        return any(table.has_moved for table in self._wide.values())
-
-    def reserved_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables that few requests have parameters in."""
-        few = {
-            "repetition": self.repetition,
-            "frequency": self.frequency,
-            "presence": self.presence,
-            "min lengths": self.min_lengths,
-        }
-        return few | {name: table.tensor() for name, table in self._wide.items()}
+        """Take all entries for used from now on: recordings do."""
+        self.widths = Widths(MAX_BIASED_TOKENS, MAX_END_TOKENS, MAX_BAD_WORD_SPELLINGS)
 
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what any of these rows needs."""
@@ -113,60 +74,86 @@ class SamplingRows:
 
     def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
         """Take over the parameters of the rows that start with a plan."""
-        tables = (self.temperature, self.top_p, self.top_k, self.min_p, self.seeds)
+        draws = self.draws
+        tables = (draws.temperature, draws.top_p, draws.top_k, draws.min_p, draws.seeds)
         given = (plan.start_temperature, plan.start_top_p, plan.start_top_k, plan.start_min_p, plan.start_seed)
         rows, *columns = to_device_together((plan.start_rows.astype(np.int64), *given), self._device)
         for table, values in zip(tables, columns, strict=True):
             table.index_copy_(0, rows, values)
         truncates = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
-        draws = plan.start_temperature > 0
-        self._needs_np[plan.start_rows] = draws * np.uint8(Needs.DRAW) | (draws & truncates) * np.uint8(Needs.TRUNCATE)
+        is_drawn = plan.start_temperature > 0
+        self._needs_np[plan.start_rows] = is_drawn * int(Needs.DRAW) | (is_drawn & truncates) * int(Needs.TRUNCATE)
         if self._had_extras_np[plan.start_rows].any():
             self._clear(rows)
             self._had_extras_np[plan.start_rows] = False
         if extras is not None:
             self._apply_extras(extras)
             self._had_extras_np[extras.rows] = True
+            self.tables.needs.index_copy_(0, rows, self._upload(self._needs_np[plan.start_rows]))
 
     def _clear(self, rows: torch.Tensor) -> None:
-        self.repetition.index_fill_(0, rows, 1.0)
-        for table in (self.frequency, self.presence, self.min_lengths):
+        tables = self.tables
+        tables.repetition.index_fill_(0, rows, 1.0)
+        for table in (tables.frequency, tables.presence, tables.min_lengths, tables.needs, tables.bias):
             table.index_fill_(0, rows, 0)
-        for wide in self._wide.values():
-            wide.clear(rows)
+        for table in (tables.num_biased, tables.num_bad_words):
+            table.index_fill_(0, rows, 0)
+        tables.end_token_ids.index_fill_(0, rows, NO_TOKEN)
+        tables.bad_words.index_fill_(0, rows, ANY_TOKEN)
+        tables.allowed.index_fill_(0, rows, -1)
 
     def _apply_extras(self, extras: StartExtras) -> None:
-        rows_np = extras.rows
+        rows_np, tables = extras.rows, self.tables
         rows = self._upload(rows_np.astype(np.int64))
         for table, values in (
-            (self.repetition, extras.repetition_penalty),
-            (self.frequency, extras.frequency_penalty),
-            (self.presence, extras.presence_penalty),
-            (self.min_lengths, extras.min_lengths.astype(np.int64)),
+            (tables.repetition, extras.repetition_penalty),
+            (tables.frequency, extras.frequency_penalty),
+            (tables.presence, extras.presence_penalty),
+            (tables.min_lengths, extras.min_lengths.astype(np.int64)),
+            (tables.num_biased, extras.num_biased),
+            (tables.num_bad_words, extras.num_bad_words),
         ):
             table.index_copy_(0, rows, self._upload(values))
         is_penalized = (
             (extras.repetition_penalty != 1) | (extras.frequency_penalty != 0) | (extras.presence_penalty != 0)
         )
-        self._needs_np[rows_np] |= is_penalized * np.uint8(Needs.PENALTIES)
-        self._needs_np[rows_np] |= (extras.has_grammar > 0) * np.uint8(Needs.GRAMMAR)
+        for has_some, need in (
+            (is_penalized, Needs.PENALTIES),
+            (extras.has_grammar > 0, Needs.GRAMMAR),
+            (extras.num_end_tokens > 0, Needs.MIN_TOKENS),
+            (extras.num_biased > 0, Needs.BIAS),
+            (extras.num_allowed > 0, Needs.ALLOWED),
+            (extras.num_bad_words > 0, Needs.BAD_WORDS),
+        ):
+            self._needs_np[rows_np] |= has_some * np.int32(need)
+        self.widths = Widths(
+            *(
+                max(width, int(counts.max(initial=0)))
+                for width, counts in zip(
+                    astuple(self.widths), (extras.num_biased, extras.num_end_tokens, extras.num_bad_words), strict=True
+                )
+            )
+        )
         for row, token_ids in _lists(rows_np, extras.num_end_tokens, extras.end_token_ids):
-            self.end_token_ids.set(row, token_ids)
-            self._needs_np[row] |= Needs.MIN_TOKENS
+            self._set(tables.end_token_ids, row, token_ids)
         for row, indices in _lists(rows_np, extras.num_biased, np.arange(len(extras.bias))):
-            self.bias_token_ids.set(row, extras.bias_token_ids[indices])
-            self.bias.set(row, extras.bias[indices])
-            self._needs_np[row] |= Needs.BIAS
+            # Unused places repeat an entry: torch writes all of them, in any order.
+            places = np.pad(indices, (0, MAX_BIASED_TOKENS - len(indices)), mode="edge")
+            self._set(tables.bias_token_ids, row, extras.bias_token_ids[places])
+            self._set(tables.bias, row, extras.bias[places])
         for row, token_ids in _lists(rows_np, extras.num_allowed, extras.allowed_token_ids):
-            self.allowed.set(row, bitmask_of(token_ids, self._vocab_size))
-            self._needs_np[row] |= Needs.ALLOWED
+            self._set(tables.allowed, row, bitmask_of(token_ids, self._vocab_size))
         lens, ends = extras.bad_word_lens, np.cumsum(extras.bad_word_lens)
         for row, indices in _lists(rows_np, extras.num_bad_words, np.arange(len(lens))):
             words = np.full((len(indices), MAX_BAD_WORD_TOKENS), ANY_TOKEN, np.int32)
             for word, num_tokens, end in zip(words, lens[indices], ends[indices], strict=True):
                 word[-num_tokens:] = extras.bad_word_token_ids[end - num_tokens : end]
-            self.bad_words.set(row, words)
-            self._needs_np[row] |= Needs.BAD_WORDS
+            self._set(tables.bad_words, row, words)
+
+    def _set(self, table: torch.Tensor, row: int, entries: NDArray[Any]) -> None:
+        """Write a row's first entries."""
+        assert len(entries) <= table.shape[1], "the door lets no more through, see `raypp.request_limits`"
+        table[row, : len(entries)] = self._upload(entries)
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:
         return to_device(array, self._device)

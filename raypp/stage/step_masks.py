@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from raypp.ops.logits import allow_only
+from raypp.ops.adjust import PositionMasks
 from raypp.stage.step_tokens import StepTokens
 
 
@@ -23,17 +23,22 @@ class StepMasks:
     positions: torch.Tensor  # [G] int64, that the rows' first masks are for
     num_masks: torch.Tensor  # [G] int32, at most 1 + K; 0 where there are none
     draft_ids: torch.Tensor  # [G, K] int32, that the later masks are for
-    logit_indices: torch.Tensor | None  # [M] int64, the position among the step's logits of each mask; None: of all
+    logit_indices: torch.Tensor  # [M] int64, the position among the step's logits of each mask
     bitmasks: torch.Tensor  # [M, W] int32
     last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; kept up to date by `close`
     is_free: torch.Tensor | None = None  # [G] bool, rows that have no grammar after all; None: all have one
+    mask_of: torch.Tensor | None = None  # [N] int32, the same as `logit_indices`, by position; -1: no mask
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits without what the grammars do not allow. Shapes: logits [N, V], which stay as they are."""
-        assert self.logit_indices is not None, "masks of all logits are applied in place"
-        masked = logits.index_select(0, self.logit_indices)
-        allow_only(masked, self.bitmasks)
-        return logits.index_copy(0, self.logit_indices, masked)
+    def of_positions(self, num_positions: int) -> PositionMasks | None:
+        """Return the masks of the step's N positions; None when no row has any in time."""
+        if self.mask_of is not None:
+            return PositionMasks(self.mask_of, self.bitmasks)
+        return PositionMasks(self.by_position(num_positions), self.bitmasks) if len(self.bitmasks) else None
+
+    def by_position(self, num_positions: int) -> torch.Tensor:
+        """Return which mask is a position's, int32 [N]; -1: none."""
+        numbers = torch.arange(len(self.bitmasks), dtype=torch.int32, device=self.bitmasks.device)
+        return numbers.new_full((num_positions,), -1).index_copy_(0, self.logit_indices, numbers)
 
     def close(self, tokens: StepTokens, draft_ids: torch.Tensor | None) -> StepTokens:
         """Return the tokens that the rows keep: each at most as many as it has masks for.

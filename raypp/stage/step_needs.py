@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from raypp.ops.adjust import Needs
 from raypp.stage.logprobs import LogprobReporter
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampling_rows import Needs
 from raypp.stage.step_shape import StepShape
 
 _MAX_KEPT = 64

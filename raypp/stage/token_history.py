@@ -23,13 +23,13 @@ class TokenHistory:
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self._num_rows = spec.max_num_seqs
         self._vocab_size = spec.vocab_size
-        self._max_drafts = spec.max_drafts
+        self.max_drafts = spec.max_drafts
         self._device = device
         # The token at position p is at p modulo the width. Drafts, and what a refused draft left, lie in front of the
         # true ones and must not overwrite those that a bad word may begin with.
         self._width = MAX_BAD_WORD_TOKENS + 2 * (spec.max_drafts + 1)
-        self._last = torch.full((self._num_rows, self._width), NO_TOKEN, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(self._num_rows, dtype=torch.int64, device=device)  # tokens that were counted
+        self.last = torch.full((self._num_rows, self._width), NO_TOKEN, dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(self._num_rows, dtype=torch.int64, device=device)  # tokens that were counted
         self._counts: torch.Tensor | None = None  # [rows, V] int32, how often each token was generated
         self._in_prompt: torch.Tensor | None = None  # [rows, V] bool
 
@@ -38,13 +38,23 @@ class TokenHistory:
         """Whether any row ever needed counts."""
         return self._counts is not None
 
+    @property
+    def output_counts(self) -> torch.Tensor:
+        """How often each token was generated, int32 [max_num_seqs, V]."""
+        return self._count_tables()[0]
+
+    @property
+    def in_prompt(self) -> torch.Tensor:
+        """Whether each token is in the prompt, bool [max_num_seqs, V]."""
+        return self._count_tables()[1]
+
     def reserve(self) -> None:
         """Keep counts from now on; they never move."""
         self._count_tables()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what a step reads and changes: all that is there. What is there keeps its address."""
-        tables = {"last tokens": self._last, "counted lengths": self._lengths}
+        tables = {"last tokens": self.last, "counted lengths": self.lengths}
         if self._counts is not None and self._in_prompt is not None:
             tables |= {"counts": self._counts, "in prompt": self._in_prompt}
         return tables
@@ -60,8 +70,8 @@ class TokenHistory:
         """
         first = max(0, len(token_ids) - self._width)
         places = to_device(np.arange(first, len(token_ids)) % self._width, self._device)
-        self._last[row, places] = to_device(token_ids[first:], self._device)
-        self._lengths[row].fill_(len(token_ids))  # an assignment to one element copies it from ordinary memory
+        self.last[row, places] = to_device(token_ids[first:], self._device)
+        self.lengths[row].fill_(len(token_ids))  # an assignment to one element copies it from ordinary memory
         if counts:
             table, in_prompt = self._count_tables()
             known = to_device(token_ids.astype(np.int64), self._device)
@@ -71,33 +81,26 @@ class TokenHistory:
             in_prompt[row] = False
             in_prompt[row].index_fill_(0, known[:prompt_len], True)
 
-    def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor) -> None:
-        """Let the positions after drafts see them.
-
-        Shapes: rows [D] int64; positions [D] int64, of each row's first draft; draft_ids [D, K].
-        """
-        self._write(rows, positions, draft_ids)
-
-    def commit(
+    def remember(
         self,
         rows: torch.Tensor,
         positions: torch.Tensor,
         token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None = None,
+        num_valid: torch.Tensor | None,
+        *,
+        counts: bool,
     ) -> None:
-        """Take in the tokens that a step yielded.
-
-        Shapes: rows [R] int64; positions [R] int64, of each row's first new token; token_ids [R, W]; num_valid [R], how
-        many of them count, None when all do.
-        """
+        """Write tokens among the last ones; see `raypp.ops.backend.TokenChoice.remember`."""
         self._write(rows, positions, token_ids)
+        if not counts:
+            return
         width = token_ids.shape[1]
         if num_valid is None:
             is_valid = torch.ones(token_ids.shape, dtype=torch.int32, device=self._device)
-            self._lengths.index_copy_(0, rows, positions + width)
+            self.lengths.index_copy_(0, rows, positions + width)
         else:
             is_valid = (torch.arange(width, device=self._device) < num_valid.unsqueeze(1)).to(torch.int32)
-            self._lengths.index_copy_(0, rows, positions + num_valid)
+            self.lengths.index_copy_(0, rows, positions + num_valid)
         if self._counts is not None:
             places = (rows.unsqueeze(1) * self._vocab_size + token_ids.clamp(min=0)).view(-1)
             self._counts.view(-1).index_add_(0, places, is_valid.view(-1))
@@ -110,15 +113,13 @@ class TokenHistory:
         Returns:
             How often each token was generated, int32 [N, V], and whether it is in the prompt, bool [N, V].
         """
-        assert self._counts is not None, "no row needs counts"
-        assert self._in_prompt is not None
-        counts = self._counts.index_select(0, rows)
-        if self._max_drafts:
-            drafted = positions.unsqueeze(1) - 1 - torch.arange(self._max_drafts, device=self._device)
+        counts = self.output_counts.index_select(0, rows)
+        if self.max_drafts:
+            drafted = positions.unsqueeze(1) - 1 - torch.arange(self.max_drafts, device=self._device)
             token_ids = self._read(rows, drafted).clamp_(min=0).to(torch.int64)
-            is_uncounted = drafted >= self._lengths.index_select(0, rows).unsqueeze(1)
+            is_uncounted = drafted >= self.lengths.index_select(0, rows).unsqueeze(1)
             counts.scatter_add_(1, token_ids, is_uncounted.to(torch.int32))
-        return counts, self._in_prompt.index_select(0, rows)
+        return counts, self.in_prompt.index_select(0, rows)
 
     def before(self, rows: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the last tokens before each position, NO_TOKEN before the first one: int32 [N, num_tokens].
@@ -128,12 +129,12 @@ class TokenHistory:
         return self._read(rows, positions.unsqueeze(1) + torch.arange(-num_tokens, 0, device=self._device))
 
     def _read(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        token_ids = self._last[rows.unsqueeze(1), positions % self._width]
+        token_ids = self.last[rows.unsqueeze(1), positions % self._width]
         return token_ids.masked_fill_(positions < 0, NO_TOKEN)
 
     def _write(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         places = (positions.unsqueeze(1) + torch.arange(token_ids.shape[1], device=self._device)) % self._width
-        self._last[rows.unsqueeze(1), places] = token_ids.to(torch.int32)
+        self.last[rows.unsqueeze(1), places] = token_ids.to(torch.int32)
 
     def _count_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._counts is None or self._in_prompt is None:

@@ -6,16 +6,22 @@ The interpreter is slow, so shapes are small there; and it knows no products of 
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import types
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
 from raypp.ops import reference
+from raypp.ops.adjust import AdjustedLogits, DrawTables, Needs, PositionMasks, RowTables, Widths, adjusted
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.decode_inputs import NewEntries, decode_inputs
 from raypp.ops.kernels import norm as norm_kernels
+from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kernel
@@ -27,8 +33,10 @@ from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, p
 from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
 from raypp.ops.quantize import quantize_rows
 from raypp.ops.sampling import sample, sample_greedy
+from raypp.stage.token_history import TokenHistory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_GPU = DEVICE.type == "cuda"
@@ -441,9 +449,9 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     """Greedy tokens and draws equal the twin's; a draw may differ where two tokens are equal but for rounding."""
     kernels = Kernels(dtype, seed=num_rows)
     chooser = TokenChooser(num_rows, kernels.device, kernels.workspace)
-    logits = kernels.normal(num_rows, vocab_size, scale=3.0)
+    logits, rows = kernels.normal(num_rows, vocab_size, scale=3.0), torch.arange(num_rows, device=DEVICE)
     lowest_best = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
-    assert torch.equal(chooser.greedy(logits), lowest_best)
+    assert torch.equal(chooser.greedy(AdjustedLogits(logits)), lowest_best)
     temperature = torch.tensor([kernels.rng.choice((0.0, 0.2, 0.8, 1.5)) for _ in range(num_rows)], device=DEVICE)
     seeds = torch.tensor([kernels.rng.randrange(-(2**63), 2**63) for _ in range(num_rows)], device=DEVICE)
     positions = torch.tensor([kernels.rng.randrange(100_000) for _ in range(num_rows)], device=DEVICE)
@@ -460,12 +468,131 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
         truncation = (some(*counts, dtype=torch.int32), some(*shares), some(*least))
         # Also where likely tokens lie beside each other, and where all are equally likely.
         for values in (logits, logits.sort(descending=True).values, torch.zeros_like(logits)):
-            drawn = chooser.draw(values, temperature, seeds, positions, truncation)
+            tables = DrawTables(temperature, *truncation, seeds)
+            drawn = chooser.draw(AdjustedLogits(values), rows, positions, tables)
             expected = sample(values, temperature, seeds, positions, truncation)
             differing = int((drawn[~greedy] != expected[~greedy]).sum())
             assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
-            assert torch.equal(drawn[greedy], chooser.greedy(values)[greedy])
+            assert torch.equal(drawn[greedy], chooser.greedy(AdjustedLogits(values))[greedy])
     assert not kernels.workspace.counters.any()
+
+
+def _some_tables(kernels: Kernels, num_rows: int, vocab_size: int, widths: Widths, word_len: int) -> RowTables:
+    """Return tables of rows of which most ask for something."""
+    rng = kernels.rng
+
+    def ints(*shape: int, low: int, high: int) -> torch.Tensor:
+        return torch.tensor([rng.randrange(low, high) for _ in range(math.prod(shape))], dtype=torch.int32).view(shape)
+
+    def some(*values: float) -> torch.Tensor:
+        return torch.tensor([rng.choice(values) for _ in range(num_rows)])
+
+    def tokens(count: int) -> list[int]:
+        return rng.sample(range(vocab_size), min(count, vocab_size))
+
+    num_biased, num_words = ints(num_rows, low=1, high=widths.biased + 1), ints(num_rows, low=0, high=widths.bad_words)
+    biased = torch.zeros(num_rows, widths.biased, dtype=torch.int32)
+    bias = torch.zeros(num_rows, widths.biased)
+    words = torch.full((num_rows, widths.bad_words, word_len), ANY_TOKEN, dtype=torch.int32)
+    ends = torch.full((num_rows, widths.end_tokens), NO_TOKEN, dtype=torch.int32)
+    for row in range(num_rows):
+        some_tokens = torch.tensor(tokens(int(num_biased[row])), dtype=torch.int32)
+        num_biased[row] = len(some_tokens)
+        biased[row], biased[row, : len(some_tokens)] = some_tokens[-1], some_tokens
+        bias[row, : len(some_tokens)] = torch.randn(len(some_tokens))
+        bias[row, len(some_tokens) :] = bias[row, len(some_tokens) - 1]
+        for word in range(int(num_words[row])):
+            length = rng.randint(1, 3)
+            words[row, word, -length:] = ints(length, low=0, high=4)
+        few = tokens(rng.randint(0, widths.end_tokens))
+        ends[row, : len(few)] = torch.tensor(few, dtype=torch.int32)
+    needs = ints(num_rows, low=0, high=256)
+    for need, table, neutral in (
+        (Needs.BIAS, bias, 0.0),
+        (Needs.BAD_WORDS, words, ANY_TOKEN),
+        (Needs.MIN_TOKENS, ends, NO_TOKEN),
+    ):
+        table[(needs & need) == 0] = neutral  # type: ignore[call-overload]
+    penalizes, allows = (needs & Needs.PENALTIES) != 0, (needs & Needs.ALLOWED) != 0
+    mask_words = -(-vocab_size // 32)
+    allowed = ints(num_rows, mask_words, low=-(2**31), high=2**31)
+    tables = RowTables(
+        needs=needs,
+        bias_token_ids=biased,
+        bias=bias,
+        num_biased=num_biased,
+        repetition=torch.where(penalizes, some(1.0, 0.7, 1.3), 1.0),
+        frequency=torch.where(penalizes, some(0.0, -0.4, 0.3), 0.0),
+        presence=torch.where(penalizes, some(0.0, 0.9), 0.0),
+        min_lengths=ints(num_rows, low=0, high=80).to(torch.int64),
+        end_token_ids=ends,
+        bad_words=words,
+        num_bad_words=num_words,
+        allowed=torch.where(allows.unsqueeze(1), allowed, -1),
+    )
+    return RowTables(**{name: tensor.to(DEVICE) for name, tensor in vars(tables).items()})
+
+
+def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
+    """Changed logits equal the twin's bit by bit, over steps whose drafts are accepted in part."""
+    kernels = Kernels(torch.float32, seed=num_rows + num_drafts)
+    rng, width, num_tables, word_len = kernels.rng, 1 + num_drafts, num_rows + 2, 8
+    widths = Widths(biased=16, end_tokens=4, bad_words=32)
+    tables = _some_tables(kernels, num_tables, vocab_size, widths, word_len)
+    spec: Any = types.SimpleNamespace(max_num_seqs=num_tables, vocab_size=vocab_size, max_drafts=num_drafts)
+    history, expected_history = TokenHistory(spec, DEVICE), TokenHistory(spec, DEVICE)
+    lengths = [rng.randint(1, 70) for _ in range(num_tables)]
+    for row, length in enumerate(lengths):
+        known = np.array([rng.randrange(5) for _ in range(length)], np.int32)
+        for of in (history, expected_history):
+            of.start(row, known, rng.randint(1, length) if of is history else length, counts=True)
+    for name in ("output_counts", "in_prompt"):
+        getattr(expected_history, name).copy_(getattr(history, name))
+    rows_of_step = rng.sample(range(num_tables), num_rows)
+    rows = torch.tensor(rows_of_step, device=DEVICE)
+    adjuster = LogitAdjuster(num_rows * width, vocab_size, kernels.device)
+    for _ in range(3):
+        first = torch.tensor([lengths[row] for row in rows_of_step], device=DEVICE)
+        drafts = torch.tensor([[rng.randrange(5) for _ in range(num_drafts)] for _ in rows_of_step], device=DEVICE)
+        if num_drafts:
+            remember(rows, first, drafts, None, tables.needs, history, kernels.device, counts=False)
+            expected_history.remember(rows, first, drafts, None, counts=False)
+        at_rows = rows.repeat_interleave(width)
+        positions = (first.unsqueeze(1) + torch.arange(width, device=DEVICE)).flatten()
+        logits = kernels.normal(num_rows * width, vocab_size, scale=3.0)
+        given = logits.clone()
+        mask_of = torch.tensor([rng.randrange(-1, 2) for _ in at_rows], dtype=torch.int32, device=DEVICE)
+        bits = torch.randint(-(2**31), 2**31, (2, tables.allowed.shape[1]), dtype=torch.int32, device=DEVICE)
+        for masks in (None, PositionMasks(mask_of, bits)):
+            got = adjuster.adjust(logits, at_rows, positions, tables, history, masks)
+            expected = adjusted(logits, at_rows, positions, tables, expected_history, Needs.ALL, widths, masks)
+            assert torch.equal(logits, given)
+            assert got.changed is not None
+            assert got.is_changed is not None
+            asks = (tables.needs[at_rows] & Needs.CHANGES) != 0
+            asks |= False if masks is None else mask_of >= 0
+            assert torch.equal(got.is_changed != 0, asks)
+            assert torch.equal(expected[~asks], given[~asks])
+            assert torch.equal(got.changed[asks], expected[asks])
+        yielded = torch.tensor([[rng.randrange(5) for _ in range(width)] for _ in rows_of_step], device=DEVICE)
+        kept = [rng.randint(0, width) for _ in rows_of_step]
+        num_valid = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
+        remember(rows, first, yielded, num_valid, tables.needs, history, kernels.device, counts=True)
+        expected_history.remember(rows, first, yielded, num_valid, counts=True)
+        for row, count in zip(rows_of_step, kept, strict=True):
+            lengths[row] += count
+    tokens = TokenChooser(num_rows * width, kernels.device, kernels.workspace)
+    assert torch.equal(tokens.greedy(got), sample_greedy(expected))
+    draws = DrawTables(
+        temperature=torch.full((num_tables,), 0.7, device=DEVICE),
+        top_k=torch.full((num_tables,), 9, dtype=torch.int32, device=DEVICE),
+        top_p=torch.full((num_tables,), 0.9, device=DEVICE),
+        min_p=torch.zeros(num_tables, device=DEVICE),
+        seeds=torch.arange(num_tables, device=DEVICE),
+    )
+    truncation = (draws.top_k[at_rows], draws.top_p[at_rows], draws.min_p[at_rows])
+    drawn = sample(expected, draws.temperature[at_rows], draws.seeds[at_rows], positions, truncation)
+    assert (tokens.draw(got, at_rows, positions, draws) != drawn).sum() <= len(drawn) // 100
 
 
 def check_rows_without_a_best(vocab_size: int) -> None:
@@ -475,6 +602,6 @@ def check_rows_without_a_best(vocab_size: int) -> None:
     logits = torch.zeros(3, vocab_size, device=DEVICE)
     logits[0], logits[1] = torch.nan, -torch.inf
     logits[2, vocab_size - 1] = torch.inf
-    tokens = chooser.greedy(logits)
+    tokens = chooser.greedy(AdjustedLogits(logits))
     assert ((tokens >= 0) & (tokens < vocab_size)).all()
     assert tokens[2] == sample_greedy(logits)[2]

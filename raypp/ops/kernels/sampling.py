@@ -24,20 +24,22 @@ import triton
 import triton.language as tl
 
 from raypp.ops import truncation as twin
-from raypp.ops.draw_sizes import MAX_NUM_BLOCKS, ROOM
+from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, PositionMasks, RowTables, Widths
+from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS, MAX_NUM_BLOCKS, ROOM
+from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.launch import Device, arrives_last, start
 from raypp.ops.kernels.truncation import (
     amount_of_row,
     least_of_row,
     least_of_vector,
-    load_row,
+    load_logits,
+    logits_of,
     scale_of,
     sortable_of,
     value_of,
     weights,
 )
 from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.truncation import Truncation
 
 _TILE = 2048
 _MIN_PART = 4096
@@ -71,21 +73,57 @@ class TokenChooser:
         self._workspace = workspace
         self._max_rows = max_rows
         self._truncated: _Truncated | None = None
+        self._adjuster: LogitAdjuster | None = None
         workspace.reserve(3 * max(max_rows, 4 * device.num_processors))
 
-    def greedy(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return each row's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
-        num_rows, vocab_size = logits.shape
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        history: HistoryTables,
+        needs: Needs,
+        widths: Widths,
+        masks: PositionMasks | None,
+    ) -> AdjustedLogits:
+        """Do what rows and masks ask for; what that is, is read on the device, whatever `needs` and `widths` say.
+
+        Shapes: logits [N, V] contiguous; rows, positions [N] int64; N at most MAX_CHANGED_POSITIONS.
+        """
+        if self._adjuster is None:
+            most = min(self._max_rows, MAX_CHANGED_POSITIONS)
+            self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
+        return self._adjuster.adjust(logits, rows, positions, tables, history, masks)
+
+    def remember(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None,
+        needs: torch.Tensor,
+        history: HistoryTables,
+        *,
+        counts: bool,
+    ) -> None:
+        """Write tokens to the history of rows that need it; see `raypp.ops.kernels.adjust.remember`."""
+        remember(rows, positions, token_ids, num_valid, needs, history, self._device, counts=counts)
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
+        """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
+        num_rows, vocab_size = logits.own.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
             _best[(num_rows, num_parts)](
-                logits,
+                *_tensors(logits),
                 tokens,
                 *self._results_of_parts(num_rows * num_parts),
                 vocab_size,
                 part // _TILE,
                 TILE=_TILE,
+                HAS_CHANGED=logits.is_changed is not None,
                 OVERLAPS=self._device.has_dependent_launch,
                 num_warps=4,
                 **self._device.launch_options,
@@ -94,35 +132,38 @@ class TokenChooser:
 
     def draw(
         self,
-        logits: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
         positions: torch.Tensor,
-        truncation: Truncation,
+        tables: DrawTables,
         *,
         truncates: bool = True,
     ) -> torch.Tensor:
-        """Return a draw per row, the most likely token where the temperature is 0, int64 [N].
+        """Return a draw per position, the most likely token where its row's temperature is 0, int64 [N].
 
         Whether a row truncates is read on the device, whatever `truncates` says.
 
-        Shapes: logits [N, V] contiguous; temperature [N] float32; seeds, positions [N] int64.
+        Shapes: logits [N, V] contiguous; rows, positions [N] int64.
         """
-        num_rows, vocab_size = logits.shape
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        num_rows, vocab_size = logits.own.shape
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
         if not num_rows:
             return tokens
         if self._truncated is None:
-            self._truncated = _Truncated(self._max_rows, vocab_size, logits.device)
+            self._truncated = _Truncated(self._max_rows, vocab_size, logits.own.device)
         part, num_parts = self._parts(num_rows, vocab_size)
-        of_row = (temperature, *truncation)
+        given = (*_tensors(logits), rows, tables.temperature, *tables.truncation)
         between = self._truncated.tensors()
         parts = self._results_of_parts(num_rows * num_parts)
         sizes = (vocab_size, part // _TILE)
-        launch = {"OVERLAPS": self._device.has_dependent_launch, "num_warps": 4, **self._device.launch_options}
+        launch = {
+            "HAS_CHANGED": logits.is_changed is not None,
+            "OVERLAPS": self._device.has_dependent_launch,
+            "num_warps": 4,
+            **self._device.launch_options,
+        }
         _survey[(num_rows, num_parts)](
-            logits,
-            *of_row,
+            *given,
             tokens,
             *between,
             *parts,
@@ -134,9 +175,9 @@ class TokenChooser:
             **launch,
         )
         _gather[(num_rows, num_parts)](
-            logits, *of_row, seeds, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
+            *given, tables.seeds, positions, tokens, *between, *parts, *sizes, TILE=_TILE, ROOM=ROOM, **launch
         )
-        by_row = (logits, *of_row, seeds, positions, tokens, *between, vocab_size)
+        by_row = (*given, tables.seeds, positions, tokens, *between, vocab_size)
         rooms = {"ROOM": ROOM, "FEW": _FEW}
         _finish[(num_rows,)](*by_row, **rooms, **launch)
         _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))
@@ -189,6 +230,13 @@ class _Truncated:
         )
 
 
+def _tensors(logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what kernels take; without changed logits, anything in their place."""
+    if logits.changed is None or logits.is_changed is None:
+        return logits.own, logits.own, logits.own
+    return logits.own, logits.changed, logits.is_changed
+
+
 @triton.jit
 def _better(value, token, other_value, other_token):
     """Return the better of two tokens: the likelier, then the lower."""
@@ -211,9 +259,9 @@ def _mix(bits):
 
 
 @triton.jit
-def _key_of(seeds, positions, row):
+def _key_of(seeds, positions, row, of):
     """Return the stream of a row's noise."""
-    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+    seed = tl.load(seeds + of).to(tl.uint64, bitcast=True)
     position = tl.load(positions + row).to(tl.uint64, bitcast=True)
     return _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
 
@@ -254,6 +302,8 @@ def _store_token(tokens, row, token, vocab_size):
 @triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
 def _best(
     logits,
+    changed,
+    is_changed,
     tokens,
     part_values,
     part_tokens,
@@ -261,6 +311,7 @@ def _best(
     vocab_size,
     num_tiles,
     TILE: tl.constexpr,
+    HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -269,9 +320,10 @@ def _best(
     best_value = tl.full((TILE,), -float("inf"), tl.float32)
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     start(OVERLAPS)
+    of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
     for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
-        value = load_row(logits, row, token, vocab_size)
+        value = load_logits(of_row, token, vocab_size)
         best_value, best_token = _better(best_value, best_token, value, token)
     value, token = _best_of(best_value, best_token)
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
@@ -280,10 +332,10 @@ def _best(
 
 
 @triton.jit
-def _truncation_of(row, temperature, top_k, top_p, vocab_size):
+def _truncation_of(of, temperature, top_k, top_p, vocab_size):
     """Return a row's temperature, top_k (0 when it takes all), top_p, and whether it has either of these."""
-    row_temperature = tl.load(temperature + row)
-    row_k, row_p = tl.load(top_k + row), tl.load(top_p + row)
+    row_temperature = tl.load(temperature + of)
+    row_k, row_p = tl.load(top_k + of), tl.load(top_p + of)
     row_k = tl.where(row_k >= vocab_size, 0, row_k)
     return row_temperature, row_k, row_p, (row_temperature != 0.0) & ((row_k > 0) | (row_p < 1.0))
 
@@ -291,6 +343,9 @@ def _truncation_of(row, temperature, top_k, top_p, vocab_size):
 @triton.jit(do_not_specialize=["num_tiles"])
 def _survey(
     logits,
+    changed,
+    is_changed,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -312,6 +367,7 @@ def _survey(
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr,
+    HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -320,11 +376,13 @@ def _survey(
     best_value = tl.full((TILE,), -float("inf"), tl.float32)
     best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
     start(OVERLAPS)
-    _row_temperature, row_k, _row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    of = tl.load(rows + row)
+    of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
+    _row_temperature, row_k, _row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     of_blocks = block_highest + row * NUM_BLOCKS
     for begin in range(first, tl.minimum(first + num_tiles * TILE, vocab_size), TILE):
         token = begin + offset
-        value = load_row(logits, row, token, vocab_size)
+        value = load_logits(of_row, token, vocab_size)
         best_value, best_token = _better(best_value, best_token, value, token)
         if is_truncated:
             of_tile = tl.max(tl.reshape(value, (TILE // BLOCK, BLOCK)), 1)
@@ -354,6 +412,9 @@ def _survey(
 @triton.jit(do_not_specialize=["num_tiles"])
 def _gather(
     logits,
+    changed,
+    is_changed,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -375,6 +436,7 @@ def _gather(
     num_tiles,
     TILE: tl.constexpr,
     ROOM: tl.constexpr,
+    HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -382,7 +444,9 @@ def _gather(
     last = tl.minimum(first + num_tiles * TILE, vocab_size)
     offset = tl.arange(0, TILE)
     start(OVERLAPS)
-    row_temperature, row_k, _row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    of = tl.load(rows + row)
+    of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
+    row_temperature, row_k, _row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     row_highest = tl.load(highest + row)
     scale = scale_of(tl.where(row_temperature == 0.0, 1.0, row_temperature))
     if is_truncated:
@@ -390,7 +454,7 @@ def _gather(
         weight = tl.full((TILE,), 0, tl.int64)
         for begin in range(first, last, TILE):
             token = begin + offset
-            value = load_row(logits, row, token, vocab_size)
+            value = load_logits(of_row, token, vocab_size)
             reaches = (value >= pivot) & (token < vocab_size)
             num_reaching = tl.sum(reaches.to(tl.int32), 0)
             if num_reaching > 0:
@@ -404,13 +468,13 @@ def _gather(
         if row_k == 0:
             tl.atomic_add(total_weights + row, tl.sum(weight, 0))
     elif row_temperature != 0.0:
-        key = _key_of(seeds, positions, row)
-        least_weight = tl.load(min_p + row).to(tl.float64) * _MOST
+        key = _key_of(seeds, positions, row, of)
+        least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(first, last, TILE):
             token = begin + offset
-            logit = load_row(logits, row, token, vocab_size)
+            logit = load_logits(of_row, token, vocab_size)
             value = (logit - row_highest) / row_temperature + _gumbel(key, token)
             if least_weight > 0.0:
                 stays = weights(logit, row_highest, scale).to(tl.float64) >= least_weight
@@ -425,6 +489,7 @@ def _gather(
 @triton.jit
 def _draw_gathered(
     row,
+    of,
     row_temperature,
     row_k,
     row_p,
@@ -461,8 +526,8 @@ def _draw_gathered(
         if row_p < 1.0:
             least = tl.maximum(least, least_of_vector(sortable, weight, limit))
         stays = inside & (sortable >= least)
-        stays &= weight.to(tl.float64) >= tl.load(min_p + row).to(tl.float64) * _MOST
-        value = (logit - row_highest) / row_temperature + _gumbel(_key_of(seeds, positions, row), token)
+        stays &= weight.to(tl.float64) >= tl.load(min_p + of).to(tl.float64) * _MOST
+        value = (logit - row_highest) / row_temperature + _gumbel(_key_of(seeds, positions, row, of), token)
         value, best = _best_of(tl.where(stays, value, -float("inf")), token)
         _store_token(tokens, row, best, vocab_size)
     return is_enough
@@ -471,6 +536,9 @@ def _draw_gathered(
 @triton.jit
 def _finish(
     logits,
+    changed,
+    is_changed,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -488,16 +556,18 @@ def _finish(
     vocab_size,
     ROOM: tl.constexpr,
     FEW: tl.constexpr,
+    HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     start(OVERLAPS)
-    row_temperature, row_k, row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    of = tl.load(rows + row)
+    row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     if is_truncated:
         count = tl.load(num_gathered + row)
         if count <= FEW:
             is_drawn = _draw_gathered(
-                row, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
+                row, of, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
                 gathered, gathered_tokens, vocab_size, ROOM, FEW,
             )  # fmt: skip
             if not is_drawn:
@@ -507,6 +577,9 @@ def _finish(
 @triton.jit
 def _search(
     logits,
+    changed,
+    is_changed,
+    rows,
     temperature,
     top_k,
     top_p,
@@ -525,18 +598,21 @@ def _search(
     ROOM: tl.constexpr,
     FEW: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_CHANGED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     row = tl.program_id(0)
     start(OVERLAPS)
-    row_temperature, row_k, row_p, is_truncated = _truncation_of(row, temperature, top_k, top_p, vocab_size)
+    of = tl.load(rows + row)
+    of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
+    row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     count = tl.load(num_gathered + row)
     is_drawn = not is_truncated
     if is_truncated & (count <= ROOM):
         is_drawn = count <= FEW
         if not is_drawn:
             is_drawn = _draw_gathered(
-                row, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
+                row, of, row_temperature, row_k, row_p, count, min_p, seeds, positions, tokens, highest, total_weights,
                 gathered, gathered_tokens, vocab_size, ROOM, ROOM,
             )  # fmt: skip
     if not is_drawn:
@@ -545,19 +621,19 @@ def _search(
         least = tl.full((), 0, tl.uint32)
         if row_k > 0:
             wanted = row_k.to(tl.float64)
-            least = least_of_row(logits, row, vocab_size, row_highest, scale, wanted, True, TILE)
+            least = least_of_row(of_row, vocab_size, row_highest, scale, wanted, True, TILE)
         if row_p < 1.0:
-            left = amount_of_row(logits, row, vocab_size, row_highest, scale, least, TILE)
+            left = amount_of_row(of_row, vocab_size, row_highest, scale, least, TILE)
             wanted = left.to(tl.float64) * row_p.to(tl.float64)
-            least_of_p = least_of_row(logits, row, vocab_size, row_highest, scale, wanted, False, TILE)
+            least_of_p = least_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
             least = tl.maximum(least, least_of_p)
-        key = _key_of(seeds, positions, row)
-        least_weight = tl.load(min_p + row).to(tl.float64) * _MOST
+        key = _key_of(seeds, positions, row, of)
+        least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(0, vocab_size, TILE):
             token = begin + tl.arange(0, TILE)
-            logit = load_row(logits, row, token, vocab_size)
+            logit = load_logits(of_row, token, vocab_size)
             stays = (sortable_of(logit) >= least) & (token < vocab_size)
             stays &= weights(logit, row_highest, scale).to(tl.float64) >= least_weight
             value = (logit - row_highest) / row_temperature + _gumbel(key, token)

@@ -24,10 +24,18 @@ _POWER_1, _POWER_2, _POWER_3, _POWER_4, _POWER_5 = (tl.constexpr(value) for valu
 
 
 @triton.jit
-def load_row(logits, row, token, vocab_size):
+def logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED: tl.constexpr):
+    """Return where a row's logits begin: the model's own, or the changed ones where it has some."""
+    own = logits + row.to(tl.int64) * vocab_size
+    if HAS_CHANGED:
+        return tl.where(tl.load(is_changed + row) != 0, changed + row.to(tl.int64) * vocab_size, own)
+    return own
+
+
+@triton.jit
+def load_logits(of_row, token, vocab_size):
     """Return a row's logits of some tokens, float32; -inf behind the vocabulary."""
-    at = logits + row.to(tl.int64) * vocab_size + token
-    return tl.load(at, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+    return tl.load(of_row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
 
 
 @triton.jit
@@ -85,18 +93,18 @@ def _amounts(values, token, vocab_size, row_highest, scale, COUNTS: tl.constexpr
 
 
 @triton.jit
-def amount_of_row(logits, row, vocab_size, row_highest, scale, least, TILE: tl.constexpr):
+def amount_of_row(of_row, vocab_size, row_highest, scale, least, TILE: tl.constexpr):
     """Return the weight of a row's tokens that reach an integer."""
     offset = tl.arange(0, TILE)
     amount = tl.full((TILE,), 0, tl.int64)
     for begin in range(0, vocab_size, TILE):
-        value = load_row(logits, row, begin + offset, vocab_size)
+        value = load_logits(of_row, begin + offset, vocab_size)
         amount += tl.where(sortable_of(value) >= least, weights(value, row_highest, scale), 0)
     return tl.sum(amount, 0)
 
 
 @triton.jit
-def least_of_row(logits, row, vocab_size, row_highest, scale, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
+def least_of_row(of_row, vocab_size, row_highest, scale, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """Return the same of a whole row, two bits at each pass over it."""
     offset = tl.arange(0, TILE)
     least = tl.full((), 0, tl.uint32)
@@ -106,7 +114,7 @@ def least_of_row(logits, row, vocab_size, row_highest, scale, wanted, COUNTS: tl
         twice, thrice = once, once
         for begin in range(0, vocab_size, TILE):
             token = begin + offset
-            value = load_row(logits, row, token, vocab_size)
+            value = load_logits(of_row, token, vocab_size)
             amount = _amounts(value, token, vocab_size, row_highest, scale, COUNTS)
             sortable = sortable_of(value)
             once += tl.where(sortable >= least + unit, amount, 0)

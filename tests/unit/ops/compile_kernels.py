@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from raypp.ops.adjust import AdjustedLogits, DrawTables, Needs, PositionMasks, RowTables, Widths
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.kernels import (
     decode_attention,
@@ -34,6 +36,7 @@ from raypp.ops.kernels import (
 from raypp.ops.kernels.choose import input_type_in_8_bits, own_product
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.workspace import Workspace
+from raypp.stage.token_history import TokenHistory
 
 CPU = torch.device("cpu")
 DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
@@ -147,9 +150,32 @@ def call_all(workspace: Workspace) -> None:
     for rows in (1, 2):
         x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
         projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
-    chooser.greedy(logits)
-    truncation = (torch.zeros(32, dtype=torch.int32), torch.ones(32), torch.zeros(32))
-    chooser.draw(logits, torch.ones(32), integers, integers, truncation)
+    draws = DrawTables(torch.ones(32), lengths, torch.ones(32), torch.zeros(32), integers)
+    row_tables = RowTables(
+        needs=lengths,
+        bias_token_ids=torch.zeros(32, 1024, dtype=torch.int32),
+        bias=torch.zeros(32, 1024),
+        num_biased=lengths,
+        repetition=torch.ones(32),
+        frequency=torch.zeros(32),
+        presence=torch.zeros(32),
+        min_lengths=integers,
+        end_token_ids=torch.zeros(32, 64, dtype=torch.int32),
+        bad_words=torch.zeros(32, 256, 64, dtype=torch.int32),
+        num_bad_words=lengths,
+        allowed=torch.zeros(32, 157, dtype=torch.int32),
+    )
+    spec: Any = types.SimpleNamespace(max_num_seqs=32, vocab_size=5000, max_drafts=4)
+    history, masks = TokenHistory(spec, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
+    history.reserve()
+    for of_grammars in (None, masks):
+        adjusted = chooser.adjust(
+            logits, integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars
+        )
+    for given in (AdjustedLogits(logits), adjusted):
+        chooser.greedy(given)
+        chooser.draw(given, integers, integers, draws)
+    chooser.remember(integers, integers, torch.zeros(32, 5), lengths, lengths, history, counts=True)
 
 
 def call_wide(workspace: Workspace) -> None:

@@ -43,6 +43,8 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_gather",
         "_finish",
         "_search",
+        "_adjust",
+        "_remember",
         "_rotate_qk",
     }
     for kernel in kernels:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StartExtras, StepPlan, pack, unpack
+from raypp.ops.adjust import Needs
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.in_flight import Chunk, InFlightStep
@@ -15,7 +16,6 @@ from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampling_rows import Needs
 from raypp.stage.spec import StageSpec
 
 VOCAB_SIZE = 70
@@ -85,6 +85,6 @@ def commit(
     num_valid: Sequence[int] | None = None,
 ) -> None:
     """Take in what a step yielded."""
-    device = sampler.rows.seeds.device
+    device = sampler.rows.draws.seeds.device
     columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
     sampler.commit(*columns, needs, None if num_valid is None else torch.tensor(num_valid, device=device))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 from sampler_plans import VOCAB_SIZE, spec, start_plan
 
 from raypp.messages import MaskUpdate, StepPlan
+from raypp.ops.adjust import Needs, adjusted
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_masks import StepMasks
@@ -59,6 +61,13 @@ def step(masks: GrammarMasks, rows: list[int], step_id: int, wait_us: int = 0, n
     return found
 
 
+def applied(found: StepMasks, logits: torch.Tensor) -> torch.Tensor:
+    """Return what the masks make of a step's logits."""
+    nothing: Any = None
+    masks = found.of_positions(len(logits))
+    return adjusted(logits, nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, masks)
+
+
 def close(found: StepMasks, token_ids: list[list[int]], positions: list[int], drafts: list[list[int]] | None = None):
     tokens = StepTokens(
         token_ids=torch.tensor(token_ids, dtype=torch.int32),
@@ -80,7 +89,7 @@ def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
     masks.put(update(1, 3, [9], after=-1))
     found = step(masks, [0, 1], 0)
     before = torch.zeros(2, VOCAB_SIZE)
-    logits = found.apply(before)
+    logits = applied(found, before)
     assert (before == 0).all()
     assert (logits[0] == 0).all()
     assert logits[1].argmax() == 9
@@ -107,10 +116,10 @@ def test_a_step_without_any_mask_in_time_leaves_all_logits() -> None:
     masks = begun([0, 1], [True, True])
     before = torch.randn(2, VOCAB_SIZE)
     found = step(masks, [0, 1], 0)
-    assert torch.equal(found.apply(before), before)
+    assert torch.equal(applied(found, before), before)
     assert close(found, [[7], [8]], [3, 3]).num_valid.tolist() == [0, 0]
     masks.put(update(5, 3, [9], after=0))  # of a row that is not in the step
-    assert torch.equal(step(masks, [0, 1], 1).apply(before), before)
+    assert torch.equal(applied(step(masks, [0, 1], 1), before), before)
 
 
 def test_masks_behind_drafts_count_as_far_as_the_drafts_are_the_same() -> None:

@@ -1,4 +1,4 @@
-"""Decode steps with any parameters are recordings; a request too large for the reserved tables runs all the same."""
+"""Decode steps with any parameters are recordings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
-from raypp.stage import sampler_sizes
+from raypp.request_limits import MAX_BIASED_TOKENS
 from raypp.stage.recorded_decode import RecordedDecode
-from raypp.stage.sampler_sizes import BIASED_TOKENS
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 from raypp.types import SamplingParams
@@ -95,29 +94,15 @@ def test_debug_mode_agrees():
     assert _generate(engine, requests) == _generate(_engine(mode="none", **SPECULATION), requests)
 
 
-def test_too_many_logits_are_not_recorded(monkeypatch, tails):
-    monkeypatch.setattr(sampler_sizes, "_MAX_COPIED_LOGITS", 0)
-    engine = _engine(tape_graphs, mode="full")
-    assert tails
-    assert not any(needs.changes for needs in tails)
-    tails.clear()
-    requests = _requests(6)
-    assert _generate(engine, requests) == _generate(_engine(mode="none"), requests)
-    assert tails
-
-
-def test_a_request_with_more_entries_than_reserved(tails):
+def test_the_largest_request_is_a_recording_too(tails):
     engine, plain = _engine(tape_graphs, mode="full"), _engine(mode="none")
     tails.clear()
-    requests = _requests(4)
-    assert _generate(engine, requests) == _generate(plain, requests)
-    assert not tails
-    vocab_size = engine_plan().model.vocab_size
-    bias = {token_id: token_id % 7 - 3.0 for token_id in range(BIASED_TOKENS + 1)}
-    assert vocab_size > len(bias)
+    bias = {token_id: token_id % 7 - 3.0 for token_id in range(MAX_BIASED_TOKENS)}
+    assert engine_plan().model.vocab_size > len(bias)
     large = [([7, 8, 9], SamplingParams(max_tokens=9, temperature=0.7, seed=3, logit_bias=bias, ignore_eos=True))]
     assert _generate(engine, large) == _generate(plain, large)
-    assert tails  # its table has moved
+    assert not tails
+    requests = _requests(4)
     assert _generate(engine, requests) == _generate(plain, requests)
 
 

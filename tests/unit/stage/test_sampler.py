@@ -14,11 +14,11 @@ from scipy import stats
 from transformers import TopPLogitsWarper
 
 from raypp.ops import reference
+from raypp.ops.adjust import Needs
 from raypp.ops.sampling import draw_scores
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.stage.sampler import Sampler
-from raypp.stage.sampling_rows import Needs
 from raypp.types import SamplingParams
 
 EVERYTHING = Needs(127)
@@ -151,8 +151,7 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
         positions = lengths(some_requests)
         drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
         flat_positions = [position + offset for position in positions for offset in range(width)]
-        if needs.history:
-            sampler.history.place_drafts(*(torch.tensor(values, device=device) for values in (rows, positions, drafts)))
+        sampler.place_drafts(*(torch.tensor(values, device=device) for values in (rows, positions, drafts)), needs)
         logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator).to(device) * 2
         chosen = choose(sampler, logits, flat_rows, flat_positions)
         kept = []
@@ -168,23 +167,13 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
             request.output_token_ids += tokens[:count]
 
 
-def test_what_nobody_needs_is_not_allocated():
+def test_counts_are_not_kept_before_somebody_needs_them():
     sampler = Sampler(spec(), CPU)
     start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(temperature=0.5, top_k=3), 0)], [0])
-    rows = sampler.rows
-    tables = (rows.end_token_ids, rows.bias_token_ids, rows.bias, rows.bad_words, rows.allowed)
-    assert not any(table.is_there for table in tables)
     assert not sampler.history.has_counts
     assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
     start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(presence_penalty=0.5), 0)], [1])
     assert sampler.history.has_counts
-    start(
-        sampler,
-        [Request("r", np.array([1, 2], np.int32), SamplingParams(logit_bias={t: 1.0 for t in range(9)}), 0)],
-        [1],
-    )
-    assert rows.bias.is_there
-    assert not rows.bad_words.is_there
     assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE, "the neighbours' needs are not its own"
 
 
@@ -197,7 +186,7 @@ def test_greedy_rows_need_nothing():
 
 
 @pytest.mark.parametrize("num_entries", [1, 3, 64])
-def test_a_table_that_grows_keeps_what_it_held(num_entries):
+def test_rows_with_few_and_many_biases_share_a_step(num_entries):
     sampler, logits = Sampler(spec(), CPU), torch.zeros(2, VOCAB_SIZE)
     greedy = {"temperature": 0.0}
     start(
@@ -248,7 +237,7 @@ def test_a_step_never_waits_for_the_device():
     sampler.choose(logits, on_device, positions, needs)  # what is made once is made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.history.place_drafts(on_device, positions, drafts)
+        sampler.place_drafts(on_device, positions, drafts, needs)
         chosen = sampler.choose(logits, on_device, positions, needs)
         sampler.commit(on_device, positions, chosen.unsqueeze(1), needs, torch.ones_like(chosen))
     finally:

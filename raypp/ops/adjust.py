@@ -1,0 +1,198 @@
+"""What rows ask of their logits before a token is chosen, in tables of fixed width, and what torch makes of it.
+
+    logits --> bias --> penalties --> bans --> allowed tokens --> masks --> [ changed logits ]
+
+A row that asks for nothing keeps its logits, bit by bit, whatever its neighbours ask for. The kernels' twin is
+`raypp.ops.kernels.adjust`.
+
+S rows of the tables, N positions at which a token is chosen (a row may have several), V vocabulary, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Protocol
+
+import torch
+
+from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
+from raypp.ops.truncation import Truncation
+
+
+class Needs(IntFlag):
+    """What a row's parameters ask of the sampler."""
+
+    GREEDY = 0
+    DRAW = 1
+    TRUNCATE = 2
+    BIAS = 4
+    PENALTIES = 8
+    MIN_TOKENS = 16
+    BAD_WORDS = 32
+    ALLOWED = 64
+    GRAMMAR = 128
+    CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
+    HISTORY = PENALTIES | BAD_WORDS
+    ALL = DRAW | TRUNCATE | CHANGES
+
+    @property
+    def history(self) -> bool:
+        """Whether it matters what was generated before."""
+        return bool(self & Needs.HISTORY)
+
+    @property
+    def changes(self) -> Needs:
+        """Those that change the logits themselves, before the grammar and the temperature; in their order."""
+        return self & Needs.CHANGES
+
+
+@dataclass(frozen=True, eq=False)
+class DrawTables:
+    """How rows draw."""
+
+    temperature: torch.Tensor  # [S] float32, 0 is greedy
+    top_k: torch.Tensor  # [S] int32, 0 for all
+    top_p: torch.Tensor  # [S] float32, 1 for all
+    min_p: torch.Tensor  # [S] float32, 0 for all
+    seeds: torch.Tensor  # [S] int64
+
+    @property
+    def truncation(self) -> Truncation:
+        """top_k, top_p and min_p."""
+        return self.top_k, self.top_p, self.min_p
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return all, for messages."""
+        return {name.replace("_", " "): tensor for name, tensor in vars(self).items()}
+
+
+@dataclass(frozen=True, eq=False)
+class RowTables:
+    """Parameters by row. B biased tokens, E end tokens, P bad words of at most L tokens."""
+
+    needs: torch.Tensor  # [S] int32, of `Needs`
+    bias_token_ids: torch.Tensor  # [S, B] int32
+    bias: torch.Tensor  # [S, B] float32, 0 behind the last
+    num_biased: torch.Tensor  # [S] int32
+    repetition: torch.Tensor  # [S] float32, 1 is neutral
+    frequency: torch.Tensor  # [S] float32, 0 is neutral
+    presence: torch.Tensor  # [S] float32, 0 is neutral
+    min_lengths: torch.Tensor  # [S] int64, tokens before which no end token may come
+    end_token_ids: torch.Tensor  # [S, E] int32, NO_TOKEN behind the last
+    bad_words: torch.Tensor  # [S, P, L] int32, each at the end of its place, ANY_TOKEN in front of it
+    num_bad_words: torch.Tensor  # [S] int32
+    allowed: torch.Tensor  # [S, W] int32, a bit per token
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Return all, for messages."""
+        return {name.replace("_", " "): tensor for name, tensor in vars(self).items()}
+
+
+class HistoryTables(Protocol):
+    """What was seen so far, by row. See `raypp.stage.token_history.TokenHistory`."""
+
+    last: torch.Tensor
+    """[S, H] int32, the token at position p in column p % H."""
+    lengths: torch.Tensor
+    """[S] int64, tokens that are counted."""
+    max_drafts: int
+    """The most tokens in front of a position that are not."""
+
+    @property
+    def output_counts(self) -> torch.Tensor:
+        """[S, V] int32, how often each token was generated."""
+
+    @property
+    def in_prompt(self) -> torch.Tensor:
+        """[S, V] bool."""
+
+    def counts(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how often each token was generated before each position, [N, V], and whether it is in the prompt."""
+
+    def before(self, rows: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return the last tokens before each position, int32 [N, num_tokens]."""
+
+    def remember(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None,
+        *,
+        counts: bool,
+    ) -> None:
+        """Write tokens; see `raypp.ops.backend.TokenChoice.remember`."""
+
+
+@dataclass(frozen=True, eq=False)
+class PositionMasks:
+    """Which tokens grammars allow at a step's positions."""
+
+    mask_of: torch.Tensor  # [N] int32, which of the masks is the position's; -1: none
+    bitmasks: torch.Tensor  # [M, W] int32, M >= 1: bit t % 32 of word t // 32 is token t's
+
+    def part(self, positions: slice) -> PositionMasks:
+        """Return those of some positions."""
+        return PositionMasks(self.mask_of[positions], self.bitmasks)
+
+
+@dataclass(frozen=True)
+class Widths:
+    """How many entries of a row torch looks at: none has more."""
+
+    biased: int
+    end_tokens: int
+    bad_words: int
+
+
+@dataclass(frozen=True, eq=False)
+class AdjustedLogits:
+    """What tokens are chosen from: the model's own logits, or at positions that were changed, the changed ones."""
+
+    own: torch.Tensor  # [N, V] float32
+    changed: torch.Tensor | None = None  # [N or more, V] float32
+    is_changed: torch.Tensor | None = None  # [N or more] int32; None: at no position
+
+
+def adjusted(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    tables: RowTables,
+    history: HistoryTables,
+    needs: Needs,
+    widths: Widths,
+    masks: PositionMasks | None,
+) -> torch.Tensor:
+    """Return the logits with everything done to them that `needs` and the masks say, float32 [N, V].
+
+    What `needs` names is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
+
+    Shapes: logits [N, V], which stay as they are; rows, positions [N] int64.
+    """
+    if not needs.changes and masks is None:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if Needs.BIAS in needs:
+        token_ids, bias = (
+            table[:, : widths.biased].index_select(0, rows) for table in (tables.bias_token_ids, tables.bias)
+        )
+        add_bias(logits, token_ids.to(torch.int64), bias)
+    if Needs.PENALTIES in needs:
+        weights = (table.index_select(0, rows) for table in (tables.repetition, tables.frequency, tables.presence))
+        penalize(logits, *history.counts(rows, positions), *weights)
+    if Needs.MIN_TOKENS in needs:
+        end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
+        is_early = positions < tables.min_lengths.index_select(0, rows)
+        ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
+    if Needs.BAD_WORDS in needs:
+        words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)
+        is_banned = completes_bad_word(words, history.before(rows, positions, words.shape[2] - 1))
+        ban(logits, words[:, :, -1].to(torch.int64), is_banned)
+    if Needs.ALLOWED in needs:
+        allow_only(logits, tables.allowed.index_select(0, rows))
+    if masks is not None:
+        bits = masks.bitmasks.index_select(0, masks.mask_of.clamp(min=0))
+        allow_only(logits, bits.masked_fill_((masks.mask_of < 0).unsqueeze(1), -1))
+    return logits

@@ -1,0 +1,328 @@
+"""What rows ask of their logits, in one pass over those that ask. Twin: `raypp.ops.adjust`, whose tables these are.
+
+    adjust (position, part)   copies and changes the part's logits; nothing where the row asks for nothing
+    remember (row)            takes in what was generated
+
+A program has a part of the vocabulary to itself: what it changes token by token (biases, bans) it writes and reads
+again between barriers of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops import logits as twin
+from raypp.ops.adjust import AdjustedLogits, HistoryTables, Needs, PositionMasks, RowTables
+from raypp.ops.kernels.launch import Device, start
+
+_TILE = 2048
+_MIN_PART = 8192
+_WORDS = 16  # bad words that are compared at a time
+
+_BIAS = tl.constexpr(int(Needs.BIAS))
+_PENALTIES = tl.constexpr(int(Needs.PENALTIES))
+_MIN_TOKENS = tl.constexpr(int(Needs.MIN_TOKENS))
+_BAD_WORDS = tl.constexpr(int(Needs.BAD_WORDS))
+_ALLOWED = tl.constexpr(int(Needs.ALLOWED))
+_CHANGES = tl.constexpr(int(Needs.CHANGES))
+_HISTORY = tl.constexpr(int(Needs.HISTORY))
+_BANNED = tl.constexpr(twin.BANNED)
+_ANY_TOKEN = tl.constexpr(twin.ANY_TOKEN)
+_NO_TOKEN = tl.constexpr(twin.NO_TOKEN)
+
+
+class LogitAdjuster:
+    """Changes logits, in a buffer of its own.
+
+    Args:
+        max_positions: The most positions of a call.
+        vocab_size: V.
+        device: Where it runs.
+    """
+
+    def __init__(self, max_positions: int, vocab_size: int, device: Device) -> None:
+        self._device = device
+        self._changed = torch.empty(max_positions, vocab_size, device=device.torch_device)
+        self._is_changed = torch.zeros(max_positions, dtype=torch.int32, device=device.torch_device)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The changed logits, [max_positions, V]; those of other positions are of any content."""
+        return self._changed
+
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        history: HistoryTables,
+        masks: PositionMasks | None,
+    ) -> AdjustedLogits:
+        """Do what each position's row and mask ask for. Shapes: logits [N, V] contiguous; rows, positions [N] int64."""
+        num_positions, vocab_size = logits.shape
+        if not num_positions:
+            return AdjustedLogits(logits)
+        wanted = max(1, min(triton.cdiv(vocab_size, _MIN_PART), 4 * self._device.num_processors // num_positions))
+        num_tiles = triton.cdiv(triton.cdiv(vocab_size, wanted), _TILE)
+        num_parts = triton.cdiv(vocab_size, num_tiles * _TILE)
+        mask_of, bitmasks = (rows, tables.allowed) if masks is None else (masks.mask_of, masks.bitmasks)
+        _adjust[(num_positions, num_parts)](
+            logits,
+            self._changed,
+            self._is_changed,
+            rows,
+            positions,
+            tables.needs,
+            tables.bias_token_ids,
+            tables.bias,
+            tables.num_biased,
+            tables.repetition,
+            tables.frequency,
+            tables.presence,
+            history.output_counts,
+            history.in_prompt.view(torch.uint8),
+            history.last,
+            history.lengths,
+            tables.min_lengths,
+            tables.end_token_ids,
+            tables.bad_words,
+            tables.num_bad_words,
+            tables.allowed,
+            mask_of,
+            bitmasks,
+            vocab_size,
+            tables.allowed.shape[1],
+            num_tiles,
+            HAS_MASKS=masks is not None,
+            MAX_DRAFTS=history.max_drafts,
+            BIASED=tables.bias.shape[1],
+            END_TOKENS=tables.end_token_ids.shape[1],
+            BAD_WORDS=tables.bad_words.shape[1],
+            WORD_LEN=tables.bad_words.shape[2],
+            HISTORY_LEN=history.last.shape[1],
+            TILE=_TILE,
+            WORDS=_WORDS,
+            OVERLAPS=self._device.has_dependent_launch,
+            num_warps=4,
+            enable_fp_fusion=False,  # a product and a sum are rounded as torch rounds them: twice
+            **self._device.launch_options,
+        )
+        return AdjustedLogits(logits, self._changed, self._is_changed)
+
+
+def remember(
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_valid: torch.Tensor | None,
+    needs: torch.Tensor,
+    history: HistoryTables,
+    device: Device,
+    *,
+    counts: bool,
+) -> None:
+    """Write tokens to the history of rows that need it.
+
+    Args:
+        rows: [R] int64.
+        positions: [R] int64, with any stride, of each row's first token.
+        token_ids: [R, W].
+        num_valid: [R] int32, how many of them count; None: all.
+        needs: By row; see `RowTables`.
+        history: Where to.
+        device: Where it runs.
+        counts: Whether they are counted; drafts are only among the last tokens.
+    """
+    if not len(rows):
+        return
+    _remember[(len(rows),)](
+        rows,
+        rows.stride(0),
+        positions,
+        positions.stride(0),
+        token_ids.contiguous(),
+        rows if num_valid is None else num_valid,
+        needs,
+        history.last,
+        history.lengths,
+        history.output_counts,
+        history.output_counts.shape[1],
+        HAS_VALID=num_valid is not None,
+        COUNTS=counts,
+        WIDTH=token_ids.shape[1],
+        BLOCK=triton.next_power_of_2(token_ids.shape[1]),
+        HISTORY_LEN=history.last.shape[1],
+        OVERLAPS=device.has_dependent_launch,
+        num_warps=1,
+        **device.launch_options,
+    )
+
+
+@triton.jit
+def _is_allowed(bitmask, token, vocab_size):
+    """Return the tokens' bits."""
+    word = tl.load(bitmask + token // 32, mask=token < vocab_size, other=0)
+    return ((word >> (token % 32)) & 1) != 0
+
+
+@triton.jit
+def _ban(changed, token, is_banned):
+    logit = tl.load(changed + token, mask=is_banned, other=0.0)
+    tl.store(changed + token, tl.minimum(logit, _BANNED), mask=is_banned)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
+def _adjust(
+    logits,
+    changed,
+    is_changed,
+    rows,
+    positions,
+    needs,
+    bias_token_ids,
+    bias,
+    num_biased,
+    repetition,
+    frequency,
+    presence,
+    output_counts,
+    in_prompt,
+    last,
+    lengths,
+    min_lengths,
+    end_token_ids,
+    bad_words,
+    num_bad_words,
+    allowed,
+    mask_of,
+    bitmasks,
+    vocab_size,
+    mask_words,
+    num_tiles,
+    HAS_MASKS: tl.constexpr,
+    MAX_DRAFTS: tl.constexpr,
+    BIASED: tl.constexpr,
+    END_TOKENS: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    WORD_LEN: tl.constexpr,
+    HISTORY_LEN: tl.constexpr,
+    TILE: tl.constexpr,
+    WORDS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start(OVERLAPS)
+    row = tl.load(rows + at)
+    need = tl.load(needs + row)
+    mask = tl.full((), -1, tl.int32)
+    if HAS_MASKS:
+        mask = tl.load(mask_of + at)
+    asks = ((need & _CHANGES) != 0) | (mask >= 0)
+    if part == 0:
+        tl.store(is_changed + at, asks.to(tl.int32))
+    if asks:
+        position = tl.load(positions + at)
+        first = part * num_tiles * TILE
+        end = tl.minimum(first + num_tiles * TILE, vocab_size)
+        offset = tl.arange(0, TILE)
+        own, out = logits + at * vocab_size, changed + at * vocab_size
+        has_bias = (need & _BIAS) != 0
+        if has_bias:
+            for begin in range(first, end, TILE):
+                token = begin + offset
+                value = tl.load(own + token, mask=token < vocab_size, other=0.0)
+                tl.store(out + token, value.to(tl.float32), mask=token < vocab_size)
+            tl.debug_barrier()
+            entry = tl.arange(0, BIASED)
+            inside = entry < tl.load(num_biased + row)
+            token = tl.load(bias_token_ids + row * BIASED + entry, mask=inside, other=-1)
+            inside &= (token >= first) & (token < end)
+            value = tl.load(out + token, mask=inside, other=0.0)
+            value += tl.load(bias + row * BIASED + entry, mask=inside, other=0.0)
+            tl.store(out + token, value, mask=inside)
+            tl.debug_barrier()
+        factor, per_count, once = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+        num_uncounted = tl.minimum(position - tl.load(lengths + row), MAX_DRAFTS).to(tl.int32)
+        for begin in range(first, end, TILE):
+            token = begin + offset
+            inside = token < vocab_size
+            if has_bias:
+                value = tl.load(out + token, mask=inside, other=0.0)
+            else:
+                value = tl.load(own + token, mask=inside, other=0.0).to(tl.float32)
+            if (need & _PENALTIES) != 0:
+                count = tl.load(output_counts + row * vocab_size + token, mask=inside, other=0)
+                for back in range(1, num_uncounted + 1):
+                    drafted = tl.load(last + row * HISTORY_LEN + (position - back) % HISTORY_LEN)
+                    count += (token == drafted).to(tl.int32)
+                was_seen = (tl.load(in_prompt + row * vocab_size + token, mask=inside, other=0) != 0) | (count > 0)
+                weakened = tl.where(value > 0.0, tl.div_rn(value, factor), value * factor)
+                value = tl.where(was_seen, weakened, value)
+                value = value - count.to(tl.float32) * per_count
+                value = value - (count > 0).to(tl.float32) * once
+            if (need & _ALLOWED) != 0:
+                value = tl.where(_is_allowed(allowed + row * mask_words, token, vocab_size), value, -float("inf"))
+            if mask >= 0:
+                bits = bitmasks + mask.to(tl.int64) * mask_words
+                value = tl.where(_is_allowed(bits, token, vocab_size), value, -float("inf"))
+            tl.store(out + token, value, mask=inside)
+        if (need & (_MIN_TOKENS | _BAD_WORDS)) != 0:
+            tl.debug_barrier()
+        if ((need & _MIN_TOKENS) != 0) & (position < tl.load(min_lengths + row)):
+            token = tl.load(end_token_ids + row * END_TOKENS + tl.arange(0, END_TOKENS))
+            _ban(out, token, (token >= first) & (token < end))
+        if (need & _BAD_WORDS) != 0:
+            place = tl.arange(0, WORD_LEN)
+            at_place = position - (WORD_LEN - 1) + place
+            is_before = (place < WORD_LEN - 1) & (at_place >= 0)
+            seen = tl.load(last + row * HISTORY_LEN + at_place % HISTORY_LEN, mask=is_before, other=_NO_TOKEN)
+            number = tl.load(num_bad_words + row)
+            for begin in range(0, number, WORDS):
+                word = begin + tl.arange(0, WORDS)
+                words = bad_words + (row * BAD_WORDS + word) * WORD_LEN
+                ending = tl.load(words + WORD_LEN - 1, mask=word < number, other=_ANY_TOKEN)
+                inside = (ending >= first) & (ending < end)
+                tokens = tl.load(words[:, None] + place[None, :], mask=inside[:, None], other=_ANY_TOKEN)
+                fits = (tokens == seen[None, :]) | (tokens == _ANY_TOKEN) | (place == WORD_LEN - 1)[None, :]
+                _ban(out, ending, inside & (tl.min(fits.to(tl.int32), 1) != 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "num_valid", "needs"])  # an element per program
+def _remember(
+    rows,
+    row_stride,
+    positions,
+    position_stride,
+    token_ids,
+    num_valid,
+    needs,
+    last,
+    lengths,
+    output_counts,
+    vocab_size,
+    HAS_VALID: tl.constexpr,
+    COUNTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HISTORY_LEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64)
+    start(OVERLAPS)
+    row = tl.load(rows + at * row_stride)
+    if (tl.load(needs + row) & _HISTORY) != 0:
+        position = tl.load(positions + at * position_stride)
+        place = tl.arange(0, BLOCK)
+        inside = place < WIDTH
+        token = tl.load(token_ids + at * WIDTH + place, mask=inside, other=0).to(tl.int32)
+        tl.store(last + row * HISTORY_LEN + (position + place) % HISTORY_LEN, token, mask=inside)
+        if COUNTS:
+            count = tl.full((), WIDTH, tl.int64)
+            if HAS_VALID:
+                count = tl.load(num_valid + at).to(tl.int64)
+            tl.store(lengths + row, position + count)
+            is_counted = inside & (place < count) & (token >= 0)
+            tl.atomic_add(output_counts + row * vocab_size + token, 1, mask=is_counted)
