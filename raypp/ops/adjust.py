@@ -32,9 +32,10 @@ class Needs(IntFlag):
     BAD_WORDS = 32
     ALLOWED = 64
     GRAMMAR = 128
+    LOGPROBS = 256
     CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
     HISTORY = PENALTIES | BAD_WORDS
-    ALL = DRAW | TRUNCATE | CHANGES
+    ALL = DRAW | TRUNCATE | CHANGES | LOGPROBS
 
     @property
     def history(self) -> bool:
@@ -83,6 +84,7 @@ class RowTables:
     bad_words: torch.Tensor  # [S, P, L] int32, each at the end of its place, ANY_TOKEN in front of it
     num_bad_words: torch.Tensor  # [S] int32
     allowed: torch.Tensor  # [S, W] int32, a bit per token
+    num_reported: torch.Tensor  # [S] int32, see `raypp.ops.backend.TokenChoice.report`
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return all, for messages."""

@@ -21,6 +21,7 @@ import torch
 
 from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, PositionMasks, RowTables, Widths
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.rotary import Rotation
 
 _LOG = logging.getLogger(__name__)
@@ -210,6 +211,17 @@ class TokenChoice(Protocol):
 
         Shapes: rows [R] int64; positions [R] int64, of each row's first token; token_ids [R, W]; num_valid [R], how
         many of them count, None: all; needs by row. `counts`: whether they are counted, or only among the last tokens.
+        """
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of the chosen tokens and of the most likely ones, valid until the next call.
+
+        Of a position whose row asks for n of the most likely, columns 0 to n count; of others, nothing does.
+
+        Shapes: logits [N, V], the model's own; rows, chosen [N] int64; num_reported by row, int32: 1 + n, at most
+        1 + `draw_sizes.MAX_REPORTED`; 0 for rows that do not ask.
         """
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:

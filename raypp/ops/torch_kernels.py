@@ -22,8 +22,10 @@ from raypp.ops.adjust import (
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu_attention import paged_attention
+from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.kv_cache import cache_rows, write_kv_cache
 from raypp.ops.linear import Linear
+from raypp.ops.logprobs import TopLogprobs, top_logprobs
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
 from raypp.ops.sampling import sample, sample_greedy
@@ -144,6 +146,12 @@ class TorchTokenChoice:
     ) -> None:
         """Write tokens to the history of all rows."""
         history.remember(rows, positions, token_ids, num_valid, counts=counts)
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of all rows, as many as any may ask for."""
+        return top_logprobs(logits, chosen, min(MAX_REPORTED, logits.shape[1]))
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token."""

@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
+from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.host_to_device import to_device
 from raypp.ops.logprobs import TopLogprobs, top_logprobs
 from raypp.stage.pending_result import to_host
+from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 
@@ -28,6 +30,12 @@ _NONE = -1
 
 PendingLogprobs = Callable[[], Bytes]
 """Packs a `StepLogprobs`, or nothing; to be called when a `PendingResult` that was made later is complete."""
+
+
+PendingTop = Callable[[], TopLogprobs]
+"""Returns what was copied to the host; likewise."""
+
+_NO_TOP = TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32))
 
 
 def no_logprobs() -> Bytes:
@@ -64,8 +72,15 @@ class _Chunk:
 class LogprobReporter:
     """Knows which rows ask for log-probabilities. Costs nothing in steps in which none does."""
 
-    def __init__(self, spec: StageSpec, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, spec: StageSpec, sampler: Sampler) -> None:
+        """Know of no request yet.
+
+        Args:
+            spec: Of the last stage.
+            sampler: Of its rows; reports where it can.
+        """
+        self._device = torch.device(spec.device)
+        self._sampler = sampler
         self._num_top_np = np.full(spec.max_num_seqs, _NONE, np.int32)
         self._prompts: dict[int, _Prompt] = {}
 
@@ -89,10 +104,6 @@ class LogprobReporter:
                 token_ids = plan.start_token_ids[start : start + int(plan.start_prompt_lens[index])]
                 self._prompts[row] = _Prompt(token_ids, num_top)
 
-    def is_asked(self, rows: NDArray[np.integer[Any]]) -> bool:
-        """Return whether any of these rows, [R], asks for log-probabilities of its tokens."""
-        return bool((self._num_top_np[rows] != _NONE).any())
-
     def report(
         self,
         plan: StepPlan,
@@ -111,24 +122,45 @@ class LogprobReporter:
         sampled, scored = self._sampled(shape, logits, token_ids), self._scored(chunks, hidden, compute_logits)
         return _pending(self._sampled_rows(shape), sampled, chunks, scored)
 
-    def report_decode(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> PendingLogprobs:
-        """Queue the same for a step of decode rows alone."""
-        return _pending(self._sampled_rows(shape), self._sampled(shape, logits, token_ids), [], None)
+    def report_recorded(
+        self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor, top: TopLogprobs
+    ) -> PendingLogprobs:
+        """Queue the same for a step of decode rows alone, of which `top` was recorded, [N or more]."""
+        if self._num_top_np[shape.rows_np].max() > MAX_REPORTED:
+            sampled = self._sampled(shape, logits, token_ids)
+            return _pending(self._sampled_rows(shape), sampled, [], None)
+        asking, num_top = self._asking(shape)
+        on_host = [to_host(column[: len(logits)]) for column in top]
+
+        def of_asking() -> TopLogprobs:
+            token_ids, logprobs, ranks = (column[asking] for column in on_host)
+            return TopLogprobs(token_ids[:, : 1 + num_top], logprobs[:, : 1 + num_top], ranks)
+
+        return _pending(self._sampled_rows(shape), of_asking, [], None)
 
     def _sampled_rows(self, shape: StepShape) -> NDArray[np.int64]:
         """Return the rows that yield tokens and ask for their log-probabilities, as indices into the step's rows."""
         asking: NDArray[np.int64] = shape.sampled_np[self._num_top_np[shape.rows_np[shape.sampled_np]] != _NONE]
         return asking
 
-    def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> TopLogprobs | None:
+    def _asking(self, shape: StepShape) -> tuple[NDArray[np.int64], int]:
+        """Return the positions whose rows ask, as indices into the step's logits, and the most that one asks for."""
         num_top = self._num_top_np[shape.logits_rows_np]
-        asking = np.flatnonzero(num_top != _NONE)
+        return np.flatnonzero(num_top != _NONE), int(num_top.max(initial=_NONE))
+
+    def _sampled(self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor) -> PendingTop | None:
+        asking, num_top = self._asking(shape)
         if not len(asking):
             return None
         positions = to_device(asking, self._device)
         chosen = token_ids.index_select(0, positions).to(torch.int64)
-        top = top_logprobs(logits.index_select(0, positions), chosen, min(int(num_top.max()), logits.shape[1]))
-        return _to_host([top])
+        num_top = min(num_top, logits.shape[1])
+        asked = logits.index_select(0, positions)
+        if num_top > MAX_REPORTED or self._device.type == "cpu":
+            return _to_host([top_logprobs(asked, chosen, num_top)])
+        rows = to_device(shape.logits_rows_np[asking].astype(np.int64), self._device)
+        top = self._sampler.report(asked, rows, chosen)
+        return _to_host([TopLogprobs(top.token_ids[:, : 1 + num_top], top.logprobs[:, : 1 + num_top], top.ranks)])
 
     def _chunks(self, plan: StepPlan, shape: StepShape) -> list[_Chunk]:
         chunks = []
@@ -147,7 +179,7 @@ class LogprobReporter:
 
     def _scored(
         self, chunks: list[_Chunk], hidden: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
-    ) -> TopLogprobs | None:
+    ) -> PendingTop | None:
         if not chunks:
             return None
         num_top, tops = max(chunk.prompt.num_top for chunk in chunks), []
@@ -159,13 +191,14 @@ class LogprobReporter:
         return _to_host(tops)
 
 
-def _to_host(tops: list[TopLogprobs]) -> TopLogprobs:
+def _to_host(tops: list[TopLogprobs]) -> PendingTop:
     """Queue the copies of all of them, joined."""
-    return TopLogprobs(*(to_host(torch.cat(column)) for column in zip(*tops, strict=True)))
+    on_host = TopLogprobs(*(to_host(torch.cat(column)) for column in zip(*tops, strict=True)))
+    return lambda: on_host
 
 
 def _pending(
-    sampled_rows: NDArray[np.int64], sampled: TopLogprobs | None, chunks: list[_Chunk], scored: TopLogprobs | None
+    sampled_rows: NDArray[np.int64], sampled: PendingTop | None, chunks: list[_Chunk], scored: PendingTop | None
 ) -> PendingLogprobs:
     if sampled is None and scored is None:
         return no_logprobs
@@ -181,11 +214,9 @@ def _pending(
     )
 
 
-def _columns(prefix: str, top: TopLogprobs | None) -> dict[str, NDArray[Any]]:
-    if top is None:
-        none = TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32))
-        return _columns(prefix, none)
-    return {f"{prefix}{name}": column.numpy() for name, column in top._asdict().items()}
+def _columns(prefix: str, pending: PendingTop | None) -> dict[str, NDArray[Any]]:
+    top = _NO_TOP if pending is None else pending()
+    return {f"{prefix}{name}": np.ascontiguousarray(column.numpy()) for name, column in top._asdict().items()}
 
 
 def _int32s(values: list[int]) -> Int32s:

@@ -24,6 +24,7 @@ from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
+from raypp.ops.logprobs import TopLogprobs
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.checked_tokens import only, owned_tokens
@@ -66,6 +67,7 @@ class RanTail(NamedTuple):
 
     choice: Choice
     told: ToldTokens
+    top: TopLogprobs | None  # of the step's positions, where their rows ask; None: none does
 
 
 class RecordedDecode:
@@ -214,11 +216,11 @@ class RecordedDecode:
             return ran
         self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
         self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
-        choice, told = ran
+        choice, told, top = ran
         if masks is not None:  # the driver is told the drafts, too
             tokens = replace(choice.tokens, draft_ids=self._feedback_views(bucket)["draft_ids"])
             choice, told = replace(choice, tokens=tokens), ToldTokens.of(tokens, tells_drafts=True)
-        return RanTail(choice, told if search.compares else told.without_comparison())
+        return RanTail(choice, told if search.compares else told.without_comparison(), top)
 
     def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
         for recorded in _TAILS:
@@ -369,7 +371,11 @@ class RecordedDecode:
         write_feedback(self._feedback_views(bucket), shape, choice.tokens)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
-        return RanTail(choice, ToldTokens.of(choice.tokens, tells_drafts=masks is not None and self.drafts is None))
+        top = None
+        if Needs.LOGPROBS in needs:
+            top = sampler.report(last.logits, shape.rows_of_logits(), choice.chosen)
+        told = ToldTokens.of(choice.tokens, tells_drafts=masks is not None and self.drafts is None)
+        return RanTail(choice, told, top)
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:
         """Return the message to the first stage. Last stage only."""

@@ -19,6 +19,7 @@ from raypp.messages import StartExtras, StepPlan
 from raypp.ops.adjust import AdjustedLogits, Needs, PositionMasks
 from raypp.ops.backend import choose_token_choice
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.ops.logprobs import TopLogprobs
 from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.token_history import TokenHistory
@@ -96,6 +97,13 @@ class Sampler:
         if Needs.DRAW not in needs:
             return self._choice.greedy(logits)
         return self._choice.draw(logits, rows, positions, self.rows.draws, truncates=Needs.TRUNCATE in needs)
+
+    def report(self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor) -> TopLogprobs:
+        """Return the log-probabilities of positions whose rows ask for some, until the next call.
+
+        Shapes: logits [N, V], the model's own; rows, chosen [N] int64. See `raypp.ops.backend.TokenChoice.report`.
+        """
+        return self._choice.report(logits, rows, chosen, self.rows.tables.num_reported)
 
     def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor, needs: Needs) -> None:
         """Let the positions after drafts see them, where that matters.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
 from raypp.ops.adjust import DrawTables, Needs, RowTables, Widths
+from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
 from raypp.request_limits import (
@@ -57,6 +58,7 @@ class SamplingRows:
             bad_words=zeros(rows, MAX_BAD_WORD_SPELLINGS, MAX_BAD_WORD_TOKENS).fill_(ANY_TOKEN),
             num_bad_words=zeros(rows),
             allowed=zeros(rows, words).fill_(-1),
+            num_reported=zeros(rows),
         )
         self.widths = Widths(1, 1, 1)
         """The most entries that any row has had."""
@@ -96,7 +98,7 @@ class SamplingRows:
         tables.repetition.index_fill_(0, rows, 1.0)
         for table in (tables.frequency, tables.presence, tables.min_lengths, tables.needs, tables.bias):
             table.index_fill_(0, rows, 0)
-        for table in (tables.num_biased, tables.num_bad_words):
+        for table in (tables.num_biased, tables.num_bad_words, tables.num_reported):
             table.index_fill_(0, rows, 0)
         tables.end_token_ids.index_fill_(0, rows, NO_TOKEN)
         tables.bad_words.index_fill_(0, rows, ANY_TOKEN)
@@ -112,6 +114,7 @@ class SamplingRows:
             (tables.min_lengths, extras.min_lengths.astype(np.int64)),
             (tables.num_biased, extras.num_biased),
             (tables.num_bad_words, extras.num_bad_words),
+            (tables.num_reported, np.minimum(1 + extras.num_logprobs, 1 + MAX_REPORTED)),
         ):
             table.index_copy_(0, rows, self._upload(values))
         is_penalized = (
@@ -124,6 +127,7 @@ class SamplingRows:
             (extras.num_biased > 0, Needs.BIAS),
             (extras.num_allowed > 0, Needs.ALLOWED),
             (extras.num_bad_words > 0, Needs.BAD_WORDS),
+            (extras.num_logprobs >= 0, Needs.LOGPROBS),
         ):
             self._needs_np[rows_np] |= has_some * np.int32(need)
         self.widths = Widths(

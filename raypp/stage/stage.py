@@ -17,6 +17,7 @@ import torch
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StartExtras, StepPlan, unpack
 from raypp.models.decoder import Deepstack
+from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
@@ -91,8 +92,8 @@ class Stage:
             self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages)
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
-            self._logprobs = LogprobReporter(spec, self._device)
-            self._step_needs = StepNeeds(self._sampler, self._logprobs)
+            self._logprobs = LogprobReporter(spec, self._sampler)
+            self._step_needs = StepNeeds(self._sampler)
             self._grammars = GrammarMasks(spec, self._device)
             most_told = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
             self._results = ResultRing(spec.num_ring_entries, most_told, self._device)
@@ -226,14 +227,14 @@ class Stage:
         shape = shape or self._shapes.of(plan)
         masks = self._grammars.of_step(plan, shape, bucket, body_mark(self._device))
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        asked = self._step_needs.of(shape)
-        choice, told = recorded.choose(bucket, plan.num_drafts, asked.needs, search, masks)
+        needs = self._step_needs.of(shape)
+        choice, told, top = recorded.choose(bucket, plan.num_drafts, needs, search, masks)
         self._clock.end()
         links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
-        if asked.logprobs:
-            logits = recorded.logits[: shape.num_tokens]
-            logprobs = self._logprobs.report_decode(shape, logits, choice.chosen[: shape.num_tokens])
+        if top is not None and Needs.LOGPROBS in needs:
+            step = slice(0, shape.num_tokens)
+            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], choice.chosen[step], top)
         result = pending_result(self._results, plan, shape, told, logprobs)
         self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())

@@ -20,6 +20,7 @@ from raypp.ops.adjust import AdjustedLogits, DrawTables, Needs, PositionMasks, R
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.decode_inputs import NewEntries, decode_inputs
+from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.kernels import norm as norm_kernels
 from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
@@ -34,6 +35,7 @@ from raypp.ops.kernels.sampling import TokenChooser
 from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
+from raypp.ops.logprobs import top_logprobs
 from raypp.ops.quantize import quantize_rows
 from raypp.ops.sampling import sample, sample_greedy
 from raypp.stage.token_history import TokenHistory
@@ -529,6 +531,7 @@ def _some_tables(kernels: Kernels, num_rows: int, vocab_size: int, widths: Width
         bad_words=words,
         num_bad_words=num_words,
         allowed=torch.where(allows.unsqueeze(1), allowed, -1),
+        num_reported=ints(num_rows, low=0, high=22),
     )
     return RowTables(**{name: tensor.to(DEVICE) for name, tensor in vars(tables).items()})
 
@@ -593,6 +596,30 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
     truncation = (draws.top_k[at_rows], draws.top_p[at_rows], draws.min_p[at_rows])
     drawn = sample(expected, draws.temperature[at_rows], draws.seeds[at_rows], positions, truncation)
     assert (tokens.draw(got, at_rows, positions, draws) != drawn).sum() <= len(drawn) // 100
+
+
+def check_logprobs(num_rows: int, vocab_size: int) -> None:
+    """Log-probabilities equal the twin's, also of flat rows and of rows in which little is left."""
+    kernels = Kernels(torch.float32, seed=num_rows)
+    rng = kernels.rng
+    chooser = TokenChooser(num_rows, kernels.device, kernels.workspace)
+    num_reported = [rng.randrange(2 + MAX_REPORTED) for _ in range(num_rows - 1)] + [1 + MAX_REPORTED]
+    table = torch.tensor(num_reported, dtype=torch.int32, device=DEVICE)
+    rows = torch.randperm(num_rows).to(DEVICE)
+    for scale in (3.0, 0.0):
+        logits = kernels.normal(num_rows, vocab_size, scale=scale)
+        logits[-1, 3:] = -torch.inf
+        chosen = torch.tensor([rng.randrange(vocab_size) for _ in range(num_rows - 1)] + [1], device=DEVICE)
+        got, expected = chooser.report(logits, rows, chosen, table), top_logprobs(logits, chosen, MAX_REPORTED)
+        ordered = logits.sort(dim=1, descending=True, stable=True).indices
+        for at, row in enumerate(rows.tolist()):
+            if not num_reported[row]:
+                continue
+            columns = slice(0, num_reported[row])
+            torch.testing.assert_close(got.logprobs[at, columns], expected.logprobs[at, columns], atol=2e-5, rtol=1e-5)
+            assert got.token_ids[at, 0] == chosen[at]
+            assert torch.equal(got.token_ids[at, 1 : num_reported[row]].long(), ordered[at, : num_reported[row] - 1])
+            assert got.ranks[at] == expected.ranks[at]
 
 
 def check_rows_without_a_best(vocab_size: int) -> None:

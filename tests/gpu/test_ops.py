@@ -196,6 +196,11 @@ def test_adjusted_logits(num_rows, num_drafts, vocab_size):
     checks.check_adjust(num_rows, num_drafts, vocab_size)
 
 
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 151936), (64, 32000), (200, 151936)])
+def test_logprobs(num_rows, vocab_size):
+    checks.check_logprobs(num_rows, vocab_size)
+
+
 def test_rows_without_a_best():
     checks.check_rows_without_a_best(151936)
 

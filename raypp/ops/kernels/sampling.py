@@ -28,6 +28,7 @@ from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, P
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS, MAX_NUM_BLOCKS, ROOM
 from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.logprobs import Reporter
 from raypp.ops.kernels.truncation import (
     amount_of_row,
     least_of_row,
@@ -40,6 +41,7 @@ from raypp.ops.kernels.truncation import (
     weights,
 )
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.logprobs import TopLogprobs
 
 _TILE = 2048
 _MIN_PART = 4096
@@ -74,6 +76,7 @@ class TokenChooser:
         self._max_rows = max_rows
         self._truncated: _Truncated | None = None
         self._adjuster: LogitAdjuster | None = None
+        self._reporter: Reporter | None = None
         workspace.reserve(3 * max(max_rows, 4 * device.num_processors))
 
     def adjust(
@@ -109,6 +112,14 @@ class TokenChooser:
     ) -> None:
         """Write tokens to the history of rows that need it; see `raypp.ops.kernels.adjust.remember`."""
         remember(rows, positions, token_ids, num_valid, needs, history, self._device, counts=counts)
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.kernels.logprobs`."""
+        if self._reporter is None:
+            self._reporter = Reporter(self._max_rows, logits.shape[1], self._device)
+        return self._reporter.report(logits, rows, chosen, num_reported)
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""

@@ -164,6 +164,7 @@ def call_all(workspace: Workspace) -> None:
         bad_words=torch.zeros(32, 256, 64, dtype=torch.int32),
         num_bad_words=lengths,
         allowed=torch.zeros(32, 157, dtype=torch.int32),
+        num_reported=lengths,
     )
     spec: Any = types.SimpleNamespace(max_num_seqs=32, vocab_size=5000, max_drafts=4)
     history, masks = TokenHistory(spec, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
@@ -175,6 +176,7 @@ def call_all(workspace: Workspace) -> None:
     for given in (AdjustedLogits(logits), adjusted):
         chooser.greedy(given)
         chooser.draw(given, integers, integers, draws)
+    chooser.report(logits, integers, integers, row_tables.num_reported)
     chooser.remember(integers, integers, torch.zeros(32, 5), lengths, lengths, history, counts=True)
 
 

@@ -176,6 +176,11 @@ def test_sampling(num_rows, vocab_size):
     checks.check_sampling(EXACT, num_rows, vocab_size)
 
 
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(3, 300), (4, 17000)])
+def test_logprobs(num_rows, vocab_size):
+    checks.check_logprobs(num_rows, vocab_size)
+
+
 @pytest.mark.parametrize(("num_rows", "num_drafts", "vocab_size"), [(4, 0, 300), (3, 2, 9000)])
 def test_adjusted_logits(num_rows, num_drafts, vocab_size):
     checks.check_adjust(num_rows, num_drafts, vocab_size)

@@ -45,6 +45,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_search",
         "_adjust",
         "_remember",
+        "_report",
         "_rotate_qk",
     }
     for kernel in kernels:

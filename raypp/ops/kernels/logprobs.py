@@ -1,0 +1,160 @@
+"""Log-probabilities of chosen tokens and of the most likely ones. Twin: `raypp.ops.logprobs`.
+
+    report (position, part)   the part's most likely tokens, the sum of its probabilities, and how many are likelier
+                              than the chosen token; the last part of a position joins what all have found
+
+Nothing is done at positions whose row does not ask.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.draw_sizes import MAX_REPORTED
+from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.truncation import load_logits
+from raypp.ops.logprobs import TopLogprobs
+
+_PART = 8192
+_WIDTH = triton.next_power_of_2(MAX_REPORTED)
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+class Reporter:
+    """Reports log-probabilities, in buffers of its own.
+
+    Args:
+        max_positions: The most positions of a call.
+        vocab_size: V.
+        device: Where it runs.
+    """
+
+    def __init__(self, max_positions: int, vocab_size: int, device: Device) -> None:
+        self._device = device
+        self._num_parts = triton.cdiv(vocab_size, _PART)
+        at = device.torch_device
+        shape = (max_positions, self._num_parts, _WIDTH)
+        self._part_values = torch.empty(shape, device=at)
+        self._part_tokens = torch.empty(shape, dtype=torch.int32, device=at)
+        self._part_sums = torch.empty(max_positions, self._num_parts, 2, device=at)
+        self._part_ranks = torch.empty(max_positions, self._num_parts, dtype=torch.int32, device=at)
+        self._counters = torch.zeros(max_positions, dtype=torch.int32, device=at)
+        self._top = TopLogprobs(
+            token_ids=torch.zeros(max_positions, 1 + MAX_REPORTED, dtype=torch.int32, device=at),
+            logprobs=torch.zeros(max_positions, 1 + MAX_REPORTED, device=at),
+            ranks=torch.ones(max_positions, dtype=torch.int32, device=at),
+        )
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of positions whose rows ask, until the next call; others are of any value.
+
+        Shapes: logits [N, V] contiguous; rows, chosen [N] int64; num_reported by row, int32, see `TokenChoice.report`.
+        """
+        num_positions, vocab_size = logits.shape
+        top = TopLogprobs(*(column[:num_positions] for column in self._top))
+        if num_positions:
+            _report[(num_positions, self._num_parts)](
+                logits,
+                rows,
+                chosen,
+                num_reported,
+                self._part_values,
+                self._part_tokens,
+                self._part_sums,
+                self._part_ranks,
+                self._counters,
+                *top,
+                vocab_size,
+                PART=_PART,
+                WIDTH=_WIDTH,
+                COLUMNS=1 + MAX_REPORTED,
+                NUM_PARTS=triton.next_power_of_2(self._num_parts),
+                OVERLAPS=self._device.has_dependent_launch,
+                num_warps=8,
+                **self._device.launch_options,
+            )
+        return top
+
+
+@triton.jit
+def _take_best(values, tokens):
+    """Return the best of a vector of tokens, the lowest of equals, and the vector without it."""
+    value = tl.max(values, 0)
+    token = tl.min(tl.where(values == value, tokens, _NO_TOKEN), 0)
+    is_it = tokens == token
+    return value, token, tl.where(is_it, -float("inf"), values), tl.where(is_it, _NO_TOKEN, tokens)
+
+
+@triton.jit
+def _report(
+    logits,
+    rows,
+    chosen,
+    num_reported,
+    part_values,
+    part_tokens,
+    part_sums,
+    part_ranks,
+    counters,
+    token_ids,
+    logprobs,
+    ranks,
+    vocab_size,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    at, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    start(OVERLAPS)
+    wanted = tl.load(num_reported + tl.load(rows + at))
+    if wanted > 0:
+        of_row = logits + at.to(tl.int64) * vocab_size
+        tokens = part * PART + tl.arange(0, PART)
+        values = load_logits(of_row, tokens, vocab_size)
+        tokens = tl.where(tokens < vocab_size, tokens, _NO_TOKEN)
+        chosen_token = tl.load(chosen + at)
+        chosen_logit = tl.load(of_row + chosen_token).to(tl.float32)
+        highest = tl.max(values, 0)
+        powers = tl.where(values == -float("inf"), 0.0, tl.exp(values - highest))
+        mine = at.to(tl.int64) * num_parts + part
+        tl.store(part_sums + 2 * mine, highest)
+        tl.store(part_sums + 2 * mine + 1, tl.sum(powers, 0))
+        tl.store(part_ranks + mine, tl.sum((values > chosen_logit).to(tl.int32), 0))
+        place = tl.arange(0, WIDTH)
+        best_values = tl.full((WIDTH,), -float("inf"), tl.float32)
+        best_tokens = tl.full((WIDTH,), _NO_TOKEN, tl.int32)
+        for index in range(wanted - 1):
+            value, token, values, tokens = _take_best(values, tokens)
+            best_values = tl.where(place == index, value, best_values)
+            best_tokens = tl.where(place == index, token, best_tokens)
+        tl.store(part_values + mine * WIDTH + place, best_values)
+        tl.store(part_tokens + mine * WIDTH + place, best_tokens)
+        if arrives_last(counters + at, num_parts):
+            number = tl.arange(0, NUM_PARTS)
+            inside = number < num_parts
+            of_parts = at.to(tl.int64) * num_parts + number
+            highests = tl.load(part_sums + 2 * of_parts, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            sums = tl.load(part_sums + 2 * of_parts + 1, mask=inside, other=0.0, cache_modifier=".cg")
+            highest = tl.max(highests, 0)
+            total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(highests - highest)), 0)
+            normalizer = highest + tl.log(total)
+            likelier = tl.load(part_ranks + of_parts, mask=inside, other=0, cache_modifier=".cg")
+            tl.store(ranks + at, 1 + tl.sum(likelier, 0))
+            into = at.to(tl.int64) * COLUMNS
+            tl.store(token_ids + into, chosen_token.to(tl.int32))
+            tl.store(logprobs + into, chosen_logit - normalizer)
+            entry = tl.arange(0, NUM_PARTS * WIDTH)
+            first = at.to(tl.int64) * num_parts * WIDTH
+            inside = entry < num_parts * WIDTH
+            values = tl.load(part_values + first + entry, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            tokens = tl.load(part_tokens + first + entry, mask=inside, other=_NO_TOKEN, cache_modifier=".cg")
+            for index in range(wanted - 1):
+                value, token, values, tokens = _take_best(values, tokens)
+                tl.store(token_ids + into + 1 + index, tl.minimum(token, vocab_size - 1))
+                tl.store(logprobs + into + 1 + index, value - normalizer)
