@@ -58,7 +58,7 @@ def _cases(vocab_size: int, seed: int) -> dict[str, Case]:
     cases = {
         name: Case(prompt(), SamplingParams(**_settings(**settings)), eos={EOS}) for name, settings in alone.items()
     }
-    words = tuple((t,) for t in frequent[:20]) + tuple((a, b) for a in frequent[20:] for b in frequent[:20])
+    words = tuple((t,) for t in frequent[:20]) + tuple((a, b) for a in frequent[20:34] for b in frequent[20:36])
     cases["bad words"] = Case(prompt(), SamplingParams(**_settings()), words, {EOS})
     for index in range(8):
         settings = {
