@@ -137,14 +137,14 @@ def _report(
         tl.store(part_tokens + mine * WIDTH + place, best_tokens)
         if arrives_last(counters + at, num_parts):
             number = tl.arange(0, NUM_PARTS)
-            inside = number < num_parts
+            is_part = number < num_parts
             of_parts = at.to(tl.int64) * num_parts + number
-            highests = tl.load(part_sums + 2 * of_parts, mask=inside, other=-float("inf"), cache_modifier=".cg")
-            sums = tl.load(part_sums + 2 * of_parts + 1, mask=inside, other=0.0, cache_modifier=".cg")
-            highest = tl.max(highests, 0)
-            total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(highests - highest)), 0)
-            normalizer = highest + tl.log(total)
-            likelier = tl.load(part_ranks + of_parts, mask=inside, other=0, cache_modifier=".cg")
+            highests = tl.load(part_sums + 2 * of_parts, mask=is_part, other=-float("inf"), cache_modifier=".cg")
+            sums = tl.load(part_sums + 2 * of_parts + 1, mask=is_part, other=0.0, cache_modifier=".cg")
+            most = tl.max(highests, 0)
+            total = tl.sum(tl.where(sums == 0.0, 0.0, sums * tl.exp(highests - most)), 0)
+            normalizer = most + tl.log(total)
+            likelier = tl.load(part_ranks + of_parts, mask=is_part, other=0, cache_modifier=".cg")
             tl.store(ranks + at, 1 + tl.sum(likelier, 0))
             into = at.to(tl.int64) * COLUMNS
             tl.store(token_ids + into, chosen_token.to(tl.int32))
@@ -152,9 +152,9 @@ def _report(
             entry = tl.arange(0, NUM_PARTS * WIDTH)
             first = at.to(tl.int64) * num_parts * WIDTH
             inside = entry < num_parts * WIDTH
-            values = tl.load(part_values + first + entry, mask=inside, other=-float("inf"), cache_modifier=".cg")
-            tokens = tl.load(part_tokens + first + entry, mask=inside, other=_NO_TOKEN, cache_modifier=".cg")
+            of_all = tl.load(part_values + first + entry, mask=inside, other=-float("inf"), cache_modifier=".cg")
+            all_tokens = tl.load(part_tokens + first + entry, mask=inside, other=_NO_TOKEN, cache_modifier=".cg")
             for index in range(wanted - 1):
-                value, token, values, tokens = _take_best(values, tokens)
+                best, token, of_all, all_tokens = _take_best(of_all, all_tokens)
                 tl.store(token_ids + into + 1 + index, tl.minimum(token, vocab_size - 1))
-                tl.store(logprobs + into + 1 + index, value - normalizer)
+                tl.store(logprobs + into + 1 + index, best - normalizer)
