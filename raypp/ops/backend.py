@@ -298,10 +298,10 @@ def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice
     if device.type != "cuda" or not _has_triton():
         return TorchTokenChoice()
     from raypp.ops.kernels.launch import Device
-    from raypp.ops.kernels.sampling import TokenChooser
+    from raypp.ops.kernels.token_choice import KernelTokenChoice
     from raypp.ops.kernels.workspace import Workspace
 
-    return TokenChooser(max_positions, Device.of(device), Workspace(device))
+    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
 
 
 def _has_triton() -> bool:

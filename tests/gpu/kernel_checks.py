@@ -31,7 +31,7 @@ from raypp.ops.kernels.heads import append_heads, rotation_table
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.narrow import narrow
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
-from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.token_choice import KernelTokenChoice
 from raypp.ops.kernels.vision_heads import rotate_qk_
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
@@ -450,7 +450,7 @@ def check_products_of_no_rows(dtype: torch.dtype) -> None:
 def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
     """Greedy tokens and draws equal the twin's; a draw may differ where two tokens are equal but for rounding."""
     kernels = Kernels(dtype, seed=num_rows)
-    chooser = TokenChooser(num_rows, kernels.device, kernels.workspace)
+    chooser = KernelTokenChoice(num_rows, kernels.device, kernels.workspace)
     logits, rows = kernels.normal(num_rows, vocab_size, scale=3.0), torch.arange(num_rows, device=DEVICE)
     lowest_best = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     assert torch.equal(chooser.greedy(AdjustedLogits(logits)), lowest_best)
@@ -584,7 +584,7 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         expected_history.remember(rows, first, yielded, num_valid, counts=True)
         for row, count in zip(rows_of_step, kept, strict=True):
             lengths[row] += count
-    tokens = TokenChooser(num_rows * width, kernels.device, kernels.workspace)
+    tokens = KernelTokenChoice(num_rows * width, kernels.device, kernels.workspace)
     assert torch.equal(tokens.greedy(got), sample_greedy(expected))
     draws = DrawTables(
         temperature=torch.full((num_tables,), 0.7, device=DEVICE),
@@ -602,7 +602,7 @@ def check_logprobs(num_rows: int, vocab_size: int) -> None:
     """Log-probabilities equal the twin's, also of flat rows and of rows in which little is left."""
     kernels = Kernels(torch.float32, seed=num_rows)
     rng = kernels.rng
-    chooser = TokenChooser(num_rows, kernels.device, kernels.workspace)
+    chooser = KernelTokenChoice(num_rows, kernels.device, kernels.workspace)
     num_reported = [rng.randrange(2 + MAX_REPORTED) for _ in range(num_rows - 1)] + [1 + MAX_REPORTED]
     table = torch.tensor(num_reported, dtype=torch.int32, device=DEVICE)
     rows = torch.randperm(num_rows).to(DEVICE)
@@ -625,7 +625,7 @@ def check_logprobs(num_rows: int, vocab_size: int) -> None:
 def check_rows_without_a_best(vocab_size: int) -> None:
     """Whatever the logits, the token exists."""
     kernels = Kernels(torch.float32)
-    chooser = TokenChooser(3, kernels.device, kernels.workspace)
+    chooser = KernelTokenChoice(3, kernels.device, kernels.workspace)
     logits = torch.zeros(3, vocab_size, device=DEVICE)
     logits[0], logits[1] = torch.nan, -torch.inf
     logits[2, vocab_size - 1] = torch.inf

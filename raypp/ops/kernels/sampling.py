@@ -19,16 +19,16 @@ Of equal tokens the lowest wins, whatever the order in which parts finish.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from raypp.ops import truncation as twin
-from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, PositionMasks, RowTables, Widths
-from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS, MAX_NUM_BLOCKS, ROOM
-from raypp.ops.kernels.adjust import LogitAdjuster, remember
+from raypp.ops.adjust import AdjustedLogits, DrawTables
+from raypp.ops.draw_sizes import MAX_NUM_BLOCKS, ROOM
 from raypp.ops.kernels.launch import Device, arrives_last, start
-from raypp.ops.kernels.logprobs import Reporter
 from raypp.ops.kernels.truncation import (
     amount_of_row,
     least_of_row,
@@ -41,7 +41,6 @@ from raypp.ops.kernels.truncation import (
     weights,
 )
 from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.logprobs import TopLogprobs
 
 _TILE = 2048
 _MIN_PART = 4096
@@ -75,51 +74,7 @@ class TokenChooser:
         self._workspace = workspace
         self._max_rows = max_rows
         self._truncated: _Truncated | None = None
-        self._adjuster: LogitAdjuster | None = None
-        self._reporter: Reporter | None = None
         workspace.reserve(3 * max(max_rows, 4 * device.num_processors))
-
-    def adjust(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        history: HistoryTables,
-        needs: Needs,
-        widths: Widths,
-        masks: PositionMasks | None,
-    ) -> AdjustedLogits:
-        """Do what rows and masks ask for; what that is, is read on the device, whatever `needs` and `widths` say.
-
-        Shapes: logits [N, V] contiguous; rows, positions [N] int64; N at most MAX_CHANGED_POSITIONS.
-        """
-        if self._adjuster is None:
-            most = min(self._max_rows, MAX_CHANGED_POSITIONS)
-            self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
-        return self._adjuster.adjust(logits, rows, positions, tables, history, masks)
-
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        needs: torch.Tensor,
-        history: HistoryTables,
-        *,
-        counts: bool,
-    ) -> None:
-        """Write tokens to the history of rows that need it; see `raypp.ops.kernels.adjust.remember`."""
-        remember(rows, positions, token_ids, num_valid, needs, history, self._device, counts=counts)
-
-    def report(
-        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
-    ) -> TopLogprobs:
-        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.kernels.logprobs`."""
-        if self._reporter is None:
-            self._reporter = Reporter(self._max_rows, logits.shape[1], self._device)
-        return self._reporter.report(logits, rows, chosen, num_reported)
 
     def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
         """Return each position's most likely token, int64 [N]. Shapes: logits [N, V] contiguous."""
@@ -127,17 +82,10 @@ class TokenChooser:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
+            parts = self._results_of_parts(num_rows * num_parts)
+            sizes = (vocab_size, part // _TILE)
             _best[(num_rows, num_parts)](
-                *_tensors(logits),
-                tokens,
-                *self._results_of_parts(num_rows * num_parts),
-                vocab_size,
-                part // _TILE,
-                TILE=_TILE,
-                HAS_CHANGED=logits.is_changed is not None,
-                OVERLAPS=self._device.has_dependent_launch,
-                num_warps=4,
-                **self._device.launch_options,
+                *_tensors(logits), tokens, *parts, *sizes, TILE=_TILE, **self._launch_options(logits)
             )
         return tokens
 
@@ -167,12 +115,7 @@ class TokenChooser:
         between = self._truncated.tensors()
         parts = self._results_of_parts(num_rows * num_parts)
         sizes = (vocab_size, part // _TILE)
-        launch = {
-            "HAS_CHANGED": logits.is_changed is not None,
-            "OVERLAPS": self._device.has_dependent_launch,
-            "num_warps": 4,
-            **self._device.launch_options,
-        }
+        launch = self._launch_options(logits)
         _survey[(num_rows, num_parts)](
             *given,
             tokens,
@@ -193,6 +136,10 @@ class TokenChooser:
         _finish[(num_rows,)](*by_row, **rooms, **launch)
         _search[(num_rows,)](*by_row, **rooms, TILE=_SEARCHED_TILE, **(launch | {"num_warps": 32}))
         return tokens
+
+    def _launch_options(self, logits: AdjustedLogits) -> dict[str, Any]:
+        overlaps, has_changed = self._device.has_dependent_launch, logits.is_changed is not None
+        return {"HAS_CHANGED": has_changed, "OVERLAPS": overlaps, "num_warps": 4, **self._device.launch_options}
 
     def _results_of_parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return room for the value and the token of so many parts, and counters of rows.

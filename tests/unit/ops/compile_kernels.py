@@ -30,11 +30,11 @@ from raypp.ops.kernels import (
     narrow,
     norm,
     projection,
-    sampling,
     vision_heads,
 )
 from raypp.ops.kernels.choose import input_type_in_8_bits, own_product
 from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.token_choice import KernelTokenChoice
 from raypp.ops.kernels.workspace import Workspace
 from raypp.stage.token_history import TokenHistory
 
@@ -96,7 +96,7 @@ def call_all(workspace: Workspace) -> None:
     """Call each kernel as Qwen3 does, in steps of 1 to 64 rows."""
     layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
     decode = decode_attention.TritonDecode(32, 8, 128, 5, DEVICE, workspace)
-    chooser = sampling.TokenChooser(32, DEVICE, workspace)
+    chooser = KernelTokenChoice(32, DEVICE, workspace)
     workspace.reserve(1 << 24)
     cache = torch.zeros(2, 3, 8, 16, 128, dtype=BF16)
     integers = torch.zeros(32, dtype=torch.int64)

@@ -1,0 +1,73 @@
+"""The kernels that choose tokens, together: what the last stage's sampler calls on a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from raypp.ops.adjust import AdjustedLogits, HistoryTables, Needs, PositionMasks, RowTables, Widths
+from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.ops.kernels.adjust import LogitAdjuster, remember
+from raypp.ops.kernels.launch import Device
+from raypp.ops.kernels.logprobs import Reporter
+from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.logprobs import TopLogprobs
+
+
+class KernelTokenChoice(TokenChooser):
+    """See `raypp.ops.backend.TokenChoice`. Buffers appear with their first use, which recordings come after.
+
+    Args:
+        max_positions: The most positions of a call.
+        device: Where it runs.
+        workspace: For the parts' results.
+    """
+
+    def __init__(self, max_positions: int, device: Device, workspace: Workspace) -> None:
+        super().__init__(max_positions, device, workspace)
+        self._device = device
+        self._max_positions = max_positions
+        self._adjuster: LogitAdjuster | None = None
+        self._reporter: Reporter | None = None
+
+    def adjust(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: RowTables,
+        history: HistoryTables,
+        needs: Needs,
+        widths: Widths,
+        masks: PositionMasks | None,
+    ) -> AdjustedLogits:
+        """Do what rows and masks ask for; what that is, is read on the device, whatever `needs` and `widths` say.
+
+        Shapes: logits [N, V] contiguous; rows, positions [N] int64; N at most MAX_CHANGED_POSITIONS.
+        """
+        if self._adjuster is None:
+            most = min(self._max_positions, MAX_CHANGED_POSITIONS)
+            self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
+        return self._adjuster.adjust(logits, rows, positions, tables, history, masks)
+
+    def remember(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        num_valid: torch.Tensor | None,
+        needs: torch.Tensor,
+        history: HistoryTables,
+        *,
+        counts: bool,
+    ) -> None:
+        """Write tokens to the history of rows that need it; see `raypp.ops.kernels.adjust.remember`."""
+        remember(rows, positions, token_ids, num_valid, needs, history, self._device, counts=counts)
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.kernels.logprobs`."""
+        if self._reporter is None:
+            self._reporter = Reporter(self._max_positions, logits.shape[1], self._device)
+        return self._reporter.report(logits, rows, chosen, num_reported)
