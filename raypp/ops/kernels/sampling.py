@@ -82,11 +82,9 @@ class TokenChooser:
         tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.own.device)
         if num_rows:
             part, num_parts = self._parts(num_rows, vocab_size)
-            parts = self._results_of_parts(num_rows * num_parts)
-            sizes = (vocab_size, part // _TILE)
-            _best[(num_rows, num_parts)](
-                *_tensors(logits), tokens, *parts, *sizes, TILE=_TILE, **self._launch_options(logits)
-            )
+            given = (*_tensors(logits), tokens, *self._results_of_parts(num_rows * num_parts))
+            launch = self._launch_options(logits)
+            _best[(num_rows, num_parts)](*given, vocab_size, part // _TILE, TILE=_TILE, **launch)
         return tokens
 
     def draw(
