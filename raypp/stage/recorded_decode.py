@@ -148,8 +148,10 @@ class RecordedDecode:
         body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
-        for needs in _TAILS if self._spec.is_last else ():
-            self._record_tail(size, needs)
+        if self._spec.is_last:
+            # Where nobody makes graphs, a tail for every need would only be more work.
+            for needs in _TAILS if self._masks is not None else (Needs.GREEDY,):
+                self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)
 
