@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypp.errors import EngineDeadError as EngineDeadError
     from raypp.errors import GraphMismatchError as GraphMismatchError
     from raypp.errors import ModelLoadError as ModelLoadError
+    from raypp.errors import NonFiniteLogitsError as NonFiniteLogitsError
     from raypp.errors import QueueFullError as QueueFullError
     from raypp.errors import RayppError as RayppError
     from raypp.errors import RequestError as RequestError
@@ -47,6 +48,7 @@ _MODULE_OF = {
     "RequestError": "raypp.errors",
     "ContextLengthError": "raypp.errors",
     "ModelLoadError": "raypp.errors",
+    "NonFiniteLogitsError": "raypp.errors",
     "ResourceError": "raypp.errors",
     "EncoderDiedError": "raypp.errors",
     "EngineDeadError": "raypp.errors",

@@ -13,7 +13,7 @@ from raypp.driver.grammar_process import GrammarBackend
 from raypp.driver.grammars import Grammars
 from raypp.driver.item_encoders import ItemEncoders, ItemFailed, ItemsDropped, ItemsStored
 from raypp.driver.pipeline import Pipeline
-from raypp.errors import RayppError, RequestError
+from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
 from raypp.messages import StepPlan
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
@@ -102,6 +102,7 @@ class Engine:
         results = self._pipeline.collect()
         for result in results:
             brought = self._scheduler.update(result)
+            self._failed += [(request, not_finite(request)) for request in self._scheduler.take_without_logits()]
             if self._grammars is not None and self._grammars.num_texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
@@ -214,3 +215,13 @@ class Engine:
         except RequestError:
             grammars.close(request)
             raise
+
+
+def not_finite(request: Request) -> NonFiniteLogitsError:
+    """Return the error of a request for which the model computed no numbers."""
+    return NonFiniteLogitsError(
+        "the model's logits are not finite",
+        got=f"NaN or infinity after {len(request.output_token_ids)} tokens",
+        expected="numbers",
+        hint="weights that overflow in float16 may not in bfloat16 or float32 (dtype); see whether others fail, too",
+    )

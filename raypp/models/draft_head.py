@@ -176,7 +176,7 @@ class DraftHead:
         self._kernels.plan_attention(attention, 0)  # decode rows alone: it takes none of the plans' buffers
         attended = self._attention(entered.qkv, by, kv_cache, attention)
         hidden = self._mlp(self._output(attended, entered.residual))
-        token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden)))
+        token_ids = self._choice.greedy(AdjustedLogits(self._logits(hidden))).clamp(min=0)
         if self._draft_to_target is not None:
             return hidden, self._draft_to_target.index_select(0, token_ids)
         return hidden, token_ids.to(torch.int32)

@@ -16,6 +16,7 @@ from raypp.errors import (
     DeadlineError,
     EncoderDiedError,
     EngineDeadError,
+    NonFiniteLogitsError,
     QueueFullError,
     RayppError,
     RequestError,
@@ -132,6 +133,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
             status, kind, code = 400, "invalid_request_error", "unsupported"
         case QueueFullError():
             status, kind, code = 429, "rate_limit_error", "queue_full"
+        case NonFiniteLogitsError():
+            status, kind, code = 500, "server_error", "non_finite_logits"
         case EncoderDiedError():
             status, kind, code = 503, "server_error", "encoder_dead"
         case EngineDeadError():

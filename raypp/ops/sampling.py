@@ -62,8 +62,13 @@ def mask_truncated(logits: torch.Tensor, temperature: torch.Tensor, truncation: 
 
 
 def sample_greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's most likely token, int64 [R]. Shapes: logits [R, V]."""
-    return logits.argmax(dim=-1)
+    """Return each row's most likely token, int64 [R]; -1 where logits are not finite. Shapes: logits [R, V]."""
+    return logits.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
+
+
+def not_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Return which rows have a logit that is NaN or infinite, bool [R]; -inf is that of a banned token."""
+    return ~(logits.amax(dim=-1) < torch.inf)
 
 
 def temper(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -85,9 +90,10 @@ def sample(
 ) -> torch.Tensor:
     """Draw each row's token from its tempered, truncated distribution; rows of temperature 0 take the most likely one.
 
-    Shapes: see `draw_scores`. Returns: int64 [R]. Never synchronizes with the host.
+    Shapes: see `draw_scores`. Returns: int64 [R], -1 where logits are not finite. Never synchronizes with the host.
     """
-    return draw_scores(logits, temperature, seeds, positions, truncation).argmax(dim=-1)
+    scores = draw_scores(logits, temperature, seeds, positions, truncation)
+    return scores.argmax(dim=-1).masked_fill_(not_finite(logits), -1)
 
 
 def draw_scores(

@@ -19,9 +19,13 @@ def take_tokens(state: RequestState, token_ids: list[int]) -> list[int]:
     """Append new tokens to the request's output, up to the one that ends it; return those that were taken.
 
     The ending token is kept, and the request's `finish_reason` set. A token that is EOS and stop token counts as EOS.
+    A negative one is none: the logits were not finite, and the request ends with an error, which the caller tells.
     """
     num_taken, reason = 0, FinishReason.NONE
     for token_id in token_ids:
+        if token_id < 0:
+            reason = FinishReason.ERROR
+            break
         num_taken += 1
         if token_id in state.end_token_ids:
             reason = FinishReason.STOP

@@ -55,6 +55,7 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         self._states: dict[str, RequestState] = {}  # all unfinished requests: the waiting and the running ones
         self._queue = WaitingQueue()
+        self._without_logits: list[Request] = []
         self.items = ItemAdmission(self._queue, limits.max_item_tokens)
         """Orders the embeddings of pictures; whoever carries the orders out tells it what came of them."""
         self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)
@@ -120,6 +121,11 @@ class Scheduler:
             failed.append((request, item_error(request.request_id, cause)))
         return failed
 
+    def take_without_logits(self) -> list[Request]:
+        """Return the requests that ended since the last call because their logits were not finite."""
+        taken, self._without_logits = self._without_logits, []
+        return taken
+
     def schedule(self) -> StepPlan | None:
         """Return the next step to dispatch, or None when nothing may be dispatched now."""
         if not self._states:
@@ -173,6 +179,8 @@ class Scheduler:
             if request.finish_reason or not (count or request.has_grammar):
                 continue
             taken = self._take(state, tokens[:count]) if count else []
+            if request.finish_reason is FinishReason.ERROR:
+                continue
             self._counters.num_late_masks += not count
             if logprobs is None and not request.has_grammar:
                 updates.append(RequestUpdate(request, taken))
@@ -188,6 +196,8 @@ class Scheduler:
             count = num_valid[index] if chunk.is_last else 0
             self._counters.num_late_masks += chunk.is_last and not count
             taken = self._take(state, token_ids[index][:count]) if count else []
+            if state.request.finish_reason is FinishReason.ERROR:
+                continue
             update = _update(state, index, taken, logprobs, draft_ids if chunk.is_last else None)
             if update.is_news or (chunk.is_last and state.request.has_grammar):
                 updates.append(update)
@@ -266,7 +276,9 @@ class Scheduler:
     def _take(self, state: RequestState, token_ids: list[int]) -> list[int]:
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
-        if state.row == NO_ROW:
+        if state.request.finish_reason is FinishReason.ERROR:
+            self._without_logits.append(state.request)
+        elif state.row == NO_ROW:
             self.items.note_growth(state, len(taken))
         else:
             # All but the last token were computed by steps whose results are in.

@@ -83,7 +83,7 @@ def verify_tokens(
     _place_drafts(shape, last, sampler, speculation, needs)
     of_positions = None if masks is None else masks.of_positions(len(last.logits))
     chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, needs, of_positions)
-    token_ids = chosen.to(torch.int32)
+    token_ids = chosen.to(torch.int32)  # the driver is told of those below 0; all others take them for token 0
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
         if masks is not None:
@@ -91,7 +91,7 @@ def verify_tokens(
     else:
         tokens = speculation.verify(shape, token_ids, last.positions, search, masks)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
-    return Choice(chosen, tokens)
+    return Choice(chosen.clamp(min=0), tokens)
 
 
 def _place_drafts(

@@ -116,18 +116,21 @@ class Speculation:
 
         Args:
             shape: The step.
-            chosen: [N] int32, the model's tokens: K + 1 of each decode row, then one of each final chunk.
+            chosen: [N] int32, the model's tokens: K + 1 of each decode row, then one of each final chunk; -1 where its
+                logits were not finite.
             positions: [N] int64, theirs.
             search: What the step does.
             masks: Of its rows under a grammar; None when there are none.
         """
         rows = shape.sampled_rows
-        token_ids, first = _by_row(shape, chosen, positions)
+        told_ids, first = _by_row(shape, chosen, positions)
+        token_ids = told_ids.clamp(min=0)
         if self._forced is not None:
             token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
+            told_ids = torch.where(told_ids < 0, told_ids, token_ids)
         if not search.compares:
             self._tokens.append(rows, first, token_ids, None)
-            tokens = StepTokens.one_each(token_ids.squeeze(1), first)
+            tokens = StepTokens(token_ids, first, first + 1, told_ids=told_ids)
         else:
             verified = self._drafts.verify(rows, first, token_ids)
             tokens = StepTokens(
@@ -137,6 +140,7 @@ class Speculation:
                 num_valid=verified.num_valid,
                 num_drafted=verified.num_drafted,
                 num_matched=verified.num_matched,
+                told_ids=told_ids,
             )
         if masks is None:
             return tokens

@@ -25,11 +25,13 @@ class StepTokens:
     num_drafted: torch.Tensor | None = None  # [Y] int32, see `StepResult`; None: nobody drafts
     num_matched: torch.Tensor | None = None  # [Y] int32, likewise
     draft_ids: torch.Tensor | None = None  # [Y, K_max] int32, the next drafts
+    told_ids: torch.Tensor | None = None  # [Y, 1 + K] int32, -1 where logits were not finite; None: nowhere
 
     @classmethod
-    def one_each(cls, token_ids: torch.Tensor, positions: torch.Tensor) -> StepTokens:
-        """Return the tokens of a step without speculation. Shapes: token_ids [Y] int32; positions [Y] int64."""
-        return cls(token_ids.unsqueeze(1), positions, positions + 1)
+    def one_each(cls, told_ids: torch.Tensor, positions: torch.Tensor) -> StepTokens:
+        """Return the tokens of a step without speculation. Shapes: told_ids [Y] int32; positions [Y] int64."""
+        told_ids = told_ids.unsqueeze(1)
+        return cls(told_ids.clamp(min=0), positions, positions + 1, told_ids=told_ids)
 
 
 def write_feedback(feedback: dict[str, torch.Tensor], shape: StepShape, tokens: StepTokens) -> None:
@@ -59,7 +61,7 @@ class ToldTokens:
     def of(cls, tokens: StepTokens, *, tells_drafts: bool = False) -> ToldTokens:
         """Return what is told of these tokens; the next drafts only where the driver follows grammars."""
         columns = {
-            "token_ids": tokens.token_ids,
+            "token_ids": tokens.token_ids if tokens.told_ids is None else tokens.told_ids,
             "num_valid": tokens.num_valid,
             "num_drafted": tokens.num_drafted,
             "num_matched": tokens.num_matched,
@@ -70,7 +72,7 @@ class ToldTokens:
             for name, column in columns.items()
             if column is not None
         }
-        packed = tokens.token_ids if len(wide) == 1 else torch.cat(list(wide.values()), dim=1)
+        packed = wide["token_ids"] if len(wide) == 1 else torch.cat(list(wide.values()), dim=1)
         ends = accumulate(column.shape[1] for column in wide.values())
         return cls(packed, {name: slice(end - wide[name].shape[1], end) for name, end in zip(wide, ends, strict=True)})
 

@@ -623,12 +623,24 @@ def check_logprobs(num_rows: int, vocab_size: int) -> None:
 
 
 def check_rows_without_a_best(vocab_size: int) -> None:
-    """Whatever the logits, the token exists."""
+    """Logits that are not finite give no token, greedy or drawn, and leave the other rows as they are."""
     kernels = Kernels(torch.float32)
-    chooser = KernelTokenChoice(3, kernels.device, kernels.workspace)
-    logits = torch.zeros(3, vocab_size, device=DEVICE)
+    chooser = KernelTokenChoice(6, kernels.device, kernels.workspace)
+    logits = kernels.normal(6, vocab_size)
+    expected = sample_greedy(logits)
     logits[0], logits[1] = torch.nan, -torch.inf
-    logits[2, vocab_size - 1] = torch.inf
+    logits[2, vocab_size - 1], logits[3, vocab_size // 2], logits[4, 0] = torch.inf, torch.nan, -torch.inf
     tokens = chooser.greedy(AdjustedLogits(logits))
-    assert ((tokens >= 0) & (tokens < vocab_size)).all()
-    assert tokens[2] == sample_greedy(logits)[2]
+    assert tokens[[0, 2, 3]].tolist() == [-1, -1, -1]
+    assert 0 <= tokens[1] < vocab_size
+    assert torch.equal(tokens[4:], expected[4:])
+    assert torch.equal(tokens, sample_greedy(logits))
+    rows, draws_of = torch.arange(6, device=DEVICE), torch.full((6,), 0.7, device=DEVICE)
+    for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.9)):
+        ones = torch.ones(6, device=DEVICE)
+        truncation = (torch.full((6,), top_k, dtype=torch.int32, device=DEVICE), ones * top_p, ones * 0)
+        drawn = chooser.draw(AdjustedLogits(logits), rows, rows, DrawTables(draws_of, *truncation, rows))
+        assert drawn[[0, 2, 3]].tolist() == [-1, -1, -1]
+        assert 0 <= drawn[1] < vocab_size
+        assert torch.equal(drawn[4:], sample(logits, draws_of, rows, rows, truncation)[4:])
+        assert sample(logits, draws_of, rows, rows, truncation)[[0, 2, 3]].tolist() == [-1, -1, -1]

@@ -29,6 +29,7 @@ from raypp.ops import truncation as twin
 from raypp.ops.adjust import AdjustedLogits, DrawTables
 from raypp.ops.draw_sizes import MAX_NUM_BLOCKS, ROOM
 from raypp.ops.kernels.launch import Device, arrives_last, start
+from raypp.ops.kernels.noise import gumbel, key_of
 from raypp.ops.kernels.truncation import (
     amount_of_row,
     least_of_row,
@@ -51,11 +52,6 @@ _FEW = 1024
 _SEARCHED_TILE = 4096
 _PIVOT_BITS = tl.constexpr(24)
 _HIGHEST_BIT = tl.constexpr(1 << 31)
-
-_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-_MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
-_MIX_2 = tl.constexpr(0x94D049BB133111EB)
-_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 
 _MOST = tl.constexpr(2.0**twin.WEIGHT_BITS)
 
@@ -208,33 +204,6 @@ def _best_of(values, tokens):
 
 
 @triton.jit
-def _mix(bits):
-    bits = (bits ^ (bits >> 30)) * _MIX_1
-    bits = (bits ^ (bits >> 27)) * _MIX_2
-    return bits ^ (bits >> 31)
-
-
-@triton.jit
-def _key_of(seeds, positions, row, of):
-    """Return the stream of a row's noise."""
-    seed = tl.load(seeds + of).to(tl.uint64, bitcast=True)
-    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
-    return _mix(_mix(seed + _GOLDEN) + (position + 1) * _GOLDEN)
-
-
-@triton.jit
-def _gumbel(key, token):
-    """Return the noise of tokens, float32."""
-    bits = _mix(key + (token + 1).to(tl.uint64) * _GOLDEN) & 0xFFFFFFFF
-    uniform = (bits.to(tl.uint32).to(tl.float32) + 0.5) * 2.0**-32
-    uniform = tl.minimum(uniform, _BELOW_ONE)
-    # log(1 - u), exact where u is small: the rounding of 1 - u is divided out again (W. Kahan's trick).
-    rest = 1.0 - uniform
-    log_rest = tl.where(rest == 1.0, -uniform, tl.log(rest) * (uniform / (1.0 - rest)))
-    return -tl.log(-log_rest)
-
-
-@triton.jit
 def _best_of_parts(value, token, row, values, tokens, counters):
     """Return whether this program is the row's last, and then the best of all parts."""
     part, num_parts = tl.program_id(1), tl.num_programs(1)
@@ -252,7 +221,13 @@ def _best_of_parts(value, token, row, values, tokens, counters):
 
 @triton.jit
 def _store_token(tokens, row, token, vocab_size):
-    tl.store(tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))  # a row of NaN has no best
+    tl.store(tokens + row, tl.minimum(token, vocab_size - 1).to(tl.int64))
+
+
+@triton.jit
+def _store_best(tokens, row, value, token, vocab_size):
+    """Store the most likely token; -1 where logits are not finite."""
+    _store_token(tokens, row, tl.where(value == float("inf"), -1, token), vocab_size)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
@@ -284,7 +259,7 @@ def _best(
     value, token = _best_of(best_value, best_token)
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        _store_token(tokens, row, token, vocab_size)
+        _store_best(tokens, row, value, token, vocab_size)
 
 
 @triton.jit
@@ -346,7 +321,7 @@ def _survey(
     value, token = _best_of(best_value, best_token)
     is_last, value, token = _best_of_parts(value, token, row, part_values, part_tokens, counters)
     if is_last:
-        _store_token(tokens, row, token, vocab_size)
+        _store_best(tokens, row, value, token, vocab_size)
         tl.store(highest + row, value)
         if is_truncated:
             block = tl.arange(0, PADDED_BLOCKS)
@@ -405,7 +380,8 @@ def _gather(
     row_temperature, row_k, _row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     row_highest = tl.load(highest + row)
     scale = scale_of(tl.where(row_temperature == 0.0, 1.0, row_temperature))
-    if is_truncated:
+    is_finite = row_highest < float("inf")
+    if is_truncated & is_finite:
         pivot = tl.load(pivots + row)
         weight = tl.full((TILE,), 0, tl.int64)
         for begin in range(first, last, TILE):
@@ -423,15 +399,15 @@ def _gather(
                 weight += weights(value, row_highest, scale)
         if row_k == 0:
             tl.atomic_add(total_weights + row, tl.sum(weight, 0))
-    elif row_temperature != 0.0:
-        key = _key_of(seeds, positions, row, of)
+    elif (row_temperature != 0.0) & is_finite:
+        key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
         for begin in range(first, last, TILE):
             token = begin + offset
             logit = load_logits(of_row, token, vocab_size)
-            value = (logit - row_highest) / row_temperature + _gumbel(key, token)
+            value = (logit - row_highest) / row_temperature + gumbel(key, token)
             if least_weight > 0.0:
                 stays = weights(logit, row_highest, scale).to(tl.float64) >= least_weight
                 value = tl.where(stays, value, -float("inf"))
@@ -483,7 +459,7 @@ def _draw_gathered(
             least = tl.maximum(least, least_of_vector(sortable, weight, limit))
         stays = inside & (sortable >= least)
         stays &= weight.to(tl.float64) >= tl.load(min_p + of).to(tl.float64) * _MOST
-        value = (logit - row_highest) / row_temperature + _gumbel(_key_of(seeds, positions, row, of), token)
+        value = (logit - row_highest) / row_temperature + gumbel(key_of(seeds, positions, row, of), token)
         value, best = _best_of(tl.where(stays, value, -float("inf")), token)
         _store_token(tokens, row, best, vocab_size)
     return is_enough
@@ -519,7 +495,7 @@ def _finish(
     start(OVERLAPS)
     of = tl.load(rows + row)
     row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
-    if is_truncated:
+    if is_truncated & (tl.load(highest + row) < float("inf")):
         count = tl.load(num_gathered + row)
         if count <= FEW:
             is_drawn = _draw_gathered(
@@ -563,6 +539,7 @@ def _search(
     of_row = logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED)
     row_temperature, row_k, row_p, is_truncated = _truncation_of(of, temperature, top_k, top_p, vocab_size)
     count = tl.load(num_gathered + row)
+    is_truncated &= tl.load(highest + row) < float("inf")
     is_drawn = not is_truncated
     if is_truncated & (count <= ROOM):
         is_drawn = count <= FEW
@@ -583,7 +560,7 @@ def _search(
             wanted = left.to(tl.float64) * row_p.to(tl.float64)
             least_of_p = least_of_row(of_row, vocab_size, row_highest, scale, wanted, False, TILE)
             least = tl.maximum(least, least_of_p)
-        key = _key_of(seeds, positions, row, of)
+        key = key_of(seeds, positions, row, of)
         least_weight = tl.load(min_p + of).to(tl.float64) * _MOST
         best_value = tl.full((TILE,), -float("inf"), tl.float32)
         best_token = tl.full((TILE,), 0x7FFFFFFF, tl.int32)
@@ -592,7 +569,7 @@ def _search(
             logit = load_logits(of_row, token, vocab_size)
             stays = (sortable_of(logit) >= least) & (token < vocab_size)
             stays &= weights(logit, row_highest, scale).to(tl.float64) >= least_weight
-            value = (logit - row_highest) / row_temperature + _gumbel(key, token)
+            value = (logit - row_highest) / row_temperature + gumbel(key, token)
             value = tl.where(stays, value, -float("inf"))
             best_value, best_token = _better(best_value, best_token, value, token)
         value, best = _best_of(best_value, best_token)

@@ -34,8 +34,9 @@ def logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED: tl.cons
 
 @triton.jit
 def load_logits(of_row, token, vocab_size):
-    """Return a row's logits of some tokens, float32; -inf behind the vocabulary."""
-    return tl.load(of_row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+    """Return a row's logits of some tokens, float32; -inf behind the vocabulary, and infinity for what is no number."""
+    value = tl.load(of_row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
+    return tl.where(value != value, float("inf"), value)
 
 
 @triton.jit
