@@ -2,7 +2,8 @@
 
     python benchmarks/decode_latency.py --model qwen3-8b --num-stages 2 --requests 1 16 64 256
 
-All requests come at once, with random prompts of exactly `--input-len` tokens, greedy, EOS ignored, prefix caching off.
+All requests come at once, with random prompts of exactly `--input-len` tokens, EOS ignored, prefix caching off. Ways of
+sampling (`--sampling`) take turns.
 ITL = (time for `--output-len` tokens - time for 1) / (output-len - 1); the median of `--runs`. With `--trace`, what
 device and host take per decode step and stage. `decode_table.py` runs many engines and compares. The last line is JSON.
 """
@@ -15,7 +16,7 @@ import random
 import time
 from typing import Any
 
-from decode_point import engine_settings, measure_point
+from decode_point import engine_settings, measure_points
 from report import print_report, resolved_config
 from workload import SAMPLING, random_prompts, seconds_for
 
@@ -66,13 +67,16 @@ def main() -> None:
             prompts = random_prompts(num_requests, args.input_len, vocab_size, random.Random(-1))
             for sampling in args.sampling:
                 seconds_for(llm, prompts, _WARM_UP_TOKENS, sampling)
-                point = measure_point(llm, num_requests, args.input_len, args.output_len, args.runs, sampling)
+            measured = measure_points(llm, num_requests, args.input_len, args.output_len, args.runs, args.sampling)
+            for sampling, point in zip(args.sampling, measured, strict=True):
                 points.append((sampling, point))
                 print(
                     f"{num_requests:4d} requests, {sampling}: ITL {point.itl_ms:.3f} ms, first token "
                     f"{point.first_token_s * 1e3:.1f} ms, {point.tokens_per_s:.0f} tok/s",
                     flush=True,
                 )
+        figures["num_unrecorded"] = [stage["num_unrecorded"] for stage in llm.stats()["stages"]]
+        print(f"steps without a recording: {figures['num_unrecorded']}", flush=True)
     lanes = read_chrome_trace(args.trace) if args.trace else []
     for sampling, point in points:
         point.note_trace(lanes)

@@ -104,23 +104,29 @@ def engine_settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def measure_point(
-    llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int, sampling: str = "greedy"
-) -> DecodePoint:
-    """Measure one number of requests; every run has prompts of its own."""
-    point, vocab_size = DecodePoint(num_requests, output_len), llm.plan()["vocab_size"]
+def measure_point(llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int) -> DecodePoint:
+    """Measure one number of greedy requests; every run has prompts of its own."""
+    return measure_points(llm, num_requests, input_len, output_len, num_runs, ["greedy"])[0]
+
+
+def measure_points(
+    llm: LLM, num_requests: int, input_len: int, output_len: int, num_runs: int, samplings: Sequence[str]
+) -> list[DecodePoint]:
+    """Measure one number of requests, sampled in several ways that take turns."""
+    points, vocab_size = [DecodePoint(num_requests, output_len) for _ in samplings], llm.plan()["vocab_size"]
     rng = random.Random(num_requests)
     for _ in range(num_runs):
-        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
-        point.first_runs_s.append(seconds_for(llm, prompts, 1, sampling))
-        prompts = random_prompts(num_requests, input_len, vocab_size, rng)
-        begun_ns = now_ns()
-        took = time_for(llm, prompts, output_len, sampling)
-        point.runs_s.append(took.all_s)
-        point.steady_ns.append(took.steady_ns)
-        point.tokens_per_step.append(took.tokens_per_step)
-        point.windows_ns.append((begun_ns, now_ns()))
-    return point
+        for sampling, point in zip(samplings, points, strict=True):
+            prompts = random_prompts(num_requests, input_len, vocab_size, rng)
+            point.first_runs_s.append(seconds_for(llm, prompts, 1, sampling))
+            prompts = random_prompts(num_requests, input_len, vocab_size, rng)
+            begun_ns = now_ns()
+            took = time_for(llm, prompts, output_len, sampling)
+            point.runs_s.append(took.all_s)
+            point.steady_ns.append(took.steady_ns)
+            point.windows_ns.append((begun_ns, now_ns()))
+            point.tokens_per_step.append(took.tokens_per_step)
+    return points
 
 
 def stage_times(lanes: Sequence[Lane], windows_ns: Sequence[tuple[int, int]]) -> list[dict[str, float]]:

@@ -198,6 +198,14 @@ class TokenLogprobs:
     ranks: Int32s  # [n] of the token itself; 1 is the most likely
 
 
+class Unrecorded(IntEnum):
+    """Why a step of a stage that makes recordings ran without one, operation by operation."""
+
+    ROWS = 0  # every row decodes, and nothing was recorded for so many rows with so many drafts
+    TOKENS = 1  # it has prompts, and more tokens than the largest recording
+    CHOICE = 2  # its layers were a recording, but what its rows ask of the choice of tokens was not recorded
+
+
 @dataclass(frozen=True, eq=False)
 class StageReport:
     """What a stage did since its last report, and since its start. Rides on heartbeats."""
@@ -207,6 +215,7 @@ class StageReport:
     step_ids: Int64s  # [S] of the forwards since the last report
     start_us: Int64s  # [S] microseconds since the epoch
     end_us: Int64s  # [S]
+    num_unrecorded: Int64s  # [len(Unrecorded)] steps since the start
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypp.errors import ConfigError
-from raypp.messages import StageReport
+from raypp.messages import StageReport, Unrecorded
 
 DRIVER_LANE = "driver"
 FORWARD = "forward"
@@ -47,6 +47,7 @@ class ForwardCounter:
         self._num_told = 0
         self._busy_ns = 0
         self._new: deque[tuple[int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
+        self._num_unrecorded = np.zeros(len(Unrecorded), np.int64)
 
     @property
     def has_news(self) -> bool:
@@ -58,6 +59,10 @@ class ForwardCounter:
         self._busy_ns += end_ns - start_ns
         self._new.append((step_id, start_ns, end_ns))
         self._num_steps += 1  # last: whoever reports these sums reports the forward, too
+
+    def add_unrecorded(self, why: Unrecorded) -> None:
+        """Count a step that ran without a recording, before its forward is counted."""
+        self._num_unrecorded[why] += 1
 
     def note_told(self, report: StageReport) -> None:
         """Say that a report got through. From the thread that reports."""
@@ -76,6 +81,7 @@ class ForwardCounter:
             step_ids=np.ascontiguousarray(columns[:, 0]),
             start_us=np.ascontiguousarray(times_us[:, 0]),
             end_us=np.ascontiguousarray(times_us[:, 1]),
+            num_unrecorded=self._num_unrecorded.copy(),
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.messages import Int32s, StageReport, StepPlan
+from raypp.messages import Int32s, StageReport, StepPlan, Unrecorded
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
@@ -19,6 +19,7 @@ class _Stage:
     num_steps: int = 0
     busy_ns: int = 0
     graphs: dict[str, dict[str, float]] = field(default_factory=dict)
+    num_unrecorded: dict[str, int] = field(default_factory=lambda: {why.name.lower(): 0 for why in Unrecorded})
     spans: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
 
 
@@ -68,12 +69,21 @@ class StageActivity:
         """Take in a stage's report."""
         stage = self._stages[stage_index]
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
+        stage.num_unrecorded = {why.name.lower(): int(report.num_unrecorded[why]) for why in Unrecorded}
         stage.spans.extend(zip(report.step_ids.tolist(), report.start_us.tolist(), report.end_us.tolist(), strict=True))
 
     def sums(self) -> list[dict[str, Any]]:
-        """Return num_steps and busy_s of every stage, since the start, and what its graphs took."""
+        """Return num_steps and busy_s of every stage, since the start, and what its graphs took.
+
+        And num_unrecorded: how many steps of a stage that makes graphs ran without one, by the name of `Unrecorded`.
+        """
         return [
-            {"num_steps": stage.num_steps, "busy_s": stage.busy_ns / 1e9, "graphs": stage.graphs}
+            {
+                "num_steps": stage.num_steps,
+                "busy_s": stage.busy_ns / 1e9,
+                "num_unrecorded": stage.num_unrecorded,
+                "graphs": stage.graphs,
+            }
             for stage in self._stages
         ]
 

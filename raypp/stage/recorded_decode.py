@@ -113,6 +113,8 @@ class RecordedDecode:
         self._output = torch.zeros(leaving.slots.shape[1], dtype=torch.uint8, device=device)
         self._leaving = SlotWriter(leaving.slots, self._output, self._uploads.values[2:3])
         self._logits: torch.Tensor | None = None
+        self.has_recorded_choice = True
+        """Whether the last choice of tokens was a recording."""
         self._last: LastHidden  # of the step that was run last
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
         self.drafts: RecordedDrafts | None = None
@@ -231,7 +233,9 @@ class RecordedDecode:
                 if masks is not None and self._masks is not None:
                     self._masks.load(masks, num_drafts)
                 ran: RanTail = self._graphs.run(("tail", bucket, num_drafts, recorded))
+                self.has_recorded_choice = True
                 return ran
+        self.has_recorded_choice = False
         return self._tail(bucket, num_drafts, needs, masks)  # there was no memory for it, or nobody makes graphs
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from raypp.graphs.manager import CudaGraphManager, graph_maker
-from raypp.messages import MaskUpdate, StartExtras, StepPlan, unpack
+from raypp.messages import MaskUpdate, StartExtras, StepPlan, Unrecorded, unpack
 from raypp.models.decoder import Deepstack
 from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
@@ -229,6 +229,8 @@ class Stage:
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
         needs = self._step_needs.of(shape)
         choice, told, top = recorded.choose(bucket, plan.num_drafts, needs, search, masks)
+        if not recorded.has_recorded_choice and self._graphs.makes_graphs:
+            self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
         self._clock.end()
         links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
@@ -299,6 +301,10 @@ class Stage:
         if self._spec.is_first and items is not None:
             hidden, deepstack = place_items(hidden, items, self.items)
         bucket = self._padding.piecewise_tokens(shape.num_tokens)
+        if self._graphs.makes_graphs:
+            decodes = plan.num_decode_rows == len(plan.rows) and not len(plan.start_rows)
+            if decodes or bucket is None:
+                self._tracer.forwards.add_unrecorded(Unrecorded.ROWS if decodes else Unrecorded.TOKENS)
         hidden = self._layers.run(hidden, rope_positions, attention, bucket, deepstack)
         if self._spec.is_last:
             logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))

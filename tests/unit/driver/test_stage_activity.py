@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from raypp.driver.stage_activity import StageActivity
-from raypp.messages import NO_STEP, StageReport, StepPlan, pack, unpack
+from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 
@@ -32,7 +32,8 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
 
 def _report(step_ids: list[int], ends_us: list[int], num_steps: int = 0, busy_ns: int = 0) -> StageReport:
     ends = np.array(ends_us, np.int64)
-    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends)
+    unrecorded = np.arange(len(Unrecorded))
+    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends, unrecorded)
 
 
 def test_a_tracer_counts_forwards_even_when_it_records_nothing() -> None:
@@ -76,9 +77,10 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
     ]
     assert activity.spans_after(150) == [[0, 1, 190, 200, 1, 2, 31]]
     activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
+    counts = {"rows": 0, "tokens": 1, "choice": 2}
     assert activity.sums() == [
-        {"num_steps": 2, "busy_s": 2e-5, "graphs": {"full": {"num_graphs": 3}}},
-        {"num_steps": 1, "busy_s": 1e-5, "graphs": {}},
+        {"num_steps": 2, "busy_s": 2e-5, "num_unrecorded": counts, "graphs": {"full": {"num_graphs": 3}}},
+        {"num_steps": 1, "busy_s": 1e-5, "num_unrecorded": counts, "graphs": {}},
     ]
 
 

@@ -9,10 +9,14 @@ import pytest
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.hardware import Hardware
+from raypp.graphs.manager import CudaGraphManager
+from raypp.messages import Unrecorded
 from raypp.request_limits import MAX_BIASED_TOKENS
 from raypp.stage.recorded_decode import RecordedDecode
+from raypp.stage.step_sizes import StepPadding
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
+from raypp.tracing import ForwardCounter
 from raypp.types import SamplingParams
 
 KINDS = (
@@ -104,6 +108,28 @@ def test_the_largest_request_is_a_recording_too(tails):
     assert not tails
     requests = _requests(4)
     assert _generate(engine, requests) == _generate(plain, requests)
+
+
+def test_steps_without_a_recording_are_counted_with_why(monkeypatch):
+    noted = set()
+    monkeypatch.setattr(ForwardCounter, "add_unrecorded", lambda self, why: noted.add(why))
+    requests = _requests(6)
+    _generate(_engine(tape_graphs, mode="full_and_piecewise", **SPECULATION), requests)
+    assert not noted
+    _generate(_engine(tape_graphs, mode="full"), requests)
+    assert noted == {Unrecorded.TOKENS}, "only prompts have no recording"
+    engine = _engine(tape_graphs, mode="full_and_piecewise")
+    with monkeypatch.context() as patched:
+        patched.setattr(CudaGraphManager, "__contains__", lambda self, key: key[0] != "tail")
+        _generate(engine, requests)
+    assert noted == {Unrecorded.TOKENS, Unrecorded.CHOICE}
+    engine = _engine(tape_graphs, mode="full_and_piecewise")
+    monkeypatch.setattr(StepPadding, "full_rows", lambda self, plan: None)
+    _generate(engine, requests)
+    assert noted == set(Unrecorded)
+    noted.clear()
+    _generate(_engine(mode="full_and_piecewise"), requests)
+    assert not noted, "nobody makes graphs here"
 
 
 @pytest.mark.parametrize("settings", [{}, SPECULATION], ids=["plain", "drafts"])
