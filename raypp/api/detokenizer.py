@@ -36,6 +36,9 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token alone, special ones too."""
+
 
 class Detokenizer:
     """The text of one request. What `add` and `finish` return, joined, is the decoding of all tokens at once."""

@@ -56,6 +56,7 @@ class Tokenizer:
         self._decode: Callable[..., Any] = (
             backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
         )
+        self._token_texts: dict[int, str] = {}  # at most the vocabulary
         self._max_tokens = max_tokens
         self._max_token_chars = max(map(len, self._hf.get_vocab()), default=1)
 
@@ -132,6 +133,13 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, by default without special ones, spaces as they are."""
         text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token alone, special ones too. Kept: log-probabilities ask for the same ones often."""
+        text = self._token_texts.get(token_id)
+        if text is None:
+            text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
     def has_tokens(self, *texts: str) -> bool:
