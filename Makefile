@@ -21,8 +21,8 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
-# What takes long: hostile clients, chaos, clients' real packages, clean environments. At most an hour; it writes
-# tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
+# What takes long: hostile clients, chaos, clients' real packages, clean environments, other tests in full size. At most
+# an hour; it writes tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest tests/soak --override-ini faulthandler_timeout=1800 --verbose
 

@@ -15,7 +15,7 @@ from serve_app.client_connection import client_gone_response
 
 _MAX_INLINE_BYTES = 1 << 18
 """At worst some tens of milliseconds of parsing. A body of many megabytes takes seconds and would hold up every stream
-of the replica. In a thread only its JSON's decoding still does, a tenth of that: the decoder holds Python's lock."""
+of the replica. In a thread what needs no Python still does, since it holds Python's lock: decoding JSON, long lists."""
 
 
 class JsonRoute(APIRoute):

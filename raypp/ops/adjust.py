@@ -10,7 +10,7 @@ S rows of the tables, N positions at which a token is chosen (a row may have sev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 from typing import Protocol
 
@@ -91,6 +91,16 @@ class RowTables:
         return {name.replace("_", " "): tensor for name, tensor in vars(self).items()}
 
 
+@dataclass(frozen=True, eq=False)
+class NewTokens:
+    """Tokens of R rows, one after the other in each."""
+
+    rows: torch.Tensor  # [R] int64, with any stride
+    positions: torch.Tensor  # [R] int64, with any stride, of each row's first token
+    token_ids: torch.Tensor  # [R, W]
+    num_valid: torch.Tensor | None = None  # [R], how many of them count; None: all
+
+
 class HistoryTables(Protocol):
     """What was seen so far, by row. See `raypp.stage.token_history.TokenHistory`."""
 
@@ -115,15 +125,7 @@ class HistoryTables(Protocol):
     def before(self, rows: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Return the last tokens before each position, int32 [N, num_tokens]."""
 
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        *,
-        counts: bool,
-    ) -> None:
+    def remember(self, tokens: NewTokens, *, counts: bool) -> None:
         """Write tokens; see `raypp.ops.backend.TokenChoice.remember`."""
 
 
@@ -157,22 +159,36 @@ class AdjustedLogits:
     is_changed: torch.Tensor | None = None  # [N or more] int32; None: at no position
 
 
-def adjusted(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    tables: RowTables,
-    history: HistoryTables,
-    needs: Needs,
-    widths: Widths,
-    masks: PositionMasks | None,
-) -> torch.Tensor:
-    """Return the logits with everything done to them that `needs` and the masks say, float32 [N, V].
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What is asked of the logits of N positions.
 
-    What `needs` names is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
-
-    Shapes: logits [N, V], which stay as they are; rows, positions [N] int64.
+    Kernels read by row and position what there is to do; torch does what `needs` and `widths` say, to all rows.
     """
+
+    rows: torch.Tensor  # [N] int64, the row of each
+    positions: torch.Tensor  # [N] int64, absolute, of the token that is chosen
+    tables: RowTables
+    history: HistoryTables
+    needs: Needs  # at least what the rows need
+    widths: Widths
+    masks: PositionMasks | None
+
+    def part(self, positions: slice) -> Asked:
+        """Return what is asked at some positions."""
+        masks = None if self.masks is None else self.masks.part(positions)
+        return replace(self, rows=self.rows[positions], positions=self.positions[positions], masks=masks)
+
+
+def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """Return the logits with everything done to them that needs and masks say, float32 [N, V].
+
+    What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
+
+    Shapes: logits [N, V], which stay as they are.
+    """
+    rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
+    needs, widths, masks = asked.needs, asked.widths, asked.masks
     if not needs.changes and masks is None:
         return logits
     logits = logits.to(torch.float32, copy=True)

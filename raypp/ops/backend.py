@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from raypp.ops.adjust import AdjustedLogits, DrawTables, HistoryTables, Needs, PositionMasks, RowTables, Widths
+from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, HistoryTables, NewTokens
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.rotary import Rotation
@@ -178,39 +178,22 @@ class KernelSet(Protocol):
 class TokenChoice(Protocol):
     """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
 
-    def adjust(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        history: HistoryTables,
-        needs: Needs,
-        widths: Widths,
-        masks: PositionMasks | None,
-    ) -> AdjustedLogits:
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
         """Do to the logits what rows and masks ask for; see `raypp.ops.adjust.adjusted`. The model's own stay.
 
         What it returns is valid until the next call.
 
-        Shapes: logits [N, V]; rows, positions [N] int64; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
+        Shapes: logits [N, V]; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
         """
 
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        needs: torch.Tensor,
-        history: HistoryTables,
-        *,
-        counts: bool,
-    ) -> None:
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
         """Write tokens to the history of at least those rows whose needs ask for it.
 
-        Shapes: rows [R] int64; positions [R] int64, of each row's first token; token_ids [R, W]; num_valid [R], how
-        many of them count, None: all; needs by row. `counts`: whether they are counted, or only among the last tokens.
+        Args:
+            tokens: What rows have generated, or drafts.
+            needs: By row; see `RowTables`.
+            history: Where to.
+            counts: Whether they are counted, or only among the last tokens.
         """
 
     def report(

@@ -9,16 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.activation import silu_and_mul
-from raypp.ops.adjust import (
-    AdjustedLogits,
-    DrawTables,
-    HistoryTables,
-    Needs,
-    PositionMasks,
-    RowTables,
-    Widths,
-    adjusted,
-)
+from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, HistoryTables, NewTokens, adjusted
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu_attention import paged_attention
@@ -119,33 +110,13 @@ class TorchKernels:
 class TorchTokenChoice:
     """See `raypp.ops.backend.TokenChoice`."""
 
-    def adjust(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        history: HistoryTables,
-        needs: Needs,
-        widths: Widths,
-        masks: PositionMasks | None,
-    ) -> AdjustedLogits:
-        """Do what `needs` and the masks say to all rows."""
-        return AdjustedLogits(adjusted(logits, rows, positions, tables, history, needs, widths, masks))
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+        """Do what needs and masks say to all rows."""
+        return AdjustedLogits(adjusted(logits, asked))
 
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        needs: torch.Tensor,
-        history: HistoryTables,
-        *,
-        counts: bool,
-    ) -> None:
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
         """Write tokens to the history of all rows."""
-        history.remember(rows, positions, token_ids, num_valid, counts=counts)
+        history.remember(tokens, counts=counts)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

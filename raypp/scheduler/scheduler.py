@@ -276,11 +276,12 @@ class Scheduler:
     def _take(self, state: RequestState, token_ids: list[int]) -> list[int]:
         taken = take_tokens(state, token_ids)
         self._counters.num_generated_tokens += len(taken)
-        if state.request.finish_reason is FinishReason.ERROR:
+        has_failed = state.request.finish_reason is FinishReason.ERROR
+        if has_failed:
             self._without_logits.append(state.request)
-        elif state.row == NO_ROW:
+        if state.row == NO_ROW:
             self.items.note_growth(state, len(taken))
-        else:
+        elif not has_failed:
             # All but the last token were computed by steps whose results are in.
             self._kv.offer(state, state.num_tokens - 1)
         if state.request.finish_reason:

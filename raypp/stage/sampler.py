@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
-from raypp.ops.adjust import AdjustedLogits, Needs, PositionMasks
+from raypp.ops.adjust import AdjustedLogits, Asked, Needs, NewTokens, PositionMasks
 from raypp.ops.backend import choose_token_choice
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.logprobs import TopLogprobs
@@ -85,12 +85,11 @@ class Sampler:
         if not needs.changes and masks is None:
             return self._draw(AdjustedLogits(logits), rows, positions, needs)
         chosen = []
+        asked = Asked(rows, positions, self.rows.tables, self.history, needs, self.rows.widths, masks)
         for first in range(0, max(len(logits), 1), MAX_CHANGED_POSITIONS):
-            part = slice(first, first + MAX_CHANGED_POSITIONS)
-            part_masks = None if masks is None else masks.part(part)
-            given = logits[part], rows[part], positions[part]
-            adjusted = self._choice.adjust(*given, self.rows.tables, self.history, needs, self.rows.widths, part_masks)
-            chosen.append(self._draw(adjusted, *given[1:], needs))
+            places = slice(first, first + MAX_CHANGED_POSITIONS)
+            part = asked.part(places)
+            chosen.append(self._draw(self._choice.adjust(logits[places], part), part.rows, part.positions, needs))
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _draw(self, logits: AdjustedLogits, rows: torch.Tensor, positions: torch.Tensor, needs: Needs) -> torch.Tensor:
@@ -111,7 +110,7 @@ class Sampler:
         Shapes: rows [D] int64; positions [D] int64, of each row's first draft; draft_ids [D, K].
         """
         if needs.history:
-            self._choice.remember(rows, positions, draft_ids, None, self.rows.tables.needs, self.history, counts=False)
+            self._remember(NewTokens(rows, positions, draft_ids), counts=False)
 
     def commit(
         self,
@@ -127,5 +126,7 @@ class Sampler:
         many of them were kept, None when all were.
         """
         if needs.history:
-            by_row = self.rows.tables.needs
-            self._choice.remember(rows, positions, token_ids, num_valid, by_row, self.history, counts=True)
+            self._remember(NewTokens(rows, positions, token_ids, num_valid), counts=True)
+
+    def _remember(self, tokens: NewTokens, *, counts: bool) -> None:
+        self._choice.remember(tokens, self.rows.tables.needs, self.history, counts=counts)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypp.ops.adjust import NewTokens
 from raypp.ops.host_to_device import to_device
 from raypp.ops.logits import NO_TOKEN
 from raypp.request_limits import MAX_BAD_WORD_TOKENS
@@ -81,16 +82,9 @@ class TokenHistory:
             in_prompt[row] = False
             in_prompt[row].index_fill_(0, known[:prompt_len], True)
 
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        *,
-        counts: bool,
-    ) -> None:
+    def remember(self, tokens: NewTokens, *, counts: bool) -> None:
         """Write tokens among the last ones; see `raypp.ops.backend.TokenChoice.remember`."""
+        rows, positions, token_ids, num_valid = tokens.rows, tokens.positions, tokens.token_ids, tokens.num_valid
         self._write(rows, positions, token_ids)
         if not counts:
             return

@@ -10,13 +10,24 @@ import math
 import random
 import types
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from raypp.ops import reference
-from raypp.ops.adjust import AdjustedLogits, DrawTables, Needs, PositionMasks, RowTables, Widths, adjusted
+from raypp.ops.adjust import (
+    AdjustedLogits,
+    Asked,
+    DrawTables,
+    Needs,
+    NewTokens,
+    PositionMasks,
+    RowTables,
+    Widths,
+    adjusted,
+)
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.decode_inputs import NewEntries, decode_inputs
@@ -558,8 +569,9 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         first = torch.tensor([lengths[row] for row in rows_of_step], device=DEVICE)
         drafts = torch.tensor([[rng.randrange(5) for _ in range(num_drafts)] for _ in rows_of_step], device=DEVICE)
         if num_drafts:
-            remember(rows, first, drafts, None, tables.needs, history, kernels.device, counts=False)
-            expected_history.remember(rows, first, drafts, None, counts=False)
+            of_rows = NewTokens(rows, first, drafts)
+            remember(of_rows, tables.needs, history, kernels.device, counts=False)
+            expected_history.remember(of_rows, counts=False)
         at_rows = rows.repeat_interleave(width)
         positions = (first.unsqueeze(1) + torch.arange(width, device=DEVICE)).flatten()
         logits = kernels.normal(num_rows * width, vocab_size, scale=3.0)
@@ -567,8 +579,8 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         mask_of = torch.tensor([rng.randrange(-1, 2) for _ in at_rows], dtype=torch.int32, device=DEVICE)
         bits = torch.randint(-(2**31), 2**31, (2, tables.allowed.shape[1]), dtype=torch.int32, device=DEVICE)
         for masks in (None, PositionMasks(mask_of, bits)):
-            got = adjuster.adjust(logits, at_rows, positions, tables, history, masks)
-            expected = adjusted(logits, at_rows, positions, tables, expected_history, Needs.ALL, widths, masks)
+            asked = Asked(at_rows, positions, tables, history, Needs.ALL, widths, masks)
+            got, expected = adjuster.adjust(logits, asked), adjusted(logits, replace(asked, history=expected_history))
             assert torch.equal(logits, given)
             assert got.changed is not None
             assert got.is_changed is not None
@@ -580,8 +592,9 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
         yielded = torch.tensor([[rng.randrange(5) for _ in range(width)] for _ in rows_of_step], device=DEVICE)
         kept = [rng.randint(0, width) for _ in rows_of_step]
         num_valid = torch.tensor(kept, dtype=torch.int32, device=DEVICE)
-        remember(rows, first, yielded, num_valid, tables.needs, history, kernels.device, counts=True)
-        expected_history.remember(rows, first, yielded, num_valid, counts=True)
+        of_rows = NewTokens(rows, first, yielded, num_valid)
+        remember(of_rows, tables.needs, history, kernels.device, counts=True)
+        expected_history.remember(of_rows, counts=True)
         for row, count in zip(rows_of_step, kept, strict=True):
             lengths[row] += count
     tokens = KernelTokenChoice(num_rows * width, kernels.device, kernels.workspace)

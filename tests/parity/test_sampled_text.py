@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -18,7 +19,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 
-NUM_DRAWS = 5_000
+NUM_DRAWS = int(os.environ.get("SAMPLED_TEXT_DRAWS", "5000"))
 
 
 def _plan(**settings) -> EnginePlan:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops import logits as twin
-from raypp.ops.adjust import AdjustedLogits, HistoryTables, Needs, PositionMasks, RowTables
+from raypp.ops.adjust import AdjustedLogits, Asked, HistoryTables, Needs, NewTokens
 from raypp.ops.kernels.launch import Device, start
 
 _TILE = 2048
@@ -47,34 +47,22 @@ class LogitAdjuster:
         self._changed = torch.empty(max_positions, vocab_size, device=device.torch_device)
         self._is_changed = torch.zeros(max_positions, dtype=torch.int32, device=device.torch_device)
 
-    @property
-    def buffer(self) -> torch.Tensor:
-        """The changed logits, [max_positions, V]; those of other positions are of any content."""
-        return self._changed
-
-    def adjust(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        history: HistoryTables,
-        masks: PositionMasks | None,
-    ) -> AdjustedLogits:
-        """Do what each position's row and mask ask for. Shapes: logits [N, V] contiguous; rows, positions [N] int64."""
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+        """Do what each position's row and mask ask for. Shapes: logits [N, V] contiguous."""
+        tables, history, masks = asked.tables, asked.history, asked.masks
         num_positions, vocab_size = logits.shape
         if not num_positions:
             return AdjustedLogits(logits)
         wanted = max(1, min(triton.cdiv(vocab_size, _MIN_PART), 4 * self._device.num_processors // num_positions))
         num_tiles = triton.cdiv(triton.cdiv(vocab_size, wanted), _TILE)
         num_parts = triton.cdiv(vocab_size, num_tiles * _TILE)
-        mask_of, bitmasks = (rows, tables.allowed) if masks is None else (masks.mask_of, masks.bitmasks)
+        mask_of, bitmasks = (asked.rows, tables.allowed) if masks is None else (masks.mask_of, masks.bitmasks)
         _adjust[(num_positions, num_parts)](
             logits,
             self._changed,
             self._is_changed,
-            rows,
-            positions,
+            asked.rows,
+            asked.positions,
             tables.needs,
             tables.bias_token_ids,
             tables.bias,
@@ -113,29 +101,9 @@ class LogitAdjuster:
         return AdjustedLogits(logits, self._changed, self._is_changed)
 
 
-def remember(
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_valid: torch.Tensor | None,
-    needs: torch.Tensor,
-    history: HistoryTables,
-    device: Device,
-    *,
-    counts: bool,
-) -> None:
-    """Write tokens to the history of rows that need it.
-
-    Args:
-        rows: [R] int64.
-        positions: [R] int64, with any stride, of each row's first token.
-        token_ids: [R, W].
-        num_valid: [R] int32, how many of them count; None: all.
-        needs: By row; see `RowTables`.
-        history: Where to.
-        device: Where it runs.
-        counts: Whether they are counted; drafts are only among the last tokens.
-    """
+def remember(tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, device: Device, *, counts: bool) -> None:
+    """Write tokens to the history of rows that need it; see `raypp.ops.backend.TokenChoice.remember`."""
+    rows, positions, num_valid, width = tokens.rows, tokens.positions, tokens.num_valid, tokens.token_ids.shape[1]
     if not len(rows):
         return
     _remember[(len(rows),)](
@@ -143,7 +111,7 @@ def remember(
         rows.stride(0),
         positions,
         positions.stride(0),
-        token_ids.contiguous(),
+        tokens.token_ids.contiguous(),
         rows if num_valid is None else num_valid,
         needs,
         history.last,
@@ -152,8 +120,8 @@ def remember(
         history.output_counts.shape[1],
         HAS_VALID=num_valid is not None,
         COUNTS=counts,
-        WIDTH=token_ids.shape[1],
-        BLOCK=triton.next_power_of_2(token_ids.shape[1]),
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
         HISTORY_LEN=history.last.shape[1],
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,

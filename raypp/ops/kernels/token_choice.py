@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.ops.adjust import AdjustedLogits, HistoryTables, Needs, PositionMasks, RowTables, Widths
+from raypp.ops.adjust import AdjustedLogits, Asked, HistoryTables, NewTokens
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.launch import Device
@@ -30,39 +30,16 @@ class KernelTokenChoice(TokenChooser):
         self._adjuster: LogitAdjuster | None = None
         self._reporter: Reporter | None = None
 
-    def adjust(
-        self,
-        logits: torch.Tensor,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: RowTables,
-        history: HistoryTables,
-        needs: Needs,
-        widths: Widths,
-        masks: PositionMasks | None,
-    ) -> AdjustedLogits:
-        """Do what rows and masks ask for; what that is, is read on the device, whatever `needs` and `widths` say.
-
-        Shapes: logits [N, V] contiguous; rows, positions [N] int64; N at most MAX_CHANGED_POSITIONS.
-        """
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+        """Do what rows and masks ask for. Shapes: logits [N, V] contiguous; N at most MAX_CHANGED_POSITIONS."""
         if self._adjuster is None:
             most = min(self._max_positions, MAX_CHANGED_POSITIONS)
             self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
-        return self._adjuster.adjust(logits, rows, positions, tables, history, masks)
+        return self._adjuster.adjust(logits, asked)
 
-    def remember(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        num_valid: torch.Tensor | None,
-        needs: torch.Tensor,
-        history: HistoryTables,
-        *,
-        counts: bool,
-    ) -> None:
-        """Write tokens to the history of rows that need it; see `raypp.ops.kernels.adjust.remember`."""
-        remember(rows, positions, token_ids, num_valid, needs, history, self._device, counts=counts)
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
+        """Write tokens to the history of rows that need it."""
+        remember(tokens, needs, history, self._device, counts=counts)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

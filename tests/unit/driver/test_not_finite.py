@@ -19,9 +19,9 @@ from raypp.types import SamplingParams
 
 PROMPTS = ([5, 6, 7] * 4, [9, 10, 11] * 3, [30, 31] * 5)
 PARAMS = (
-    SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
-    SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=3, ignore_eos=True, logprobs=1),
-    SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, presence_penalty=0.5),
+    SamplingParams(max_tokens=12, temperature=0.0, seed=0, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.8, top_p=0.9, seed=1, ignore_eos=True, logprobs=1),
+    SamplingParams(max_tokens=12, temperature=0.0, seed=2, ignore_eos=True, presence_penalty=0.5),
 )
 DRAFTS = {"speculative": {"method": "ngram", "num_speculative_tokens": 3}}
 
@@ -47,8 +47,13 @@ def _outputs(make_graphs: Any = None, **settings: Any) -> tuple[list[list[int]],
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize(
     ("make_graphs", "settings"),
-    [(None, {}), (None, DRAFTS), (tape_graphs, {"mode": "full", **DRAFTS})],
-    ids=["plain", "drafts", "recorded"],
+    [
+        (None, {}),
+        (None, DRAFTS),
+        (None, {"num_kv_blocks": 10, "max_model_len": 36, **DRAFTS}),
+        (tape_graphs, {"mode": "full", **DRAFTS}),
+    ],
+    ids=["plain", "drafts", "preemption", "recorded"],
 )
 def test_one_request_fails_and_the_others_do_not_notice(monkeypatch, make_graphs, settings, failing, bad):
     expected, none = _outputs(**settings)
@@ -56,7 +61,7 @@ def test_one_request_fails_and_the_others_do_not_notice(monkeypatch, make_graphs
     choose, fails_from = Sampler.choose, len(PROMPTS[failing]) + 5
 
     def spoiled(self, logits, rows, positions, *args):
-        is_bad = (rows == failing) & (positions >= fails_from)
+        is_bad = (self.rows.draws.seeds[rows] == failing) & (positions >= fails_from)  # a row may change hands
         logits = logits.clone()
         logits[:, 40] = torch.where(is_bad, bad, logits[:, 40])
         return choose(self, logits, rows, positions, *args)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from raypp.ops.adjust import AdjustedLogits, DrawTables, Needs, PositionMasks, RowTables, Widths
+from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, Needs, NewTokens, PositionMasks, RowTables, Widths
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.kernels import (
     decode_attention,
@@ -170,14 +170,14 @@ def call_all(workspace: Workspace) -> None:
     history, masks = TokenHistory(spec, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
     history.reserve()
     for of_grammars in (None, masks):
-        adjusted = chooser.adjust(
-            logits, integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars
-        )
+        asked = Asked(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
+        adjusted = chooser.adjust(logits, asked)
     for given in (AdjustedLogits(logits), adjusted):
         chooser.greedy(given)
         chooser.draw(given, integers, integers, draws)
     chooser.report(logits, integers, integers, row_tables.num_reported)
-    chooser.remember(integers, integers, torch.zeros(32, 5), lengths, lengths, history, counts=True)
+    generated = NewTokens(integers, integers, torch.zeros(32, 5), lengths)
+    chooser.remember(generated, lengths, history, counts=True)
 
 
 def call_wide(workspace: Workspace) -> None:

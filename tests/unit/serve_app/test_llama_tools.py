@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai_tools import HELLO, MODELS, SILENT, TOOLS, check_tools
+from openai_tools import HELLO, MODELS, SILENT, TOOLS, check_named_tool_and_none, check_tools
 from running_app import RunningApp, running_app
 
 import raypp
@@ -61,6 +61,7 @@ def client(app: RunningApp) -> Iterator[openai.OpenAI]:
 def test_the_clients_helpers(app: RunningApp, client: openai.OpenAI) -> None:
     assert app.context.preparer.conventions.calls is LLAMA3_CALLS
     check_tools(client)
+    check_named_tool_and_none(client)
 
 
 def test_what_the_model_writes_is_its_own_syntax(client: openai.OpenAI) -> None:

@@ -10,7 +10,7 @@ import torch
 from sampler_plans import VOCAB_SIZE, spec, start_plan
 
 from raypp.messages import MaskUpdate, StepPlan
-from raypp.ops.adjust import Needs, adjusted
+from raypp.ops.adjust import Asked, Needs, adjusted
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_masks import StepMasks
@@ -65,7 +65,7 @@ def applied(found: StepMasks, logits: torch.Tensor) -> torch.Tensor:
     """Return what the masks make of a step's logits."""
     nothing: Any = None
     masks = found.of_positions(len(logits))
-    return adjusted(logits, nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, masks)
+    return adjusted(logits, Asked(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, masks))
 
 
 def close(found: StepMasks, token_ids: list[list[int]], positions: list[int], drafts: list[list[int]] | None = None):

@@ -1,0 +1,35 @@
+"""What `make test` runs in small: the same files with as many examples, kills and settings as are worth an hour.
+
+Each runs in a pytest of its own, whose last line goes into the report.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 900
+FULL: dict[str, dict[str, str]] = {
+    "tests/parity/test_speculation.py": {"TEST_SPECULATION": "all"},
+    "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
+    "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
+    "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
+    "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
+    "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000"},
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_in_full(name: str, note: Callable[[str], None]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-o", "faulthandler_timeout=600", name]
+    environment = os.environ | FULL[name]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    last = done.stdout.rstrip().rpartition("\n")[2]
+    note(f"`{name}` with {', '.join(f'{key}={value}' for key, value in FULL[name].items())}: {last}")
+    assert done.returncode == 0, done.stdout[-8000:]
