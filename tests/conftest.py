@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ settings.register_profile(
     "ci", parent=settings.get_profile("local"), derandomize=True, database=None, phases=_CI_PHASES
 )
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it to users' programs.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}
