@@ -11,9 +11,9 @@ from typing import Any
 from peer import COMPARED, Compared, on_line
 from workload import model_settings
 
-from raypp.driver.cost_model import even_partition
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
+from raypp.plan.layer_partition import even_partition
 
 PARTS = ("graphs", "start", "even", "eager", "speculation")
 FORCED_RATE, FIXED_DRAFTS = 0.7, 4

@@ -23,8 +23,6 @@ from report import GrowingReport
 from workload import model_settings
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.encoder.build import build_manager
 from raypp.encoder.graph_choice import GraphChoice
 from raypp.encoder.items import EncodedItem
@@ -32,6 +30,8 @@ from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.graphs.buckets import Buckets
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.prompt_items import EncoderItem
 
 _WARM_UPS = 5
@@ -72,7 +72,7 @@ class _Bench:
             "max_model_len": args.max_model_len,
         }
         plan = plan_engine(EngineConfig.from_flat(**settings), Hardware.of_this_machine())
-        spec = plan.encoder_spec(0)
+        spec = plan.encoders.spec(0)
         self.device = torch.device(spec.device)
         source = open_weights(spec.load_format, spec.model_path, spec.seed, self.device)
         self.tower = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=self.device, source=source)

@@ -144,7 +144,7 @@ def _commit() -> str:
 
 def _gpu_names() -> list[str]:
     """Return the GPUs' names without making this process one of their users."""
-    from raypp.driver.hardware import Hardware
+    from raypp.plan.hardware import Hardware
 
     hardware = Hardware.of_this_machine()
     return [hardware.gpu_name] * hardware.num_gpus

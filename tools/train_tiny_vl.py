@@ -47,10 +47,10 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

@@ -30,9 +30,9 @@ from report import print_report
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage import Stage

@@ -23,11 +23,11 @@ from model_configs import SHAPES, write_config
 from report import print_report
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.graphs.buckets import token_buckets
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.ops.attention import AttentionBatch
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.build import allocate_kv_caches, build_stage_model
 from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.warm_up import warm_up

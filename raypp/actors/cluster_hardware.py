@@ -11,7 +11,7 @@ from raypp.actors.deadline import Deadline
 from raypp.actors.placement import alive_nodes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
-from raypp.driver.hardware import Hardware
+from raypp.plan.hardware import Hardware
 
 
 def may_be_elsewhere(config: EngineConfig, here: Hardware) -> bool:

@@ -17,12 +17,12 @@ from raypp.actors.stage_group import StageGroup
 from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
+from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
 from raypp.transport.step_channel import DriverChannel
@@ -64,7 +64,7 @@ class DriverActor:
         """
         self._stages = StageGroup(self._plan, self._factory, self._placement)
         self._encoders: EncoderGroup | None = None
-        if self._plan.num_encoders:
+        if self._plan.encoders.num_encoders:
             self._encoders = EncoderGroup(self._plan, self._placement, self._stages.first, self._wake)
         deadline = Deadline(timeout_s)
         processes = self._stages.processes(deadline)

@@ -29,13 +29,12 @@ from raypp.actors.local_device import SEES_ALL_GPUS
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
-from raypp.driver.encoder_plan import encoder_resources
 from raypp.driver.encoder_shares import EncodeCall, EncoderShares
-from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.encoder.item_fault import ItemFault
 from raypp.encoder.spec import EncoderSpec
 from raypp.errors import EncoderDiedError, RayppError
+from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
 
 _TICK_S = 0.5
@@ -79,10 +78,10 @@ class EncoderGroup:
         self._model = None if placement.is_on_one_node else plan.config.model.model
         self._on_event = on_event
         self._encoders = [
-            _Encoder(index, _make_actor(plan, placement, index), plan.encoder_spec(index))
-            for index in range(plan.num_encoders)
+            _Encoder(index, _make_actor(plan, placement, index), plan.encoders.spec(index))
+            for index in range(plan.encoders.num_encoders)
         ]
-        self._shares = EncoderShares(plan.num_encoders, plan.config.encoder.max_images_per_batch)
+        self._shares = EncoderShares(plan.encoders.num_encoders, plan.config.encoder.max_images_per_batch)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._events: list[ItemEvent] = []
         self._lock = threading.Lock()  # of the events, and of what has been counted
@@ -321,7 +320,7 @@ class EncoderGroup:
 
 
 def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
-    place, resources = placement.encoders[index], encoder_resources(plan)
+    place, resources = placement.encoders[index], plan.encoders.resources
     options: dict[str, Any] = {
         "num_cpus": resources["CPU"],
         "num_gpus": resources.get("GPU", 0),

@@ -25,10 +25,9 @@ from raypp.actors.placement import Placement, reserve
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
-from raypp.driver.encoder_plan import encoder_resources
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, EngineDeadError, RayppError
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.tracing import write_chrome_trace
 
 if TYPE_CHECKING:
@@ -170,9 +169,9 @@ class EngineHandle:
 
     def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
         strategy = self._plan.config.parallel.placement
-        num_stages, num_encoders = len(self._plan.stages), self._plan.num_encoders
+        num_stages, num_encoders = len(self._plan.stages), self._plan.encoders.num_encoders
         factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
-        bundles = [self._plan.stage_resources()] * num_stages + [encoder_resources(self._plan)] * num_encoders
+        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoders.resources] * num_encoders
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
             self._placement = reserve(bundles, num_stages, strategy, deadline)
         self._driver = (

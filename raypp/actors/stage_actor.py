@@ -11,8 +11,8 @@ from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
-from raypp.driver.hardware import Hardware
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
+from raypp.plan.hardware import Hardware
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:

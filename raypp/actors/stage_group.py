@@ -18,9 +18,9 @@ from raypp.actors.placement import Placement, StagePlace
 from raypp.actors.processes import ActorProcess
 from raypp.actors.remote_errors import in_short
 from raypp.actors.stage_actor import NodeShare, StageActor, StageAddresses
-from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.failure import name_failure
 from raypp.stage.step_sizes import StageRecordings, StepSizes
 from raypp.tracing import TraceEvent
@@ -47,7 +47,7 @@ class StageGroup:
                 "num_cpus": resources["CPU"],
                 "num_gpus": resources.get("GPU", 0),
                 "scheduling_strategy": strategy,
-                "max_concurrency": 3 + plan.num_encoders,  # run, trace, one to spare, and what encoders bring
+                "max_concurrency": 3 + plan.encoders.num_encoders,  # run, trace, one to spare, and what encoders bring
                 "max_restarts": 0,
             }
             if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory

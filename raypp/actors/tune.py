@@ -9,10 +9,11 @@ from raypp.actors.engine import connect_and_plan
 from raypp.actors.placement import alive_nodes, check_capacity
 from raypp.actors.remote_errors import raypp_errors
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, max_step_rows
-from raypp.driver.measure import MeasuredCosts, default_context_len, measure_costs
-from raypp.driver.tuning import Tuning, tune_partition
 from raypp.errors import ConfigError
+from raypp.plan.engine_plan import EnginePlan
+from raypp.plan.graph_plan import max_step_rows
+from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs
+from raypp.plan.tuning import Tuning, tune_partition
 from raypp.sampling_params import SamplingParams
 
 

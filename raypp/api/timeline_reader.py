@@ -9,7 +9,7 @@ from typing import Any
 from raypp.api.frontend import Frontend
 from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
 from raypp.api.timeline import Forward, MemorySpeed, Timeline
-from raypp.driver.hardware import Hardware
+from raypp.plan.hardware import Hardware
 
 _REPORTS_TIMEOUT_S = 2.0
 _REPORTS_POLL_S = 0.02

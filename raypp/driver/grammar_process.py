@@ -17,7 +17,7 @@ from typing import Protocol
 
 from raypp.grammar.board import Board, create_board_file
 from raypp.grammar.message_socket import MessageSocket
-from raypp.grammar.messages import GrammarOrder, GrammarReply, Ready, decode, encode
+from raypp.grammar.messages import GrammarOrder, GrammarReply, GrammarSettings, Ready, decode, encode
 
 _START_TIMEOUT_S = 300  # seconds of imports, more where disk or machine are slow; who dies is noticed at once
 _BUFFER_BYTES = 4 << 20
@@ -25,16 +25,6 @@ _MAX_UNSENT_BYTES = 64 << 20  # what waits for a process that reads nothing; mor
 _END_TIMEOUT_S = 5
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GrammarSettings:
-    """What the grammar process is told."""
-
-    model_path: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    compile_timeout_s: float
 
 
 @dataclass(frozen=True)

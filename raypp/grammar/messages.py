@@ -32,6 +32,16 @@ def key_of(source: str) -> str:
 
 
 @dataclass(frozen=True)
+class GrammarSettings:
+    """What the grammar process is told when it is started."""
+
+    model_path: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    compile_timeout_s: float
+
+
+@dataclass(frozen=True)
 class CompileGrammar:
     """Compile a constraint, if that was not done before; `Compiled` or `NotCompiled` answers."""
 

@@ -15,9 +15,9 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypp.driver.engine_plan import EnginePlan
 from raypp.graphs.manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
+from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.build import allocate_kv_caches
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage

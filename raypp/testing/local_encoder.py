@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
 from raypp.encoder.build import build_manager
 from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.worker import EncoderWorker
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
+from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
 from raypp.stage.item_store import ItemStore
 from raypp.transport.cuda_device import CudaDevice
@@ -28,7 +28,7 @@ class LocalEncoder:
     """
 
     def __init__(self, plan: EnginePlan, store: ItemStore) -> None:
-        spec, device = plan.encoder_spec(0), torch.device(plan.device)
+        spec, device = plan.encoders.spec(0), torch.device(plan.device)
         source = open_weights(spec.load_format, spec.model_path, spec.seed, device)
         tower = build_encoder(plan.model, dtype=getattr(torch, plan.dtype), device=device, source=source)
         self.worker = EncoderWorker(build_manager(tower, spec), spec.cache_bytes, device)

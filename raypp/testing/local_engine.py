@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import EnginePlan
 from raypp.driver.pipeline import Pipeline
 from raypp.grammar.vocabulary import VocabularySource
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
+from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import PromptItems
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
@@ -109,7 +109,7 @@ class LocalEngine:
             specs = [plan.stage_spec(index) for index in range(len(plan.stages))]
             stages = [local.stage for local in build_local_stages(specs, plan.model, factory)]
             pipeline = LocalPipeline(stages)
-            if plan.num_encoders and factory is None:
+            if plan.encoders.num_encoders and factory is None:
                 encoder = LocalEncoder(plan, stages[0].items)
         vocabulary = VocabularySource(plan.model_path, plan.model.vocab_size, tuple(sorted(plan.model.eos_token_ids)))
         grammars = InlineGrammars(vocabulary, lateness=mask_lateness)

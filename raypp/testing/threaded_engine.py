@@ -18,14 +18,14 @@ import zmq
 from raypp.config.engine import EngineConfig
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import EnginePlan, plan_engine
 from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammar_process import GrammarProcess
-from raypp.driver.hardware import Hardware
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
 from raypp.stage.loop import run_stage_loop
@@ -166,7 +166,7 @@ class ThreadedEngine:
             )
             return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
 
-        encoder = LocalEncoder(plan, stages[0].items) if plan.num_encoders else None
+        encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
         return [loop(index) for index in range(num_stages)], encoder
 
     def _drive(self) -> None:

@@ -38,6 +38,7 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         '"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n'
     )
     (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
+    (package / "plan" / "breach.py").write_text('"""Breaks the layers."""\n\nimport raypp.driver.engine\n')
     (package / "homeless.py").write_text('"""Is in no layer."""\n')
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
@@ -45,6 +46,7 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "raypp.scheduler.breach -> raypp.stage",
         "raypp.scheduler.breach -> torch",
         "raypp.driver.breach -> ray",
+        "raypp.plan.breach -> raypp.driver",
         "serve_app.routes.breach -> ray",
         "raypp.homeless",
     ):

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.driver.engine_plan import EnginePlan
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.config import ModelConfig
+from raypp.plan.engine_plan import EnginePlan
 from raypp.stage.build import StageFactory, build_stage_model
 from raypp.stage.spec import GraphSpec, StageSpec
 from raypp.stage.stage_model import StageModel

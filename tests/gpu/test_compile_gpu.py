@@ -15,8 +15,6 @@ from model_configs import write_config
 from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.models.compiled_layer import CompiledLayer
@@ -24,6 +22,8 @@ from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderLayer
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec, StageSpec
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16

@@ -21,8 +21,8 @@ from hf_models import FAMILIES, make_checkpoint
 from raypp import LLM
 from raypp.actors.cluster import Cluster
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

@@ -14,12 +14,12 @@ from model_configs import write_config
 from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import GraphMismatchError
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda_attention import CudaAttention
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec, StageSpec
 
 MAX_TOKENS = 64

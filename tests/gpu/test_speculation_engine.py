@@ -11,8 +11,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

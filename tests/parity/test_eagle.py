@@ -21,8 +21,8 @@ from exactness import TIE_GAP
 from hf_models import make_checkpoint
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.scheduler.stats import SchedulerStats
 from raypp.stage.speculation import Speculation

@@ -13,9 +13,9 @@ import torch
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.messages import TokenLogprobs
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.stage import logprobs as stage_logprobs
 from raypp.testing import LocalEngine

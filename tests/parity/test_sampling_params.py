@@ -14,8 +14,8 @@ from hf_models import FAMILIES, hf_logits, make_checkpoint
 from sampling_reference import Case, end_token_ids, reference_scores
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

@@ -20,9 +20,9 @@ from structured_schemas import SCHEMAS
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import RequestError
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams

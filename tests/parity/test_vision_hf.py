@@ -22,11 +22,11 @@ from hf_vision import (
 )
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.weights import CheckpointWeights
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams
 

@@ -19,9 +19,9 @@ from raw_client import WAIT_S, RawClient
 
 from raypp.actors.engine import EngineHandle, launch_engine
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import EncoderDiedError, RequestError
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams

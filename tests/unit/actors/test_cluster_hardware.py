@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raypp.actors.cluster_hardware import may_be_elsewhere, smallest_of
 from raypp.config.engine import EngineConfig
-from raypp.driver.hardware import Hardware
+from raypp.plan.hardware import Hardware
 
 
 def test_all_gpus_count_and_what_the_weakest_has():

@@ -7,8 +7,8 @@ from typing import cast
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.tracing import TraceEvent
 
 WAIT_S = 20.0

@@ -12,8 +12,8 @@ from raypp.actors import engine
 from raypp.actors.cluster import Cluster
 from raypp.actors.engine import EngineHandle
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 
 WAIT_S = 20.0
 

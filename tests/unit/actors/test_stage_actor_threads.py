@@ -13,8 +13,8 @@ import torch
 from raypp.actors import stage_actor
 from raypp.actors.stage_actor import StageActor, StageAddresses
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage import build
 
 WAIT_S = 20.0

@@ -10,10 +10,10 @@ import pytest
 
 from raypp.cli.main import Doors, main
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
-from raypp.driver.measure import MeasuredCosts
-from raypp.driver.tuning import Tuning, tune_partition
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.plan.measure import MeasuredCosts
+from raypp.plan.tuning import Tuning, tune_partition
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
 

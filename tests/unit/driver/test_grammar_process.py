@@ -15,9 +15,8 @@ from raypp.driver.grammar_process import (
     GrammarProcess,
     GrammarProcessDied,
     GrammarProcessNotStarted,
-    GrammarSettings,
 )
-from raypp.grammar.messages import CloseGrammar, CompileGrammar
+from raypp.grammar.messages import CloseGrammar, CompileGrammar, GrammarSettings
 
 WAIT_S = 60.0
 

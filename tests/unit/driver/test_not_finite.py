@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import NonFiniteLogitsError
 from raypp.openai_api.errors import describe_error
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.sampler import Sampler
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.op_tape import tape_graphs

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
 from raypp.driver.grammar_process import GrammarProcess
-from raypp.driver.hardware import Hardware
 from raypp.grammar.messages import Compiled, CompileGrammar, GrammarReply, NotCompiled, Ready, key_of
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.structured_outputs import as_structured_outputs, source_of
 
 DEADLINE_S = 60.0

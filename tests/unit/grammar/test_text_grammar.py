@@ -11,12 +11,12 @@ import pytest
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.structured_outputs import as_structured_outputs, source_of
 
 PLAN = plan_engine(EngineConfig.from_flat("tiny"), Hardware(1))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import GraphMismatchError
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.ops import torch_kernels
 from raypp.ops.break_point import break_point
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.testing.op_tape import OpTapes, tape_graphs
 from raypp.types import SamplingParams

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import few_row_buckets, row_buckets, token_buckets
 from raypp.graphs.manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.graphs.thinning import bytes_each, index_at, next_position
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.spec import StageSpec
 from raypp.testing import LocalEngine, build_local_pipeline
 from raypp.types import SamplingParams

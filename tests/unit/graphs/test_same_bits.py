@@ -14,8 +14,8 @@ import pytest
 from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec
 from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 

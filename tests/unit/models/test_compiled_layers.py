@@ -11,8 +11,6 @@ from checkpoints import write_config
 from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.graphs.compiled import CompiledFunction
 from raypp.models.compiled_layer import CompiledLayer
 from raypp.models.config import load_model_config
@@ -20,6 +18,8 @@ from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.cuda_kernels import CudaKernels
 from raypp.ops.torch_kernels import TorchKernels
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec
 from raypp.testing import LocalEngine
 from raypp.testing.op_tape import tape_graphs

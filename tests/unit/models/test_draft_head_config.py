@@ -193,8 +193,8 @@ def test_dummy_maps_are_valid() -> None:
 
 def test_settings_that_do_not_go_together() -> None:
     from raypp.config.engine import EngineConfig
-    from raypp.driver.engine_plan import plan_engine
-    from raypp.driver.hardware import Hardware
+    from raypp.plan.engine_plan import plan_engine
+    from raypp.plan.hardware import Hardware
 
     for speculative, message in (
         ({"method": "eagle3"}, "names the head that drafts"),

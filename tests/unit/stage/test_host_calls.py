@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.messages import StepPlan
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.pending_result import PendingResult
 from raypp.stage.stage import Stage
 from raypp.testing import LocalEngine, LocalPipeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams

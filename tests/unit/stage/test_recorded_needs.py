@@ -7,10 +7,10 @@ import random
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import Unrecorded
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.request_limits import MAX_BIASED_TOKENS
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.step_sizes import StepPadding

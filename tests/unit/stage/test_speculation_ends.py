@@ -7,8 +7,8 @@ import random
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.testing import FakeStage, LocalEngine
 from raypp.types import FinishReason, SamplingParams

@@ -11,10 +11,10 @@ import pytest
 from recorded_plans import mixed_requests, record_plans
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.graph_plan import step_sizes
-from raypp.driver.hardware import Hardware
 from raypp.messages import StepPlan
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.graph_plan import step_sizes
+from raypp.plan.hardware import Hardware
 from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.step_sizes import FullSize, StepPadding, StepSizes

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
 from raypp.stage.build import allocate_kv_caches, build_stage_model
 from raypp.stage.compile_ahead import compile_ahead
 from raypp.stage.sampler import Sampler

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.cost_model import even_partition
-from raypp.driver.engine_plan import EnginePlan, max_step_rows
-from raypp.driver.hardware import Hardware
-from raypp.driver.kv_memory import stage_budget_bytes
-from raypp.driver.measure import MeasuredCosts
-from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes
+from raypp.plan.engine_plan import EnginePlan
+from raypp.plan.hardware import Hardware
+from raypp.plan.layer_partition import even_partition, fastest_partition
+from raypp.plan.measure import MeasuredCosts
+from raypp.plan.stage_memory import stage_budget_bytes, stage_weight_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts
     def split(layers: list[int]) -> Split:
         return Split(layers=tuple(layers), stage_ms=tuple(costs.of_stages(layers)))
 
-    best = costs.partition(num_layers, num_stages, limits)
+    best = fastest_partition(costs, num_layers, num_stages, limits)
     return Tuning(
         config=plan.config.with_settings(layer_partition=best),
         measured=measured,
@@ -108,18 +108,7 @@ def max_layers_by_memory(plan: EnginePlan, hardware: Hardware) -> list[int]:
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
     kv_bytes = num_blocks * cache.block_size * kv_bytes_per_token_per_layer(model, dtype_bytes)
     layer_bytes = layer_weight_bytes(model, dtype_bytes) + kv_bytes
-    num_stages = plan.config.parallel.num_stages
-    besides = [0] * num_stages
-    besides[0] += embedding_bytes(model, dtype_bytes)
-    if num_stages > 1 or not model.tie_word_embeddings:
-        besides[-1] += lm_head_bytes(model, dtype_bytes)
+    besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
     besides[-1] += plan.stages[-1].draft_head_bytes
-    budget_bytes = stage_budget_bytes(
-        plan.config,
-        hardware,
-        model,
-        device=plan.device,
-        dtype_bytes=dtype_bytes,
-        max_step_rows=max_step_rows(plan.config),
-    )
+    budget_bytes = stage_budget_bytes(plan.config, hardware, model, device=plan.device, dtype_bytes=dtype_bytes)
     return [max(min((budget_bytes - taken) // layer_bytes, model.num_layers), 0) for taken in besides]

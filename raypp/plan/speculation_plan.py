@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
+from raypp.plan.hardware import Hardware
 from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
 from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
 from raypp.specdec.table_bytes import token_table_bytes

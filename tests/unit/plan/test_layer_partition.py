@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypp.errors import ConfigError, ResourceError
-from raypp.stage.partition import partition_layers
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
+from raypp.plan.cost_model import estimated_costs
+from raypp.plan.layer_partition import even_partition, fastest_partition, partition_layers
 
 
 def _stage_costs(layers, costs, first, last):
@@ -62,3 +65,10 @@ def test_equal_layers_are_cut_evenly():
 def test_more_stages_than_layers_is_refused():
     with pytest.raises(ConfigError, match="more stages than layers"):
         partition_layers([1.0] * 3, 4)
+
+
+def test_even_and_estimated_splits():
+    assert even_partition(10, 4) == [3, 3, 2, 2]
+    model = load_model_config(resolve_model_path("tiny"))
+    for on_gpu in (False, True):  # the fixed times alone, on a GPU
+        assert fastest_partition(estimated_costs(model, 4, on_gpu=on_gpu), 6, 2) == [4, 2]

@@ -1,22 +1,36 @@
-"""How many KV blocks the stages' memory holds: the minimum over the stages, since all of them use the same block ids.
+"""What fits into the stages' memory: weights, KV blocks, and the longest request that these hold.
 
-share of the device = weights + what a step's tensors take + graphs and libraries + KV blocks
+    share of the device = weights + what a step's tensors take + graphs and libraries + KV blocks
+
+There are as many KV blocks as the stage with the fewest holds, since all of them use the same block ids.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raypp.config.engine import EngineConfig
-from raypp.driver.graph_plan import graph_spec
-from raypp.driver.hardware import Hardware
-from raypp.errors import ResourceError
+from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES
+from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.ops.draw_sizes import draw_bytes
+from raypp.plan.graph_plan import graph_spec, max_step_rows
+from raypp.plan.hardware import Hardware
 from raypp.stage.sampler_sizes import sampler_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
+_SHORTEST_REQUEST = 2  # tokens
 _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
+
+
+def stage_weight_bytes(model: ModelConfig, layers: Sequence[int], dtype_bytes: int) -> list[int]:
+    """Return the bytes of each stage's weights, a draft head's aside; `layers` says how many layers each has."""
+    weight_bytes = [count * layer_weight_bytes(model, dtype_bytes) for count in layers]
+    weight_bytes[0] += embedding_bytes(model, dtype_bytes)
+    if len(layers) > 1 or not model.tie_word_embeddings:
+        weight_bytes[-1] += lm_head_bytes(model, dtype_bytes)
+    return weight_bytes
 
 
 def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
@@ -43,7 +57,7 @@ def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
 
 
 def stage_budget_bytes(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, *, device: str, dtype_bytes: int, max_step_rows: int
+    config: EngineConfig, hardware: Hardware, model: ModelConfig, *, device: str, dtype_bytes: int
 ) -> int:
     """Return what a stage may spend on weights and KV: its share of a GPU less what a step takes, or all main memory.
 
@@ -53,11 +67,10 @@ def stage_budget_bytes(
         model: Sizes of a step's tensors.
         device: `cpu` or `cuda`.
         dtype_bytes: Of weights, activations and KV.
-        max_step_rows: The most rows of one step.
     """
     if device == "cpu":
         return hardware.memory_bytes
-    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes, max_step_rows)
+    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
     return usable_bytes - step_bytes - library_bytes
 
 
@@ -92,7 +105,6 @@ def num_blocks_on_gpus(
     model: ModelConfig,
     *,
     dtype_bytes: int,
-    max_step_rows: int,
     weight_bytes: list[int],
     block_bytes: list[int],
     speculation_bytes: list[int],
@@ -105,7 +117,6 @@ def num_blocks_on_gpus(
         hardware: Its memory.
         model: Sizes of a step's tensors.
         dtype_bytes: Of weights, activations and KV.
-        max_step_rows: The most rows of one step.
         weight_bytes: Of each stage.
         block_bytes: What a block takes on each stage.
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
@@ -114,7 +125,7 @@ def num_blocks_on_gpus(
     Raises:
         ResourceError: the memory does not suffice; says for what, with the numbers.
     """
-    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes, max_step_rows)
+    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
     taken = [weights + kept for weights, kept in zip(weight_bytes, speculation_bytes, strict=True)]
     left = [usable_bytes - step_bytes - library_bytes - each for each in taken]
     left[0] -= item_bytes
@@ -138,28 +149,58 @@ def num_blocks_on_gpus(
     return asked or num_blocks
 
 
-def _gpu_share(
-    config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int, max_step_rows: int
-) -> tuple[int, int, int]:
+def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
+    """Return the tokens that a request may have, `max_model_len`.
+
+    Raises:
+        ConfigError, ResourceError: what was asked for is more than the model or the KV cache holds.
+    """
+    held = (num_blocks - 1) * config.cache.block_size
+    asked = config.model.max_model_len
+    if held < _SHORTEST_REQUEST:
+        raise ResourceError(
+            "the KV cache is too small for any request",
+            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            expected=f"{_SHORTEST_REQUEST} tokens: one of a prompt, one of output",
+            hint="raise kv_cache_bytes, num_kv_blocks or block_size",
+        )
+    if asked is None:
+        return min(model.max_position_embeddings, held)
+    if asked > model.max_position_embeddings:
+        raise ConfigError(
+            "max_model_len is more than the model was made for",
+            got=asked,
+            expected=f"at most {model.max_position_embeddings}",
+        )
+    if asked > held:
+        raise ResourceError(
+            "the KV cache is too small for one request of max_model_len tokens",
+            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
+            expected=f"{asked} tokens",
+            hint=f"set max_model_len={held} or less, or raise kv_cache_bytes (num_kv_blocks)",
+        )
+    return asked
+
+
+def _gpu_share(config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int) -> tuple[int, int, int]:
     """Return a stage's bytes of a GPU, and how many of them a step's tensors, and libraries and graphs take."""
     share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
     library_bytes = _LIBRARY_BYTES + graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
-    step_bytes = _step_bytes(config, model, dtype_bytes, max_step_rows)
+    step_bytes = _step_bytes(config, model, dtype_bytes)
     return int(hardware.gpu_memory_bytes * share), step_bytes, library_bytes
 
 
-def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int, max_step_rows: int) -> int:
+def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
     """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies.
 
     And what choosing tokens keeps: the tables by row, the changed logits, and what draws hand on.
     """
-    tokens = config.scheduler.max_num_batched_tokens
+    tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
-    num_logits = min(max_step_rows * (1 + config.speculative.max_drafts), max(tokens, max_step_rows))
+    most_positions = num_rows * (1 + config.speculative.max_drafts)
+    num_logits = min(most_positions, max(tokens, num_rows))
     logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
-    num_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
-    most_positions = max_step_rows * (1 + config.speculative.max_drafts)
-    kept_bytes = sampler_table_bytes(num_rows, model.vocab_size) + draw_bytes(most_positions, model.vocab_size)
-    return max(layer_bytes, logits_bytes) + kept_bytes
+    table_bytes = sampler_table_bytes(config.scheduler.max_num_seqs + NUM_PADDING_ROWS, model.vocab_size)
+    return max(layer_bytes, logits_bytes) + table_bytes + draw_bytes(most_positions, model.vocab_size)

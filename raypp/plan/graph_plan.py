@@ -59,12 +59,17 @@ def graph_spec(
     return replace(spec, planned_bytes=planned_bytes, max_bytes=planned_bytes + spare_bytes)
 
 
+def max_step_rows(config: EngineConfig) -> int:
+    """Return the most rows of one step."""
+    return -(-config.scheduler.max_num_seqs // config.parallel.num_stages)
+
+
 def step_sizes(config: EngineConfig, spec: GraphSpec) -> StepSizes:
     """Return what every stage is to record."""
     return StepSizes.wanted(
         spec,
         config.speculative.ladder,
-        max_step_rows=-(-config.scheduler.max_num_seqs // config.parallel.num_stages),
+        max_step_rows=max_step_rows(config),
         max_step_tokens=config.scheduler.max_num_batched_tokens,
     )
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_configs import write_config
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
-from raypp.driver.speculation_plan import speculation_bytes, table_bytes
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.sizes import embedding_bytes
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.plan.speculation_plan import speculation_bytes, table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS
 from raypp.stage.speculation import Speculation
 
@@ -237,3 +238,28 @@ def test_layers_of_stages_on_gpus() -> None:
     ):
         plan = _on_gpus(model, speculative=speculative)
         assert [stage.num_layers for stage in plan.stages] == layers
+
+
+_CPU = Hardware(4)
+_H200 = Hardware(16, 128 << 30, 2, "NVIDIA H200", 140 << 30)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_layers", "hardware", "settings", "expected"),
+    [
+        ("qwen3-0.6b", 28, _H200, {}, 3),
+        ("qwen3-0.6b", 28, _CPU, {}, 2),
+        ("qwen3-0.6b", 28, _H200, {"speculative": {"method": "ngram"}}, 2),
+        ("qwen3-0.6b", 28, _H200, {"max_steps_per_cohort": 2}, 2),
+        ("qwen3-8b", 36, _H200, {}, 2),
+        ("qwen3-8b", 36, _H200, {"max_steps_per_cohort": 4}, 4),
+    ],
+)
+def test_a_third_step_is_for_short_ones(tmp_path, shape, num_layers, hardware, settings, expected):
+    path = write_config(shape, num_layers, tmp_path)
+    settings = {"load_format": "dummy", "num_stages": 2, "max_model_len": 1024, "num_kv_blocks": 256} | settings
+    plan = plan_engine(EngineConfig.from_flat(str(path), **settings), hardware)
+    assert plan.scheduler_limits().max_steps_per_cohort == expected
+    assert plan.stage_spec(1).num_ring_entries == 2 * expected
+    assert plan.describe()["max_steps_per_cohort"] == expected
+    assert plan.resolved_config().scheduler.max_steps_per_cohort == expected

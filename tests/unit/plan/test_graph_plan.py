@@ -6,8 +6,8 @@ import pytest
 from model_configs import write_config
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 
 GIB = 1 << 30
 H200 = Hardware(16, 128 * GIB, 2, "NVIDIA H200", 140 * GIB)

@@ -11,14 +11,18 @@ from typing import Any
 
 from raypp.config.engine import EngineConfig
 from raypp.config.sections import TransportKind
-from raypp.driver.encoder_plan import describe_encoders, encoder_spec, item_bytes_on_first_stage, max_item_tokens
-from raypp.driver.grammar_process import GrammarSettings
-from raypp.driver.graph_plan import describe_graphs, graph_spec
-from raypp.driver.hardware import Hardware
-from raypp.driver.kv_memory import check_main_memory, num_blocks_on_cpu, num_blocks_on_gpus
-from raypp.driver.layer_partition import layers_per_stage
-from raypp.driver.run_ahead import max_steps_per_cohort
-from raypp.driver.speculation_plan import (
+from raypp.errors import ConfigError, ResourceError
+from raypp.grammar.messages import GrammarSettings
+from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.generation_config import read_sampling_defaults
+from raypp.models.registry import resolve_model_path
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.plan.cost_model import estimated_costs
+from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
+from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
+from raypp.plan.hardware import Hardware
+from raypp.plan.layer_partition import layers_per_stage
+from raypp.plan.speculation_plan import (
     check_host_memory,
     draft_head,
     draft_head_bytes,
@@ -29,18 +33,20 @@ from raypp.driver.speculation_plan import (
     speculation_bytes,
     table_bytes,
 )
-from raypp.encoder.spec import EncoderSpec
-from raypp.errors import ConfigError, ResourceError
-from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.generation_config import read_sampling_defaults
-from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.plan.stage_memory import (
+    check_main_memory,
+    longest_request,
+    num_blocks_on_cpu,
+    num_blocks_on_gpus,
+    stage_weight_bytes,
+)
 from raypp.scheduler.draft_policy import DraftPolicy
-from raypp.scheduler.limits import SchedulerLimits
+from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
-_SHORTEST_REQUEST = 2
+_SHORT_STEP_MS = 2.0
+"""From a result to the plan that builds on it takes the hosts up to 1.1 ms: docs/design/0140-a-third-step-ahead.md."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -75,9 +81,9 @@ class EnginePlan:
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
-    gpu_memory_bytes: int  # of the smallest GPU; 0 without any
     ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
     draft_head: DraftHeadSpec | None
+    encoders: EncoderPlan
     graphs: GraphSpec  # which steps are recorded and replayed
     max_steps_per_cohort: int  # in flight
     stages: tuple[StageLayout, ...]
@@ -104,17 +110,8 @@ class EnginePlan:
             # A head's last guess never enters; the others do, behind the row's end.
             num_lookahead_tokens=0 if self.draft_head is None else self.config.speculative.max_drafts - 1,
             caches_next_token=self.draft_head is not None,
-            max_item_tokens=max_item_tokens(self),
+            max_item_tokens=self.encoders.max_item_tokens,
         )
-
-    @property
-    def num_encoders(self) -> int:
-        """Encoder actors: none for a model that reads text alone."""
-        return self.config.encoder.num_encoders if self.model.vision is not None else 0
-
-    def encoder_spec(self, encoder_index: int) -> EncoderSpec:
-        """Return what an encoder must be told."""
-        return encoder_spec(self, encoder_index)
 
     def stage_resources(self) -> dict[str, float]:
         """Return what a stage asks Ray for."""
@@ -216,7 +213,7 @@ class EnginePlan:
             "num_drafts": list(self.config.speculative.ladder),
             "draft_head_weights": None if self.draft_head is None else self.draft_head.config.weights_name,
             "graphs": describe_graphs(self.config, self.graphs),
-            "encoders": describe_encoders(self),
+            "encoders": self.encoders.describe(),
             "sampling_defaults": dict(self.sampling_defaults) or None,
             "stages": [
                 {
@@ -236,17 +233,12 @@ class EnginePlan:
 
     def _step_weight_bytes(self, stage: StageLayout) -> int:
         """Return what a step reads of a stage's weights: all, but of the embedding only a row per token."""
-        dtype_bytes = _DTYPE_BYTES[self.dtype]
+        dtype_bytes = self.dtype_bytes
         is_last = stage.stage_index == len(self.stages) - 1
         head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
         if is_last and self.draft_head is not None:
             head_bytes += self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
         return stage.num_layers * layer_weight_bytes(self.model, dtype_bytes) + head_bytes
-
-
-def max_step_rows(config: EngineConfig) -> int:
-    """Return the most rows of one step."""
-    return -(-config.scheduler.max_num_seqs // config.parallel.num_stages)
 
 
 def plan_engine(
@@ -268,21 +260,31 @@ def plan_engine(
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
+    dtype_bytes = _DTYPE_BYTES[dtype]
+    num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
-    layers = layers_per_stage(config, model, head, _DTYPE_BYTES[dtype], device)
-    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, _DTYPE_BYTES[dtype])
-    weight_bytes = [
-        _weight_bytes(model, index, num_stages, count, _DTYPE_BYTES[dtype]) for index, count in enumerate(layers)
-    ]
+    layers = layers_per_stage(config, model, head, dtype_bytes, device)
+    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, dtype_bytes)
+    weight_bytes = stage_weight_bytes(model, layers, dtype_bytes)
     starts = [sum(layers[:index]) for index in range(num_stages)]
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     window = ngram_window(config, model)
     stage_block_bytes = [count * block_bytes for count in layers]
     head_bytes = 0
     if head is not None:
-        head_bytes = draft_head_bytes(head, model, num_stages, _DTYPE_BYTES[dtype])
+        head_bytes = draft_head_bytes(head, model, num_stages, dtype_bytes)
         weight_bytes[-1] += head_bytes
-        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, _DTYPE_BYTES[dtype])
+        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, dtype_bytes)
+    encoders = plan_encoders(
+        config,
+        model,
+        hardware,
+        model_path=str(model_path),
+        device=device,
+        dtype=dtype,
+        dtype_bytes=dtype_bytes,
+        num_threads=num_threads,
+    )
     if device == "cpu":
         num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
         check_main_memory(hardware, weight_bytes, stage_block_bytes, num_blocks)
@@ -292,12 +294,11 @@ def plan_engine(
             config,
             hardware,
             model,
-            dtype_bytes=_DTYPE_BYTES[dtype],
-            max_step_rows=max_step_rows(config),
+            dtype_bytes=dtype_bytes,
             weight_bytes=weight_bytes,
             block_bytes=stage_block_bytes,
-            speculation_bytes=speculation_bytes(config, model, window, head_spec, _DTYPE_BYTES[dtype]),
-            item_bytes=item_bytes_on_first_stage(config, model),
+            speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
+            item_bytes=encoders.item_bytes,
         )
     stages = tuple(
         StageLayout(
@@ -319,14 +320,14 @@ def plan_engine(
         dtype=dtype,
         device=device,
         transport=_transport(config, device),
-        max_model_len=_max_model_len(config, model, num_blocks),
+        max_model_len=longest_request(config, model, num_blocks),
         ngram_window=window,
         draft_head=head_spec,
         num_blocks=num_blocks,
-        num_threads=config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages),
-        gpu_memory_bytes=hardware.gpu_memory_bytes,
-        graphs=graph_spec(config, model, device, _DTYPE_BYTES[dtype], hardware.gpu_memory_bytes),
-        max_steps_per_cohort=max_steps_per_cohort(config, model, _DTYPE_BYTES[dtype], device),
+        num_threads=num_threads,
+        encoders=encoders,
+        graphs=graph_spec(config, model, device, dtype_bytes, hardware.gpu_memory_bytes),
+        max_steps_per_cohort=_max_steps_per_cohort(config, model, dtype_bytes, device),
         stages=stages,
     )
 
@@ -350,44 +351,6 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
     return "float32" if device == "cpu" else model.dtype
 
 
-def _weight_bytes(model: ModelConfig, stage_index: int, num_stages: int, num_layers: int, dtype_bytes: int) -> int:
-    total = num_layers * layer_weight_bytes(model, dtype_bytes)
-    first, last = stage_index == 0, stage_index == num_stages - 1
-    if first:
-        total += embedding_bytes(model, dtype_bytes)
-    if last and not (first and model.tie_word_embeddings):
-        total += lm_head_bytes(model, dtype_bytes)
-    return total
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
-    held = (num_blocks - 1) * config.cache.block_size
-    asked = config.model.max_model_len
-    if held < _SHORTEST_REQUEST:
-        raise ResourceError(
-            "the KV cache is too small for any request",
-            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
-            expected=f"{_SHORTEST_REQUEST} tokens: one of a prompt, one of output",
-            hint="raise kv_cache_bytes, num_kv_blocks or block_size",
-        )
-    if asked is None:
-        return min(model.max_position_embeddings, held)
-    if asked > model.max_position_embeddings:
-        raise ConfigError(
-            "max_model_len is more than the model was made for",
-            got=asked,
-            expected=f"at most {model.max_position_embeddings}",
-        )
-    if asked > held:
-        raise ResourceError(
-            "the KV cache is too small for one request of max_model_len tokens",
-            got=f"{num_blocks} blocks of {config.cache.block_size} tokens, one of them the null block: {held} tokens",
-            expected=f"{asked} tokens",
-            hint=f"set max_model_len={held} or less, or raise kv_cache_bytes (num_kv_blocks)",
-        )
-    return asked
-
-
 def _transport(config: EngineConfig, device: str) -> TransportKind:
     """Return the link to ask for; on GPUs `auto` stays, for which links there can be depends on where stages run."""
     asked = config.parallel.transport
@@ -398,3 +361,17 @@ def _transport(config: EngineConfig, device: str) -> TransportKind:
     if asked in ("ipc", "nccl"):
         raise ConfigError(f"{asked} links join GPUs", got="stages on CPUs", hint="leave transport at auto")
     return "gloo" if asked == "auto" else asked
+
+
+def _max_steps_per_cohort(config: EngineConfig, model: ModelConfig, dtype_bytes: int, device: str) -> int:
+    """Return how many steps of a cohort may be in flight at a time.
+
+    With two, the hosts have as long as one takes, through all stages, to answer its result. Where that is short they
+    get another one. It costs whoever comes then one such step; drafts would be chosen by older results.
+    """
+    if config.scheduler.max_steps_per_cohort is not None:
+        return config.scheduler.max_steps_per_cohort
+    if device != "cuda" or config.speculative.max_drafts:
+        return STEPS_PER_COHORT
+    [step_ms] = estimated_costs(model, dtype_bytes, on_gpu=True).of_stages([model.num_layers])
+    return STEPS_PER_COHORT + (step_ms < _SHORT_STEP_MS)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.encoder_plan import encoder_resources, item_token_bytes
-from raypp.driver.engine_plan import EnginePlan, plan_engine
-from raypp.driver.hardware import Hardware
 from raypp.errors import ConfigError
+from raypp.plan.encoder_plan import item_token_bytes
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.hardware import Hardware
 
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 TWO_GPUS = Hardware(num_cpu_cores=8, memory_bytes=1 << 38, num_gpus=2, gpu_name="G", gpu_memory_bytes=100 << 30)
@@ -23,7 +23,7 @@ def plan_of(model: str, **settings: object) -> EnginePlan:
 
 def test_a_model_that_reads_text_alone_has_no_encoders():
     plan = plan_of("qwen3-0.6b", num_encoders=2)
-    assert plan.num_encoders == 0
+    assert plan.encoders.num_encoders == 0
     assert plan.scheduler_limits().max_item_tokens == 0
     assert plan.describe()["encoders"] is None
 
@@ -39,9 +39,9 @@ def test_pictures_take_their_share_of_the_first_stage():
 
 def test_an_encoder_may_have_a_share_of_a_gpu():
     plan = plan_of("qwen3-vl-8b", encoder_num_gpus=0.25, gpu_memory_utilization=0.8, num_encoders=3)
-    assert plan.num_encoders == 3
-    assert encoder_resources(plan)["GPU"] == 0.25
-    spec = plan.encoder_spec(2)
+    assert plan.encoders.num_encoders == 3
+    assert plan.encoders.resources["GPU"] == 0.25
+    spec = plan.encoders.spec(2)
     assert (spec.encoder_index, spec.captures, spec.token_budgets) == (2, True, None)
     assert spec.memory_bytes == int((100 << 30) * 0.8 * 0.25)
     described = plan.describe()["encoders"]
@@ -53,7 +53,7 @@ def test_an_encoder_may_have_a_share_of_a_gpu():
     ("settings", "captures"), [({"mode": "none"}, False), ({"dtype": "float32"}, False), ({}, True)]
 )
 def test_graphs_where_they_can_be(settings, captures):
-    assert plan_of("qwen3-vl-8b", **settings).encoder_spec(0).captures == captures
+    assert plan_of("qwen3-vl-8b", **settings).encoders.spec(0).captures == captures
 
 
 @pytest.mark.parametrize("budgets", [[], [0, 64]])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from raypp.config.engine import EngineConfig
-from raypp.driver.cost_model import StepCosts, estimated_costs, even_partition
-from raypp.driver.engine_plan import plan_engine
-from raypp.driver.hardware import Hardware
-from raypp.driver.measure import MeasuredCosts, default_context_len, measure_costs
-from raypp.driver.tuning import max_layers_by_memory, tune_partition
 from raypp.errors import ResourceError
+from raypp.plan.cost_model import StepCosts
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs
+from raypp.plan.tuning import max_layers_by_memory, tune_partition
 from raypp.sampling_params import SamplingParams
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
@@ -31,12 +31,6 @@ def _measured(**values: float) -> MeasuredCosts:
         "last_stage_ms": 2.5,
     }
     return MeasuredCosts(num_rows=4, context_len=32, num_steps=8, **{**times, **values})
-
-
-def test_even_and_estimated_splits():
-    assert even_partition(10, 4) == [3, 3, 2, 2]
-    assert estimated_costs(_plan().model, 4).partition(6, 2) == [4, 2]
-    assert estimated_costs(_plan().model, 4, on_gpu=True).partition(6, 2) == [4, 2]  # the fixed times alone
 
 
 def test_costs_of_stages():

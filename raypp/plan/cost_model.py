@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import layer_weight_bytes, lm_head_bytes
-from raypp.stage.partition import partition_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +31,6 @@ class StepCosts:
         costs[0] += self.first_stage
         costs[-1] += self.last_stage
         return costs
-
-    def partition(self, num_layers: int, num_stages: int, max_layers: Sequence[int] | None = None) -> list[int]:
-        """Return the layers of each stage for which the slowest one is fastest; see `partition_layers`."""
-        return partition_layers(
-            [self.layer] * num_layers,
-            num_stages,
-            first_stage_cost=self.first_stage,
-            last_stage_cost=self.last_stage,
-            max_layers=max_layers,
-        )
 
 
 _GPU_BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
@@ -80,8 +69,3 @@ def estimated_costs(
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
     return StepCosts(layer=layer / _GPU_BYTES_PER_MS + layer_ms, last_stage=head / _GPU_BYTES_PER_MS + head_ms)
-
-
-def even_partition(num_layers: int, num_stages: int) -> list[int]:
-    """Return the layers of each stage when nothing but layers counts; the first stages get what is left over."""
-    return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]

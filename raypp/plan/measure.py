@@ -16,13 +16,12 @@ import numpy as np
 import torch
 
 from raypp.config.sections import SpeculativeSection
-from raypp.driver.cost_model import StepCosts
-from raypp.driver.engine import Engine
-from raypp.driver.engine_plan import EnginePlan
-from raypp.messages import MaskUpdate, StepPlan, StepResult
+from raypp.messages import StepPlan, StepResult
 from raypp.models.decoder import Deepstack
 from raypp.models.sizes import layer_weight_bytes
 from raypp.ops.attention import AttentionBatch
+from raypp.plan.cost_model import StepCosts
+from raypp.plan.engine_plan import EnginePlan
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
@@ -117,7 +116,7 @@ def _drafting_layers(plan: EnginePlan) -> float:
 
 
 class _Rig:
-    """Three stages of a few layers each, and an engine that keeps `num_rows` requests decoding."""
+    """Three stages of a few layers each, and a scheduler that keeps `num_rows` requests decoding."""
 
     def __init__(
         self, plan: EnginePlan, num_layers: int, *, num_rows: int, context_len: int, params: SamplingParams
@@ -161,7 +160,7 @@ class _Rig:
             Stage(spec, of_stage, allocate_kv_caches(spec, model), ends, schemas, silent)
             for spec, of_stage, ends in zip(specs, self._models, links, strict=True)
         ]
-        self._pipeline = _TimedPipeline(stages, self._device)
+        self._stages = _TimedStages(stages, self._device)
         # One cohort that holds all rows: every decode step is a full one.
         limits = replace(
             plan.scheduler_limits(),
@@ -172,19 +171,20 @@ class _Rig:
             num_blocks=common.num_blocks,
             enable_prefix_caching=False,
         )
-        self._engine = Engine(Scheduler(limits), self._pipeline, silent)
+        self._scheduler = Scheduler(limits)
         self._start(context_len, replace(params, max_tokens=num_tokens - context_len, ignore_eos=True))
 
     def step(self) -> None:
         """Run one decode step of all rows."""
-        num_before = self._pipeline.num_timed
-        while self._pipeline.num_timed == num_before:
-            assert self._engine.has_unfinished, "the requests ended before the measurement"
-            self._engine.step()
+        num_before = self._stages.num_timed
+        while self._stages.num_timed == num_before:
+            plan = self._scheduler.schedule()
+            assert plan is not None, "the requests ended before the measurement"
+            self._scheduler.update(self._stages.run(plan))
 
     def stage_ms(self) -> list[float]:
         """Return each stage's time of a decode step, milliseconds."""
-        return [_typical_ms(times) for times in self._pipeline.seconds]
+        return [_typical_ms(times) for times in self._stages.seconds]
 
     def embedding_ms(self) -> float:
         """Return the time of the embedding of a step's tokens, milliseconds."""
@@ -209,17 +209,16 @@ class _Rig:
     def _start(self, context_len: int, params: SamplingParams) -> None:
         """Bring all rows to decoding, without computing their prompts."""
         for number in range(self._num_rows):
-            self._engine.add(Request(f"row-{number}", np.ones(context_len, np.int32), params, seed=number))
-        self._pipeline.num_rows = self._num_rows
+            self._scheduler.add(Request(f"row-{number}", np.ones(context_len, np.int32), params, seed=number))
+        self._stages.num_rows = self._num_rows
         for model in self._models:
             model.skips = True
-        while not self._pipeline.num_timed:
-            self._engine.step()
+        self.step()
         for model in self._models:
             model.skips = False
         for _ in range(_WARM_UP_STEPS):
             self.step()
-        self._pipeline.forget()
+        self._stages.forget()
 
 
 class _PromptSkipping:
@@ -262,27 +261,17 @@ class _PromptSkipping:
         return self._model.compute_logits(hidden, out)
 
 
-class _TimedPipeline:
+class _TimedStages:
     """Runs the stages one after the other, and times the decode steps of all rows."""
 
     def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
         self._stages = stages
         self._device = device
-        self._submitted: list[StepPlan] = []
         self.num_rows = 0
         self.num_timed = 0
         self.seconds: list[list[float]] = [[] for _ in stages]
 
-    def submit(self, plan: StepPlan) -> None:
-        self._submitted.append(plan)
-
-    def send_masks(self, update: MaskUpdate) -> None:
-        raise AssertionError("nothing that is measured has a grammar")
-
-    def collect(self) -> list[StepResult]:
-        if not self._submitted:
-            return []
-        plan = self._submitted.pop(0)
+    def run(self, plan: StepPlan) -> StepResult:
         is_timed = plan.num_decode_rows == self.num_rows
         with torch.inference_mode():
             for stage, seconds in zip(self._stages, self.seconds, strict=True):
@@ -295,15 +284,12 @@ class _TimedPipeline:
                     seconds.append(time.perf_counter() - started_s)
         self.num_timed += is_timed
         assert pending is not None
-        return [pending.wait()]
+        return pending.wait()
 
     def forget(self) -> None:
         """Drop the times so far."""
         for seconds in self.seconds:
             seconds.clear()
-
-    def close(self) -> None:
-        self._submitted.clear()
 
 
 def _typical_ms(seconds: Sequence[float]) -> float:

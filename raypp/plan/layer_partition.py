@@ -1,4 +1,4 @@
-"""Cutting the layers into stages so that the slowest stage is as fast as can be."""
+"""How many layers each stage gets: as configured, or so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -6,9 +6,67 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
+from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, ResourceError
+from raypp.models.config import ModelConfig
+from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.plan.cost_model import StepCosts, estimated_costs
 
 _ROUNDING = 1e-9  # sums of costs that are equal on paper
+
+
+def layers_per_stage(
+    config: EngineConfig, model: ModelConfig, head: DraftHeadConfig | None, dtype_bytes: int, device: str
+) -> list[int]:
+    """Return the number of layers of each stage.
+
+    Args:
+        config: Of the engine.
+        model: Its sizes.
+        head: What drafts on the last stage; None: nothing does, or n-grams.
+        dtype_bytes: Of a weight.
+        device: Of the stages.
+
+    Raises:
+        ConfigError: what is configured does not add up to the model.
+    """
+    num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
+    if explicit is None:
+        num_proposed = 0 if head is None else config.speculative.max_drafts
+        costs = estimated_costs(
+            model,
+            dtype_bytes,
+            on_gpu=device == "cuda",
+            num_verified=config.speculative.usual_drafts,
+            num_proposed=num_proposed,
+            drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
+        )
+        return fastest_partition(costs, model.num_layers, num_stages)
+    if sum(explicit) != model.num_layers:
+        raise ConfigError(
+            "layer_partition does not add up to the model's layers",
+            got=f"{explicit}, {sum(explicit)} layers",
+            expected=f"{model.num_layers} layers",
+        )
+    return list(explicit)
+
+
+def even_partition(num_layers: int, num_stages: int) -> list[int]:
+    """Return the layers of each stage when nothing but layers counts; the first stages get what is left over."""
+    return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]
+
+
+def fastest_partition(
+    costs: StepCosts, num_layers: int, num_stages: int, max_layers: Sequence[int] | None = None
+) -> list[int]:
+    """Return the layers of each stage for which the slowest one is fastest; see `partition_layers`."""
+    return partition_layers(
+        [costs.layer] * num_layers,
+        num_stages,
+        first_stage_cost=costs.first_stage,
+        last_stage_cost=costs.last_stage,
+        max_layers=max_layers,
+    )
 
 
 def partition_layers(

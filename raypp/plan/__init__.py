@@ -1,0 +1,1 @@
+"""What is decided before a step runs: devices, layers, memory, graphs, encoders, speculation."""
