@@ -53,8 +53,8 @@ from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
+from raypp.step_channel import DriverChannel, StageChannel
 from raypp.tracing import Tracer
-from raypp.transport.step_channel import DriverChannel, StageChannel
 from raypp.types import SamplingParams
 
 KINDS = ("text", "pictures", "grammars")
@@ -164,7 +164,7 @@ class LoadedDriver:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         clients = open_client_socket(self._context, f"ipc://{folder}/clients")
         channel = DriverChannel([f"ipc://{folder}/0"], f"ipc://{folder}/results", context=self._context)
-        self._stage = StageChannel(0, channel.stage_addresses[0], channel.result_address, context=self._context)
+        self._stage = StageChannel(0, channel.stage_addresses[0], channel.result_address)
         limits = SchedulerLimits(
             num_stages=1,
             max_num_seqs=num_rows,

@@ -24,8 +24,8 @@ from raypp.driver.server import DriverServer, open_client_socket, spare_the_coll
 from raypp.driver.stage_health import StageHealth
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
+from raypp.step_channel import DriverChannel
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
-from raypp.transport.step_channel import DriverChannel
 
 
 class DriverActor:

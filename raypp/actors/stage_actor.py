@@ -89,8 +89,8 @@ class StageActor:
 
         from raypp.encoder.delivery import ItemReceiver
         from raypp.stage import build
+        from raypp.step_channel import StageChannel
         from raypp.transport.cuda_device import CudaDevice
-        from raypp.transport.step_channel import StageChannel
 
         build.enter_device(self._spec.device)
         self._stage = build.build_stage(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import zmq
 
 from raypp.client_messages import ClientMessage, DriverMessage, OpenClient, decode_driver_message, encode_client_message
-from raypp.transport.forgotten_sockets import close_when_forgotten
+from raypp.zmq_sockets import close_with_owner
 
 _LINGER_MS = 200
 """How long closing may take to get the last message out, when the driver does not take it."""
@@ -33,7 +33,7 @@ class EngineClient:
         self._on_message = on_message
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = context.socket(zmq.DEALER)
-        self._close_socket = close_when_forgotten(self, [self._socket], context)
+        self._close_socket = close_with_owner(self, [self._socket], context)
         self._socket.set_hwm(0)  # neither end may drop a message, and a send must not block the loop
         self._socket.linger = _LINGER_MS
         self._socket.connect(address)

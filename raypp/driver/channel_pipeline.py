@@ -13,7 +13,7 @@ from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.stage.failure import read_failure
-from raypp.transport.step_channel import DriverChannel, Heartbeat, StageError, StageResult
+from raypp.step_channel import DriverChannel, Heartbeat, StageError, StageResult
 
 
 class ChannelPipeline:

@@ -21,8 +21,8 @@ from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import NO_STEP, MaskUpdate, StepPlan, pack, unpack
 from raypp.stage.failure import describe_failure
 from raypp.stage.pending_result import PendingResult
+from raypp.step_channel import Masks, StageChannel, Stop
 from raypp.tracing import ForwardCounter
-from raypp.transport.step_channel import Masks, StageChannel, Stop
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
 _LAST_RESULTS_S = 5.0

@@ -32,10 +32,10 @@ from raypp.stage.loop import run_stage_loop
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
+from raypp.step_channel import DriverChannel, StageChannel
 from raypp.testing.local_encoder import LocalEncoder
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.open import open_local_links
-from raypp.transport.step_channel import DriverChannel, StageChannel
 
 _JOIN_TIMEOUT_S = 10.0
 
@@ -157,13 +157,8 @@ class ThreadedEngine:
         self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
 
         def loop(index: int) -> Callable[[], None]:
-            channel = StageChannel(
-                index,
-                driver.stage_addresses[index],
-                driver.result_address,
-                num_stages=num_stages,
-                context=self._context,
-            )
+            address = driver.stage_addresses[index]
+            channel = StageChannel(index, address, driver.result_address, num_stages=num_stages)
             return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
 
         encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None

@@ -40,8 +40,8 @@ from raypp.messages import NO_STEP, OutputBatch, StepPlan, StepResult, pack, unp
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.failure import describe_failure
+from raypp.step_channel import DriverChannel, StageChannel, Stop
 from raypp.tracing import Tracer
-from raypp.transport.step_channel import DriverChannel, StageChannel, Stop
 from raypp.types import FinishReason, SamplingParams
 
 DEADLINE_S = 20.0
@@ -89,7 +89,7 @@ class Rig:
         clients = open_client_socket(self.context, self.address)
         channel = DriverChannel([f"ipc://{folder}/0", f"ipc://{folder}/1"], f"ipc://{folder}/r", context=self.context)
         self.stages = [
-            StageChannel(index, address, channel.result_address, num_stages=NUM_STAGES, context=self.context)
+            StageChannel(index, address, channel.result_address, num_stages=NUM_STAGES)
             for index, address in enumerate(channel.stage_addresses)
         ]
         limits = SchedulerLimits(

@@ -19,8 +19,8 @@ from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StageReport, 
 from raypp.stage.failure import read_failure
 from raypp.stage.loop import run_stage_loop
 from raypp.stage.pending_result import PendingResult
+from raypp.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult
 from raypp.tracing import ForwardCounter
-from raypp.transport.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult
 
 DEADLINE_S = 20.0
 HEARTBEAT_S = 0.05

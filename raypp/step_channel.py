@@ -1,15 +1,15 @@
-"""The step channel: how plans reach the stages, and how results, heartbeats and errors come back.
+"""The zmq sockets between driver and stages: plans and masks go out; results, heartbeats and errors come back.
 
-    driver  PUSH (one per stage) ---plan, stop, alive---> PULL  stage
+    driver  PUSH (one per stage) --plan, masks, stop, alive--> PULL  stage
             PULL (one for all)   <--result, heartbeat, error-- PUSH
 
 The driver binds, the stages connect. Every message is one zmq frame: a header of 8 bytes (kind, stage index), then the
 payload, which stays 8-byte aligned so that `messages.unpack` can view it in place. Addresses are zmq's: `ipc://` on one
-node, `tcp://` between nodes. All waits block in zmq, without the GIL. A channel belongs to one thread; of a stage's,
-each direction may belong to one.
+node, `tcp://` between nodes. All waits block in zmq, without the GIL. One thread uses a driver's end. A stage may send
+from one thread and receive in another.
 
-Between nodes the channel is encrypted (zmq's CURVE): the driver makes a key pair, and only who was told its
-`server_key` gets a connection. The key goes to the stages with their addresses, by Ray, and to nobody else.
+Between nodes the channel is encrypted (zmq's CURVE): the driver makes a key pair, and lets in only stages that bring
+its public `server_key`. Ray carries the key to the stages, with their addresses, and to nobody else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import zmq
 
 from raypp.errors import DeadlineError, ResourceError
 from raypp.messages import StageReport, pack, unpack
-from raypp.transport.forgotten_sockets import close_when_forgotten
+from raypp.zmq_sockets import close_with_owner
 
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
@@ -71,7 +71,7 @@ class StageResult:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A stage lives, and this is how far it came."""
+    """A stage is alive, and has finished this step."""
 
     stage_index: int
     step_id: int  # the last finished step, or NO_STEP
@@ -98,7 +98,7 @@ class DriverChannel:
         result_address: To bind, likewise.
         send_timeout_s: How long a stage's queue may stay full. The queue holds more than all steps in flight, so a full
             one means a stage that is gone or frozen.
-        encrypted: Let in only stages that bring `server_key`; wanted wherever an address can be reached by others.
+        encrypted: Let in only stages that bring `server_key`. Set it wherever others can reach an address.
         context: A zmq context to share; by default the channel has its own.
 
     Raises:
@@ -116,12 +116,12 @@ class DriverChannel:
     ) -> None:
         keys: tuple[bytes | None, bytes | None] = zmq.curve_keypair() if encrypted else (None, None)
         self.server_key, self._secret_key = keys
-        """What a stage must bring to be let in; None when anyone may who reaches the address."""
+        """What a stage must bring to be let in; None: the channel is not encrypted."""
         own_context = zmq.Context() if context is None else None
         self._send_timeout_s = send_timeout_s
         self._sockets: list[zmq.Socket[bytes]] = []
         self._plan_sockets: list[zmq.Socket[bytes]] = []
-        self._close_sockets = close_when_forgotten(self, self._sockets, own_context)
+        self._close_sockets = close_with_owner(self, self._sockets, own_context)
         zmq_context = context or own_context
         assert zmq_context is not None
         queue_length = _queue_length(len(stage_addresses))
@@ -149,7 +149,7 @@ class DriverChannel:
             DeadlineError: a stage does not take its messages; the others got theirs.
         """
         frame = _HEADER.pack(_Kind.PLAN, _ALL_STAGES) + plan
-        # First all that can take it at once, so that a slow stage does not hold up the others.
+        # First all stages that have room, so that a slow one does not hold up the others.
         full = [index for index, socket in enumerate(self._plan_sockets) if not _offer(socket, frame)]
         if not full:
             return
@@ -163,17 +163,17 @@ class DriverChannel:
                 )
 
     def send_masks(self, masks: bytes) -> None:
-        """Send a packed MaskUpdate to the last stage. Dropped when its queue is full: the rows' later ones say more."""
+        """Send a packed MaskUpdate to the last stage. It is dropped when the queue is full: later ones replace it."""
         _offer(self._plan_sockets[-1], _HEADER.pack(_Kind.MASKS, _ALL_STAGES) + masks)
 
     def send_stop(self) -> None:
-        """Tell every stage to stop. Does not wait: a stage that cannot be told has to be killed anyway."""
+        """Tell every stage to stop. Does not wait: a stage whose queue is full has to be killed anyway."""
         for index, socket in enumerate(self._plan_sockets):
             if not _offer(socket, _HEADER.pack(_Kind.STOP, _ALL_STAGES)):
                 logger.warning("stage %d could not be told to stop", index)
 
     def send_heartbeat(self) -> None:
-        """Tell every stage that the driver lives, unless its queue is full."""
+        """Tell every stage that the driver is alive, unless its queue is full."""
         for socket in self._plan_sockets:
             _offer(socket, _HEADER.pack(_Kind.ALIVE, _ALL_STAGES))
 
@@ -225,7 +225,6 @@ class StageChannel:
         num_stages: Sizes the queues.
         server_key: `DriverChannel.server_key`.
         send_timeout_s: How long the driver may leave a result untaken.
-        context: A zmq context to share; by default the channel has its own.
     """
 
     def __init__(
@@ -237,16 +236,13 @@ class StageChannel:
         num_stages: int = 64,
         server_key: bytes | None = None,
         send_timeout_s: float = 60.0,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         self._stage_index = stage_index
         self._send_timeout_s = send_timeout_s
-        own_context = zmq.Context() if context is None else None
-        zmq_context = context or own_context
-        assert zmq_context is not None
-        self._plans = zmq_context.socket(zmq.PULL)
-        self._results = zmq_context.socket(zmq.PUSH)
-        self._close_sockets = close_when_forgotten(self, [self._plans, self._results], own_context)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._plans = context.socket(zmq.PULL)
+        self._results = context.socket(zmq.PUSH)
+        self._close_sockets = close_with_owner(self, [self._plans, self._results], context)
         for socket, address in ((self._plans, plan_address), (self._results, result_address)):
             socket.set_hwm(_queue_length(num_stages))
             socket.linger = _LINGER_MS
@@ -295,7 +291,7 @@ class StageChannel:
         self._send(_Kind.ERROR, json.dumps(description).encode())
 
     def send_heartbeat(self, step_id: int, report: StageReport | None = None) -> bool:
-        """Tell the driver the last finished step; return whether the queue had room. A later one says more."""
+        """Tell the driver the last finished step; return whether the queue had room."""
         header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id, time.time())
         return _offer(self._results, header if report is None else header + pack(report))
 
@@ -328,7 +324,7 @@ def _offer(socket: zmq.Socket[bytes], frame: bytes) -> bool:
         with suppress(zmq.Again):
             socket.send(frame, zmq.DONTWAIT)
             return True
-        # zmq looks only now and then at what the reader took, and would call an empty queue full; a poll makes it look.
+        # zmq counts only now and then what the reader took, and may call an empty queue full; a poll makes it count.
         if not socket.poll(0, zmq.POLLOUT):
             break
     return False

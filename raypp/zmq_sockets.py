@@ -1,4 +1,4 @@
-"""Sockets end with their owner, also one that nobody closed: an error leaves such behind."""
+"""zmq sockets that close when their owner does, or when it is garbage-collected without having been closed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import zmq
 
 
-def close_when_forgotten(
+def close_with_owner(
     owner: object, sockets: Sequence[zmq.Socket[bytes]], context: zmq.Context[zmq.Socket[bytes]] | None
 ) -> weakref.finalize[..., object]:
-    """Return what closes sockets, and then their context: when it is called, or when nobody holds the owner any more.
+    """Return a function that closes the sockets, then their context. It also runs when the owner is garbage-collected.
 
-    What zmq's own objects do in the garbage of a cycle is to end the context first, which waits for ever for sockets
-    that come next. Messages on their way get as long as the sockets linger.
+    An error can leave an owner unclosed in a reference cycle. zmq's own finalizers may then end the context first, and
+    wait forever for sockets that come next. Messages on their way get as long as the sockets linger.
 
     Args:
         owner: Whose sockets these are.
@@ -22,7 +22,7 @@ def close_when_forgotten(
         context: Theirs, if it is the owner's own.
     """
     finalizer = weakref.finalize(owner, _close, sockets, context)
-    finalizer.atexit = False  # the process's end takes everything along
+    finalizer.atexit = False  # a process that ends closes its sockets anyway
     return finalizer
 
 

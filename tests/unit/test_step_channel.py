@@ -15,7 +15,7 @@ import pytest
 
 from raypp.errors import DeadlineError, ResourceError
 from raypp.messages import StepResult, pack, unpack
-from raypp.transport.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult, Stop
+from raypp.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult, Stop
 
 DEADLINE_S = 20.0
 
