@@ -23,6 +23,7 @@ from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, HistoryTables, N
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.rotary import Rotation
+from raypp.ops.step_masks import StepMasks, YieldedTokens
 
 _LOG = logging.getLogger(__name__)
 
@@ -194,6 +195,12 @@ class TokenChoice(Protocol):
             needs: By row; see `RowTables`.
             history: Where to.
             counts: Whether they are counted, or only among the last tokens.
+        """
+
+    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+        """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
+
+        See `raypp.ops.step_masks.hold`.
         """
 
     def report(

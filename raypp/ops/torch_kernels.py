@@ -20,6 +20,7 @@ from raypp.ops.logprobs import TopLogprobs, top_logprobs
 from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
 from raypp.ops.sampling import sample, sample_greedy
+from raypp.ops.step_masks import StepMasks, YieldedTokens, hold
 
 
 class TorchKernels:
@@ -117,6 +118,10 @@ class TorchTokenChoice:
     def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
         """Write tokens to the history of all rows."""
         history.remember(tokens, counts=counts)
+
+    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+        """Let each row keep at most as many tokens as it has masks for."""
+        return hold(tokens, masks)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

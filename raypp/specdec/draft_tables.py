@@ -19,14 +19,15 @@ class DraftTables:
     def __init__(self, num_rows: int, max_drafts: int, tokens: TokenTable, device: torch.device) -> None:
         self._device = device
         self._tokens = tokens
-        self._draft_ids = torch.zeros(num_rows, max_drafts, dtype=torch.int32, device=device)
+        self.draft_ids = torch.zeros(num_rows, max_drafts, dtype=torch.int32, device=device)
+        """By row, int32 [num_rows, max_drafts]."""
         self._num_proposed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._limits = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._uses_kernel = device.type == "cuda" and find_spec("triton") is not None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tables, which keep their addresses."""
-        return {"next drafts": self._draft_ids, "numbers of drafts": self._num_proposed, "limits": self._limits}
+        return {"next drafts": self.draft_ids, "numbers of drafts": self._num_proposed, "limits": self._limits}
 
     def apply(self, plan: StepPlan) -> None:
         """Take over rows that start: they have a limit, and no drafts yet."""
@@ -36,9 +37,9 @@ class DraftTables:
         self._limits.index_copy_(0, rows, limits)
         self._num_proposed.index_fill_(0, rows, 0)
 
-    def draft_ids(self, rows: torch.Tensor) -> torch.Tensor:
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows' drafts, [Y, K_max] int32."""
-        return self._draft_ids.index_select(0, rows)
+        return self.draft_ids.index_select(0, rows)
 
     def verify(self, rows: torch.Tensor, first: torch.Tensor, token_ids: torch.Tensor) -> Verification:
         """Verify the rows' drafts, and write the tokens that are valid into the token table.
@@ -49,18 +50,18 @@ class DraftTables:
         if self._uses_kernel:
             from raypp.ops.kernels.verify import verify_and_append
 
-            tables = (self._draft_ids, self._num_proposed, self._limits, self._tokens.tokens)
+            tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.tokens)
             num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)
             return Verification(num_valid, num_drafted, num_matched, lengths)
         room = self._limits.index_select(0, rows) - first.to(torch.int32)
         num_proposed = self._num_proposed.index_select(0, rows)
-        verified = verify_drafts(token_ids, first, self.draft_ids(rows), num_proposed, room)
+        verified = verify_drafts(token_ids, first, self.of(rows), num_proposed, room)
         self._tokens.append(rows, first, token_ids, verified.num_valid)
         return verified
 
     def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Return which rows end behind all of their next drafts, bool [Y]. Shapes: rows, lengths [Y] int64."""
-        return lengths + self._draft_ids.shape[1] <= self._limits.index_select(0, rows)
+        return lengths + self.draft_ids.shape[1] <= self._limits.index_select(0, rows)
 
     def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Take over that nothing was proposed for these rows; return ids that are valid all the same, [Y, K_max] int32.
@@ -68,9 +69,9 @@ class DraftTables:
         Shapes: rows [Y] int64; token_ids [Y, 1 + K] int32.
         """
         self._num_proposed.index_fill_(0, rows, 0)
-        return token_ids[:, :1].expand(-1, self._draft_ids.shape[1])
+        return token_ids[:, :1].expand(-1, self.draft_ids.shape[1])
 
     def remember(self, rows: torch.Tensor, drafts: Drafts) -> None:
         """Take the rows' next drafts over. Shapes: rows [Y] int64."""
-        self._draft_ids.index_copy_(0, rows, drafts.draft_ids)
+        self.draft_ids.index_copy_(0, rows, drafts.draft_ids)
         self._num_proposed.index_copy_(0, rows, drafts.num_proposed)

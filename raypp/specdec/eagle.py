@@ -55,17 +55,19 @@ class EagleProposer:
         entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(step))
         head.append(entered.qkv, head.rotation(hidden.positions), self._kv_cache, hidden.slot_mapping)
         newest = _newest_indices(step)
-        return entered.residual.index_select(0, newest), entered.qkv.index_select(0, newest)
+        return tuple(each.index_select(0, newest) for each in (entered.residual, entered.qkv, hidden.positions))
 
     def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:
         """Return the drafts; all of them count."""
-        head, entered, draft_ids = self._head, Entered(*followed), []
+        residual, qkv, newest = followed
+        head, entered, draft_ids = self._head, Entered(residual, qkv), []
         num_rows = len(drafting.rows)
         if not num_rows:  # a step of chunks alone, none of them a prompt's last
             none = torch.empty(0, self._num_drafts, dtype=torch.int32, device=drafting.rows.device)
             return Drafts(none, none[:, 0])
-        # A row of n tokens has entered up to position n - 2: with the state there, and its last token.
-        num_computed_tokens = drafting.lengths.to(torch.int32) - 2
+        # A row of n tokens has entered up to position n - 2: with the state there, and its last token. One whose mask
+        # came too late has entered n - 1 with a wrong token; its drafts are too, and nothing before is written again.
+        num_computed_tokens = newest.to(torch.int32)
         inputs = decode_inputs(
             self._block_tables,
             self._no_entries,

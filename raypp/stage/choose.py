@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from raypp.ops.adjust import Needs
+from raypp.ops.step_masks import StepMasks
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
@@ -81,15 +81,16 @@ def verify_tokens(
 ) -> Choice:
     """Sample every position and verify drafts; propose nothing. For the arguments see `choose_tokens`."""
     _place_drafts(shape, last, sampler, speculation, needs)
-    of_positions = None if masks is None else masks.of_positions(len(last.logits))
+    of_positions = None if masks is None else masks.of_positions
     chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, needs, of_positions)
     token_ids = chosen.to(torch.int32)  # the driver is told of those below 0; all others take them for token 0
     if speculation is None:
         tokens = StepTokens.one_each(token_ids, last.positions)
-        if masks is not None:
-            tokens = masks.close(tokens, None)
     else:
-        tokens = speculation.verify(shape, token_ids, last.positions, search, masks)
+        tokens = speculation.verify(shape, token_ids, last.positions, search)
+    if masks is not None:
+        draft_ids = None if speculation is None else speculation.draft_ids
+        tokens = sampler.hold(shape.sampled_rows, tokens, masks, draft_ids)
     sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
     return Choice(chosen.clamp(min=0), tokens)
 

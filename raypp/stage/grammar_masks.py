@@ -1,6 +1,6 @@
 """The last stage's masks: which tokens the grammars of its rows allow next, as far as the driver has told.
 
-    reader thread: MaskUpdate -> one place per row        stage's thread: a step's masks -> the device
+    reader thread: MaskUpdate -> one place per row        stage's thread: a step's masks -> a buffer on the device
 
 A mask names the position and the drafts that it is for, and the device compares: so a row is never held to a mask of
 another moment. A row whose mask is missing yields nothing and tries again in its next step, which costs its own text
@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StartExtras, StepPlan
-from raypp.ops.host_to_device import to_device, to_device_together
+from raypp.ops.adjust import PositionMasks
+from raypp.ops.host_to_device import to_device_together
+from raypp.ops.step_masks import FREE, StepMasks
 from raypp.stage.spec import StageSpec
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
 
 _MAX_LAYOUTS = 64
@@ -35,8 +36,7 @@ class _Layout:
     """Where G rows under a grammar are in a step; K drafts."""
 
     rows_np: NDArray[np.int64]  # [G]
-    rows: torch.Tensor  # [G] int64
-    yielding: torch.Tensor  # [G] int64, indices into the rows that the sampler chooses for
+    yielding_np: NDArray[np.int64]  # [G] indices into the rows that the sampler chooses for
     most_masks: Int64s  # [G] tokens that the row may yield
     columns: NDArray[np.int64]  # [1 + K]
     logit_indices: NDArray[np.int64]  # [G, 1 + K] of the row's positions among the step's logits
@@ -62,6 +62,13 @@ class GrammarMasks:
         self._mask_draft_ids = np.full((rows, spec.max_drafts), -1, np.int32)
         self._bitmasks: Int32s | None = None  # [rows, 1 + K_max, W]
         self._layouts: dict[StepShape, _Layout | None] = {}
+        # On the device, what is said of a step's rows and positions, `_PARTS`, and then the masks themselves.
+        most_rows, most_positions = spec.max_step_rows, spec.max_step_rows * (1 + spec.max_drafts)
+        self._part_lens = (most_rows, most_rows, most_rows * spec.max_drafts, most_positions)
+        self._header_len = sum(self._part_lens)
+        self._most_masks = most_positions
+        self._buffer: torch.Tensor | None = None
+        self._is_neutral = True  # the buffer says of all rows that they are free
         # The first stage is told the last token of a row, also of one that yields nothing.
         self.last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         """By row; see `StepMasks`."""
@@ -114,51 +121,86 @@ class GrammarMasks:
         self.last_token_ids.index_copy_(0, starting, last)
 
     def of_step(
-        self, plan: StepPlan, shape: StepShape, num_yielding: int, mark_body: Callable[[], Callable[[], bool]]
+        self,
+        plan: StepPlan,
+        shape: StepShape,
+        num_yielding: int,
+        num_positions: int,
+        mark_body: Callable[[], Callable[[], bool]],
     ) -> StepMasks | None:
-        """Return the masks of a step's rows; None when no row has a grammar. Waits as long as it may, see above.
+        """Return the masks of a step's rows, valid until the next step; None when no row has a grammar.
+
+        Waits as long as it may, see above.
 
         Args:
             plan: The step.
             shape: Its rows, without padding.
             num_yielding: Rows that the sampler chooses for: those that yield, and padding.
+            num_positions: Positions at which it does.
             mark_body: See `body_mark`.
         """
         layout = self._layout_of(shape)
         if layout is None:
+            self._make_neutral()
             return None
         rows, is_body_done = layout.rows_np, mark_body()
         with self._changed:
             moments = self._await(rows, plan.max_mask_wait_us / 1e6, is_body_done)
-            num_masks = moments[:, MaskMoment.NUM_MASKS]
-            num_masks = np.minimum(num_masks, layout.most_masks)
+            num_masks = np.minimum(moments[:, MaskMoment.NUM_MASKS], layout.most_masks)
             num_masks *= moments[:, MaskMoment.START_STEP] == self._start_steps[rows]
-            bitmasks, logit_indices = self._masks_of(layout, num_masks)
-            draft_ids = self._mask_draft_ids[rows, : layout.num_drafts]
+            self._upload(layout, moments[:, MaskMoment.POSITION], num_masks)
         self._last_steps[rows] = plan.step_id
-        arrays = (moments[:, MaskMoment.POSITION], num_masks.astype(np.int32), draft_ids, logit_indices, bitmasks)
-        positions, counts, drafts, indices, masks = to_device_together(arrays, self._device)
+        return self.of_places(num_yielding, num_positions, layout.num_drafts)
+
+    def of_places(self, num_yielding: int, num_positions: int, num_drafts: int) -> StepMasks:
+        """Return the buffer's masks of so many rows and positions, at addresses that never change."""
+        buffer = self._on_device()
+        counts, positions, draft_ids, mask_of = buffer[: self._header_len].split(self._part_lens)
         return StepMasks(
-            num_yielding=num_yielding,
-            yielding=layout.yielding,
-            rows=layout.rows,
-            positions=positions,
-            num_masks=counts,
-            draft_ids=drafts,
-            logit_indices=indices,
-            bitmasks=masks,
+            num_masks=counts[:num_yielding],
+            positions=positions[:num_yielding],
+            draft_ids=draft_ids.view(len(counts), -1)[:num_yielding, :num_drafts],
+            of_positions=PositionMasks(mask_of[:num_positions], buffer[self._header_len :].view(-1, self._shape[2])),
             last_token_ids=self.last_token_ids,
         )
 
-    def _masks_of(self, layout: _Layout, num_masks: Int64s) -> tuple[Int32s, Int64s]:
-        """Return the masks of a step's rows, [M, W], and which of its logits each is for, [M]. With the lock."""
-        if self._bitmasks is None:
-            return np.empty((0, self._shape[2]), np.int32), np.empty(0, np.int64)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what recordings read, once there is any."""
+        return {} if self._buffer is None else {"masks": self._buffer}
+
+    def _on_device(self) -> torch.Tensor:
+        if self._buffer is None:
+            num_words = self._header_len + self._most_masks * self._shape[2]
+            self._buffer = torch.full((num_words,), FREE, dtype=torch.int32, device=self._device)
+        return self._buffer
+
+    def _upload(self, layout: _Layout, positions: Int64s, num_masks: Int64s) -> None:
+        """Queue what is known of a step's rows under a grammar; of all others, that they are free. With the lock."""
         is_there = layout.columns < num_masks[:, None]
-        if not layout.num_drafts and is_there.all():
-            return self._bitmasks[layout.rows_np, 0], layout.logit_indices[:, 0]
-        rows, places = np.repeat(layout.rows_np, num_masks), np.nonzero(is_there)[1]
-        return self._bitmasks[rows, places], layout.logit_indices[is_there]
+        mask_rows, mask_places = np.repeat(layout.rows_np, num_masks), np.nonzero(is_there)[1]
+        width, num_words = self._shape[2], self._header_len + len(mask_rows) * self._shape[2]
+        staged = torch.empty(num_words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        staged_np: Int32s = staged.numpy()
+        header = staged_np[: self._header_len]
+        header.fill(FREE)
+        of_counts, of_positions, of_drafts, mask_of = np.split(header, np.cumsum(self._part_lens)[:-1])
+        of_counts[layout.yielding_np] = num_masks
+        of_positions[layout.yielding_np] = positions
+        of_drafts.reshape(len(of_counts), -1)[layout.yielding_np] = self._mask_draft_ids[layout.rows_np]
+        mask_of[layout.logit_indices[is_there]] = np.arange(len(mask_rows))
+        if self._bitmasks is not None:
+            masks = staged_np[self._header_len :].reshape(-1, width)
+            # A view of the rows' places: one step of indexing, with no copy in between.
+            places = self._bitmasks.reshape(-1, width)
+            np.take(places, mask_rows * self._shape[1] + mask_places, axis=0, out=masks, mode="clip")
+        self._on_device()[:num_words].copy_(staged, non_blocking=True)
+        self._is_neutral = False
+
+    def _make_neutral(self) -> None:
+        """Say of all rows that they are free: recordings look at the buffer in every step."""
+        if not self._is_neutral and self._buffer is not None:
+            self._buffer[: self._header_len].fill_(FREE)
+            self._is_neutral = True
 
     def _layout_of(self, shape: StepShape) -> _Layout | None:
         """Return where the rows under a grammar are in a step; None if there are none. Kept until rows change."""
@@ -175,8 +217,7 @@ class GrammarMasks:
             if len(indices):
                 self._layouts[shape] = _Layout(
                     rows_np=yielding_rows[indices],
-                    rows=to_device(yielding_rows[indices], self._device),
-                    yielding=to_device(indices, self._device),
+                    yielding_np=indices,
                     most_masks=np.where(is_decode, width, 1),
                     columns=columns,
                     logit_indices=first_logits[:, None] + columns,

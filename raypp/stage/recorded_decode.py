@@ -25,14 +25,15 @@ from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
 from raypp.ops.logprobs import TopLogprobs
+from raypp.ops.step_masks import StepMasks
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.choose import Choice, LastHidden, choose_tokens, verify_tokens
 from raypp.stage.feedback import FedBack
+from raypp.stage.grammar_masks import GrammarMasks
 from raypp.stage.item_rows import ItemRows
 from raypp.stage.recorded_drafts import RecordedDrafts
-from raypp.stage.recorded_masks import RecordedMasks
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
@@ -40,7 +41,6 @@ from raypp.stage.slot_copy import SlotReader, SlotWriter
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import ToldTokens, write_feedback
@@ -49,8 +49,8 @@ from raypp.transport.link import LinkReceiver, LinkSender
 
 FULL = "full"
 
-_TAILS = (Needs.GREEDY, Needs.ALL, Needs.ALL | Needs.GRAMMAR)
-"""Each row gets what it asks for; the last one closes rows under a grammar, too."""
+_TAILS = (Needs.GREEDY, Needs.ALL)
+"""The second gives each row what it asks for, and holds rows under a grammar to their masks."""
 _NUM_SLOTS = 3  # in front of all else: the slot of the step's input, whether there is any, the slot of its output
 _COLUMNS = 5  # rows; block entries: row, position, block; rows that are fed back
 
@@ -89,7 +89,7 @@ class RecordedDecode:
         aux_states: AuxStates,
         entering: LinkReceiver,
         leaving: LinkSender,
-        last_token_ids: torch.Tensor | None,
+        grammars: GrammarMasks | None,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
@@ -127,12 +127,9 @@ class RecordedDecode:
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
-        self._masks: RecordedMasks | None = None
+        self._grammars = grammars
         if sampler is not None and graphs.makes_graphs:
-            assert last_token_ids is not None
             sampler.reserve()
-            most_rows, most_positions = max(buckets), max(size.num_tokens for size in sizes)
-            self._masks = RecordedMasks(spec, most_rows, most_positions, last_token_ids)
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
@@ -152,15 +149,15 @@ class RecordedDecode:
         self.run(bucket, num_drafts)  # the tails read what it leaves
         if self._spec.is_last:
             # Where nobody makes graphs, a tail for every need would only be more work.
-            for needs in _TAILS if self._masks is not None else (Needs.GREEDY,):
+            for needs in _TAILS if self._graphs.makes_graphs else (Needs.GREEDY,):
                 self._record_tail(size, needs)
         if self.drafts is not None:
             self.drafts.record(self._shapes[size], lambda: self._last.hidden)
 
     def _record_tail(self, size: FullSize, needs: Needs) -> None:
         masks = None
-        if Needs.GRAMMAR in needs and self._masks is not None:
-            masks = self._masks.of(self._shapes[size].rows, size.num_drafts)
+        if needs == Needs.ALL and self._grammars is not None:
+            masks = self._grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
         tail = partial(self._tail, *size, needs, masks)
         self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(*size, needs))
 
@@ -213,25 +210,23 @@ class RecordedDecode:
             num_drafts: K.
             needs: What the rows need.
             search: What the step does for later ones.
-            masks: Of rows under a grammar; then GRAMMAR is among the needs.
+            masks: Of rows under a grammar; None when there are none.
         """
         ran = self._choose(bucket, num_drafts, needs, masks)
         if self.drafts is None:
-            return ran
+            return ran if masks is not None else ran._replace(told=ran.told.without("draft_ids"))
         self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
         self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
         choice, told, top = ran
         if masks is not None:  # the driver is told the drafts, too
             tokens = replace(choice.tokens, draft_ids=self._feedback_views(bucket)["draft_ids"])
             choice, told = replace(choice, tokens=tokens), ToldTokens.of(tokens, tells_drafts=True)
-        return RanTail(choice, told if search.compares else told.without_comparison(), top)
+        return RanTail(choice, told if search.compares else told.without("num_drafted", "num_matched"), top)
 
     def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
         for recorded in _TAILS:
-            serves = needs | recorded == recorded and (Needs.GRAMMAR in recorded) == (masks is not None)
+            serves = recorded == Needs.ALL or (needs == recorded and masks is None)
             if serves and ("tail", bucket, num_drafts, recorded) in self._graphs:
-                if masks is not None and self._masks is not None:
-                    self._masks.load(masks, num_drafts)
                 ran: RanTail = self._graphs.run(("tail", bucket, num_drafts, recorded))
                 self.has_recorded_choice = True
                 return ran
@@ -345,14 +340,14 @@ class RecordedDecode:
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.choice.chosen[:num_tokens])}
 
-        masks = self._masks if Needs.GRAMMAR in needs else None
+        grammars = self._grammars if needs == Needs.ALL else None
 
         def reads() -> dict[str, torch.Tensor]:
-            return {"output": self._output, **sampler.tensors(), **({} if masks is None else masks.read())}
+            return {"output": self._output, **sampler.tensors(), **({} if grammars is None else grammars.tensors())}
 
         def changes() -> dict[str, torch.Tensor]:
             behind = sampler.history.tensors() if needs.history else {}
-            behind |= {} if masks is None else masks.changed()
+            behind |= {} if grammars is None else {"last tokens under a grammar": grammars.last_token_ids}
             return behind if speculation is None else {**speculation.tensors(), **behind}
 
         return Watched(reads=reads, changes=changes, yields=yields)

@@ -127,6 +127,8 @@ class RecordedDrafts:
         followed = self._speculation.follow(shape, tokens, hidden)
         self._rows[num_rows:bucket] = self._padding_row
         self._lengths[num_rows:bucket] = _PADDING_LENGTH
+        for tensor in self._followed:
+            tensor[num_rows:bucket] = 0
         kept, values = (self._rows, self._lengths, *self._followed), (shape.sampled_rows, tokens.lengths, *followed)
         for into, value in zip(kept, values, strict=True):
             into[:num_rows].copy_(value)

@@ -9,6 +9,7 @@ do not feel each other.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from raypp.ops.adjust import AdjustedLogits, Asked, Needs, NewTokens, PositionMa
 from raypp.ops.backend import choose_token_choice
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.logprobs import TopLogprobs
+from raypp.ops.step_masks import StepMasks, YieldedTokens
 from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
+from raypp.stage.step_tokens import StepTokens
 from raypp.stage.token_history import TokenHistory
 
 
@@ -103,6 +106,24 @@ class Sampler:
         Shapes: logits [N, V], the model's own; rows, chosen [N] int64. See `raypp.ops.backend.TokenChoice.report`.
         """
         return self._choice.report(logits, rows, chosen, self.rows.tables.num_reported)
+
+    def hold(
+        self, rows: torch.Tensor, tokens: StepTokens, masks: StepMasks, draft_ids: torch.Tensor | None
+    ) -> StepTokens:
+        """Return the tokens that rows keep: under a grammar, each at most as many as it has masks for.
+
+        Args:
+            rows: [Y] int64, those that yield.
+            tokens: What they yield, after verification; some of it changes in place.
+            masks: Of the step.
+            draft_ids: [max_num_seqs, K or more] int32, the drafts by row; None when nobody drafts.
+        """
+        num_valid = tokens.num_valid
+        if num_valid is None:  # one token each
+            num_valid = torch.ones_like(rows, dtype=torch.int32)
+        compared = tuple(count for count in (tokens.num_drafted, tokens.num_matched) if count is not None)
+        yielded = YieldedTokens(rows, tokens.positions, tokens.token_ids, num_valid, compared, draft_ids)
+        return replace(tokens, num_valid=num_valid, lengths=self._choice.hold(yielded, masks))
 
     def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor, needs: Needs) -> None:
         """Let the positions after drafts see them, where that matters.

@@ -122,7 +122,6 @@ class SamplingRows:
         )
         for has_some, need in (
             (is_penalized, Needs.PENALTIES),
-            (extras.has_grammar > 0, Needs.GRAMMAR),
             (extras.num_end_tokens > 0, Needs.MIN_TOKENS),
             (extras.num_biased > 0, Needs.BIAS),
             (extras.num_allowed > 0, Needs.ALLOWED),

@@ -19,7 +19,6 @@ from raypp.specdec.ngram import NgramProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
 from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
 
@@ -99,19 +98,17 @@ class Speculation:
         self._num_plain_steps[plan.cohort] = count % self._shadow_every
         return Search(compares=count == 1, proposes=count == self._shadow_every)
 
+    @property
+    def draft_ids(self) -> torch.Tensor:
+        """The drafts of all rows that their next steps verify, int32 [max_num_seqs, K_max]."""
+        return self._drafts.draft_ids
+
     def drafts(self, shape: StepShape) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
         decode_rows = shape.rows[: shape.num_decode_rows]
-        return self._drafts.draft_ids(decode_rows)[:, : shape.decode_query_len - 1]
+        return self._drafts.of(decode_rows)[:, : shape.decode_query_len - 1]
 
-    def verify(
-        self,
-        shape: StepShape,
-        chosen: torch.Tensor,
-        positions: torch.Tensor,
-        search: Search,
-        masks: StepMasks | None = None,
-    ) -> StepTokens:
+    def verify(self, shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
         """Verify the step's drafts, and remember its tokens.
 
         Args:
@@ -120,31 +117,26 @@ class Speculation:
                 logits were not finite.
             positions: [N] int64, theirs.
             search: What the step does.
-            masks: Of its rows under a grammar; None when there are none.
         """
         rows = shape.sampled_rows
         told_ids, first = _by_row(shape, chosen, positions)
         token_ids = told_ids.clamp(min=0)
         if self._forced is not None:
-            token_ids = self._forced(token_ids, self._drafts.draft_ids(rows), rows, first)
+            token_ids = self._forced(token_ids, self._drafts.of(rows), rows, first)
             told_ids = torch.where(told_ids < 0, told_ids, token_ids)
         if not search.compares:
             self._tokens.append(rows, first, token_ids, None)
-            tokens = StepTokens(token_ids, first, first + 1, told_ids=told_ids)
-        else:
-            verified = self._drafts.verify(rows, first, token_ids)
-            tokens = StepTokens(
-                token_ids=token_ids,
-                positions=first,
-                lengths=verified.lengths,
-                num_valid=verified.num_valid,
-                num_drafted=verified.num_drafted,
-                num_matched=verified.num_matched,
-                told_ids=told_ids,
-            )
-        if masks is None:
-            return tokens
-        return masks.close(tokens, self._drafts.draft_ids(rows)[:, : shape.decode_query_len - 1])
+            return StepTokens(token_ids, first, first + 1, told_ids=told_ids)
+        verified = self._drafts.verify(rows, first, token_ids)
+        return StepTokens(
+            token_ids=token_ids,
+            positions=first,
+            lengths=verified.lengths,
+            num_valid=verified.num_valid,
+            num_drafted=verified.num_drafted,
+            num_matched=verified.num_matched,
+            told_ids=told_ids,
+        )
 
     def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden) -> Followed:
         """Let the proposer take in a step that was verified.

@@ -136,7 +136,7 @@ class Stage:
                 self._aux_states,
                 links.entering,
                 links.leaving,
-                self._grammars.last_token_ids if spec.is_last else None,
+                self._grammars if spec.is_last else None,
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -225,7 +225,7 @@ class Stage:
         assert links.feedback_out is not None
         links.feedback_out.acquire(step_id)  # on a single stage that is the slot which was released just now
         shape = shape or self._shapes.of(plan)
-        masks = self._grammars.of_step(plan, shape, bucket, body_mark(self._device))
+        masks = self._grammars.of_step(plan, shape, bucket, bucket * (1 + plan.num_drafts), body_mark(self._device))
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
         needs = self._step_needs.of(shape)
         choice, told, top = recorded.choose(bucket, plan.num_drafts, needs, search, masks)
@@ -386,7 +386,7 @@ class Stage:
         max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
         needs = self._sampler.needs(shape.logits_rows_np)
         search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        masks = self._grammars.of_step(plan, shape, len(shape.sampled_np), body_mark(self._device))
+        masks = self._grammars.of_step(plan, shape, len(shape.sampled_np), len(logits), body_mark(self._device))
         choice = verify_tokens(shape, last, self._sampler, self._speculation, needs, search, masks)
         if self._drafting is not None:
             drafted = self._drafting.draft(shape, choice.tokens, stepped, max_length, search)

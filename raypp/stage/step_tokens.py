@@ -76,10 +76,9 @@ class ToldTokens:
         ends = accumulate(column.shape[1] for column in wide.values())
         return cls(packed, {name: slice(end - wide[name].shape[1], end) for name, end in zip(wide, ends, strict=True)})
 
-    def without_comparison(self) -> ToldTokens:
-        """Return the same but for what drafts were compared with: they were not."""
-        compared = ("num_drafted", "num_matched")
-        return ToldTokens(self.packed, {name: at for name, at in self.columns.items() if name not in compared})
+    def without(self, *names: str) -> ToldTokens:
+        """Return the same but for these columns."""
+        return ToldTokens(self.packed, {name: at for name, at in self.columns.items() if name not in names})
 
 
 def pending_result(

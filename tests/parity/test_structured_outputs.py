@@ -16,6 +16,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 from structured_schemas import SCHEMAS
 
 from raypp.api.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ from raypp.errors import RequestError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
+from raypp.specdec.eagle import EagleProposer
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams
 
@@ -186,6 +189,37 @@ def test_late_masks_cost_steps_and_change_nothing() -> None:
     for num_stages, speculation in ((1, {}), (3, NGRAM)):
         late = run(params, num_stages=num_stages, mask_lateness=random.Random(num_stages), **speculation)
         assert [request.output_token_ids for request in late] == expected
+
+
+def test_a_late_mask_leaves_what_a_head_has_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in front of a row's newest token may be shared with others."""
+    newest: list[int] = []
+    num_repeated = 0
+    follow, propose = EagleProposer.follow, EagleProposer.propose
+
+    def followed(proposer: EagleProposer, step: SteppedTokens) -> Followed:
+        first = step.hidden.positions[step.token_indices[:: step.token_ids.shape[1]]]
+        kept = torch.ones_like(first) if step.num_valid is None else step.num_valid
+        newest[:] = (first + (kept - 1).clamp(min=0)).tolist()
+        return follow(proposer, step)
+
+    def proposed(proposer: EagleProposer, drafting: DraftingRows, made: Followed) -> Drafts:
+        nonlocal num_repeated
+        [row] = drafting.rows.tolist()
+        num_repeated += newest[0] > int(drafting.lengths[0]) - 2
+        size, blocks = proposer._kv_cache.shape[3], proposer._block_tables[row]
+        slots = [(int(blocks[position // size]), position % size) for position in range(newest[0])]
+        before = [proposer._kv_cache[:, block, :, place].clone() for block, place in slots]
+        drafts = propose(proposer, drafting, made)
+        for (block, place), states in zip(slots, before, strict=True):
+            assert torch.equal(proposer._kv_cache[:, block, :, place], states), (newest, place)
+        return drafts
+
+    monkeypatch.setattr(EagleProposer, "follow", followed)
+    monkeypatch.setattr(EagleProposer, "propose", proposed)
+    params = [constrained({"json_schema": SCHEMAS["extraction"]}, 5, 1.0)]
+    run(params, mask_lateness=random.Random(1), speculative={**HEAD, "method": "eagle3"})
+    assert num_repeated > 3
 
 
 def run_to_the_end(engine: LocalEngine) -> None:

@@ -10,8 +10,10 @@ from raypp.ops.kernels.adjust import LogitAdjuster, remember
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.logprobs import Reporter
 from raypp.ops.kernels.sampling import TokenChooser
+from raypp.ops.kernels.verify import hold
 from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.logprobs import TopLogprobs
+from raypp.ops.step_masks import StepMasks, YieldedTokens
 
 
 class KernelTokenChoice(TokenChooser):
@@ -40,6 +42,10 @@ class KernelTokenChoice(TokenChooser):
     def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
+
+    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+        """Let each row keep at most as many tokens as it has masks for."""
+        return hold(tokens, masks)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

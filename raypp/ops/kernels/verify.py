@@ -1,10 +1,18 @@
-"""Verification of drafts in one launch: compare, count, remember. Twin: `raypp.specdec.draft_tables.DraftTables`."""
+"""How many tokens rows keep.
+
+verify    as many as drafts equal the model's tokens; remembers them. Twin: `raypp.specdec.draft_tables.DraftTables`
+hold      under a grammar, as many as there are masks for. Twin: `raypp.ops.step_masks.hold`
+"""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
+
+from raypp.ops.step_masks import FREE, StepMasks, YieldedTokens
+
+_FREE = tl.constexpr(FREE)
 
 
 def verify_and_append(
@@ -49,6 +57,39 @@ def verify_and_append(
     return num_valid, num_drafted, num_matched, lengths
 
 
+def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.step_masks.hold`."""
+    rows, positions, token_ids, draft_ids = tokens.rows, tokens.positions, tokens.token_ids, tokens.draft_ids
+    num_rows, width = token_ids.shape
+    assert rows.is_contiguous()
+    assert token_ids.is_contiguous()
+    lengths = torch.empty_like(rows)
+    num_drafted, num_matched = tokens.compared or (tokens.num_valid, tokens.num_valid)
+    if num_rows:
+        _hold[(num_rows,)](
+            token_ids,
+            tokens.num_valid,
+            num_drafted,
+            num_matched,
+            lengths,
+            rows,
+            positions,
+            positions.stride(0),
+            token_ids if draft_ids is None else draft_ids,
+            masks.num_masks,
+            masks.positions,
+            masks.draft_ids,
+            masks.last_token_ids,
+            HAS_COMPARED=bool(tokens.compared),
+            K=width - 1,
+            K_MAX=0 if draft_ids is None else draft_ids.shape[1],
+            MASK_K=masks.draft_ids.stride(0),
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+        )
+    return lengths
+
+
 @triton.jit(do_not_specialize_on_alignment=["rows", "firsts"])  # an element per program
 def _verify(
     token_ids,
@@ -86,3 +127,52 @@ def _verify(
     tl.store(num_matched + index, matched)
     tl.store(lengths + index, (first + valid).to(tl.int64))
     tl.store(tokens + row * window + (first + places) % window, chosen, mask=places < valid)
+
+
+_PER_PROGRAM = ["num_valid", "num_drafted", "num_matched", "rows", "positions", "num_masks", "mask_positions"]
+
+
+@triton.jit(do_not_specialize_on_alignment=[*_PER_PROGRAM, "mask_draft_ids"])  # an element per program
+def _hold(
+    token_ids,
+    num_valid,
+    num_drafted,
+    num_matched,
+    lengths,
+    rows,
+    positions,
+    position_stride,
+    draft_ids,
+    num_masks,
+    mask_positions,
+    mask_draft_ids,
+    last_token_ids,
+    HAS_COMPARED: tl.constexpr,
+    K: tl.constexpr,
+    K_MAX: tl.constexpr,
+    MASK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    position = tl.load(positions + index * position_stride)
+    valid = tl.load(num_valid + index)
+    allowed = tl.load(num_masks + index)
+    if allowed != _FREE:
+        row = tl.load(rows + index)
+        if K > 0:
+            place = tl.arange(0, BLOCK)
+            drafts = tl.load(draft_ids + row * K_MAX + place, mask=place < K, other=-1)
+            expected = tl.load(mask_draft_ids + index * MASK_K + place, mask=place < K, other=-1)
+            num_same = tl.min(tl.where((place < K) & (drafts == expected), BLOCK, place), axis=0)
+            allowed = tl.minimum(allowed, 1 + tl.minimum(num_same, K))
+        allowed = tl.where(position == tl.load(mask_positions + index), allowed, 0)
+        valid = tl.minimum(valid, allowed)
+        tl.store(num_valid + index, valid)
+        if valid > 0:
+            tl.store(last_token_ids + row, tl.load(token_ids + index * (1 + K) + valid - 1))
+        else:
+            tl.store(token_ids + index * (1 + K), tl.load(last_token_ids + row))
+            if HAS_COMPARED:
+                tl.store(num_drafted + index, 0)
+                tl.store(num_matched + index, 0)
+    tl.store(lengths + index, position + valid)

@@ -36,6 +36,7 @@ from raypp.ops.kernels.choose import input_type_in_8_bits, own_product
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.token_choice import KernelTokenChoice
 from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.step_masks import StepMasks, YieldedTokens
 from raypp.stage.token_history import TokenHistory
 
 CPU = torch.device("cpu")
@@ -178,6 +179,11 @@ def call_all(workspace: Workspace) -> None:
     chooser.report(logits, integers, integers, row_tables.num_reported)
     generated = NewTokens(integers, integers, torch.zeros(32, 5), lengths)
     chooser.remember(generated, lengths, history, counts=True)
+    for width in (1, 5):
+        token_ids, compared = torch.zeros(32, width, dtype=torch.int32), (lengths, lengths) if width > 1 else ()
+        drafts = torch.zeros(32, 4, dtype=torch.int32)
+        step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks, lengths)
+        chooser.hold(YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks)
 
 
 def call_wide(workspace: Workspace) -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from ngram_oracle import ngram_oracle, ring_table
 
+from raypp.ops.adjust import PositionMasks
+from raypp.ops.kernels import verify
 from raypp.ops.kernels.ngram import NgramKernel
 from raypp.ops.kernels.verify import verify_and_append
+from raypp.ops.step_masks import FREE, StepMasks, YieldedTokens, hold
 from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import verify_drafts
 
@@ -65,3 +68,33 @@ def test_verification_is_that_of_its_twin(num_drafts):
             assert values.dtype == right.dtype
             assert values.tolist() == right.tolist()
         assert torch.equal(tables[0].tokens, tables[1].tokens)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 5, 8])
+def test_rows_are_held_to_their_masks_as_by_the_twin(num_drafts):
+    rng, num_rows, max_drafts = random.Random(num_drafts), 9, 8
+
+    def int32s(*shape: int, values: range) -> torch.Tensor:
+        flat = [rng.choice(values) for _ in range(torch.Size(shape).numel())]
+        return torch.tensor(flat, dtype=torch.int32, device=DEVICE).view(shape)
+
+    for _ in range(8):
+        rows = torch.tensor(rng.sample(range(num_rows), 7), device=DEVICE)
+        first = int32s(7, 1 + num_drafts, values=range(3, 6)).to(torch.int64)[:, 0]
+        token_ids, draft_ids = int32s(7, 1 + num_drafts, values=range(50)), int32s(num_rows, 8, values=range(2))
+        num_valid, counts = int32s(7, values=range(1, 2 + num_drafts)), int32s(2, 7, values=range(1, 9))
+        last_token_ids = int32s(num_rows, values=range(50, 99))
+        nothing = PositionMasks(rows, rows)
+        mask_drafts = int32s(7, max_drafts, values=range(2))[:, :num_drafts]
+        num_masks, positions = int32s(7, values=range(FREE, 2 + num_drafts)), int32s(7, values=range(3, 6))
+        outcomes = []
+        for program in (hold, verify.hold):
+            masks = StepMasks(num_masks, positions, mask_drafts, nothing, last_token_ids.clone())
+            drafts = draft_ids if num_drafts else None
+            compared = tuple(counts.clone()) if num_drafts else ()
+            tokens = YieldedTokens(rows, first, token_ids.clone(), num_valid.clone(), compared, drafts)
+            lengths = program(tokens, masks)
+            assert lengths.dtype == torch.int64
+            outcomes.append([lengths, tokens.token_ids, tokens.num_valid, masks.last_token_ids, *compared])
+        for of_twin, of_kernel in zip(*outcomes, strict=True):
+            assert of_kernel.tolist() == of_twin.tolist()

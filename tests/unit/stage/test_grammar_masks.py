@@ -11,11 +11,10 @@ from sampler_plans import VOCAB_SIZE, spec, start_plan
 
 from raypp.messages import MaskUpdate, StepPlan
 from raypp.ops.adjust import Asked, Needs, adjusted
+from raypp.ops.step_masks import FREE, StepMasks, YieldedTokens, hold
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
-from raypp.stage.step_masks import StepMasks
 from raypp.stage.step_shape import StepShape, uniform_shape
-from raypp.stage.step_tokens import StepTokens
 from raypp.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ def decode(rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0)
 
 def step(masks: GrammarMasks, rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> StepMasks:
     plan, shape = decode(rows, step_id, wait_us, num_drafts)
-    found = masks.of_step(plan, shape, len(rows), body_mark(CPU))
+    found = masks.of_step(plan, shape, len(rows), len(rows) * (1 + num_drafts), body_mark(CPU))
     assert found is not None
     return found
 
@@ -64,24 +63,31 @@ def step(masks: GrammarMasks, rows: list[int], step_id: int, wait_us: int = 0, n
 def applied(found: StepMasks, logits: torch.Tensor) -> torch.Tensor:
     """Return what the masks make of a step's logits."""
     nothing: Any = None
-    masks = found.of_positions(len(logits))
-    return adjusted(logits, Asked(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, masks))
+    return adjusted(logits, Asked(nothing, nothing, nothing, nothing, Needs.GREEDY, nothing, found.of_positions))
 
 
-def close(found: StepMasks, token_ids: list[list[int]], positions: list[int], drafts: list[list[int]] | None = None):
-    tokens = StepTokens(
-        token_ids=torch.tensor(token_ids, dtype=torch.int32),
+def held(
+    found: StepMasks,
+    rows: list[int],
+    token_ids: list[list[int]],
+    positions: list[int],
+    drafts: list[list[int]] | None = None,
+) -> tuple[YieldedTokens, list[int]]:
+    """Return what the rows keep, and their lengths."""
+    tokens = YieldedTokens(
+        rows=torch.tensor(rows),
         positions=torch.tensor(positions),
-        lengths=torch.tensor(positions) + len(token_ids[0]),
+        token_ids=torch.tensor(token_ids, dtype=torch.int32),
         num_valid=torch.full((len(token_ids),), len(token_ids[0]), dtype=torch.int32),
+        draft_ids=None if drafts is None else torch.tensor(drafts, dtype=torch.int32),
     )
-    return found.close(tokens, None if drafts is None else torch.tensor(drafts, dtype=torch.int32))
+    return tokens, hold(tokens, found).tolist()
 
 
 def test_a_step_without_grammars_has_no_masks() -> None:
     masks = begun([0, 1], [False, False])
     plan, shape = decode([0, 1], 1)
-    assert masks.of_step(plan, shape, 2, body_mark(CPU)) is None
+    assert masks.of_step(plan, shape, 2, 2, body_mark(CPU)) is None
 
 
 def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
@@ -94,22 +100,22 @@ def test_a_mask_in_time_holds_its_row_and_no_other() -> None:
     assert (logits[0] == 0).all()
     assert logits[1].argmax() == 9
     assert torch.isinf(logits[1]).sum() == VOCAB_SIZE - 1
-    closed = close(found, [[7], [9]], [3, 3])
-    assert closed.num_valid.tolist() == [1, 1]
-    assert closed.lengths.tolist() == [4, 4]
+    tokens, lengths = held(found, [0, 1], [[7], [9]], [3, 3])
+    assert tokens.num_valid.tolist() == [1, 1]
+    assert lengths == [4, 4]
 
 
 def test_a_row_without_its_mask_yields_nothing_and_keeps_its_last_token() -> None:
     masks = begun([0, 1], [False, True])
-    closed = close(step(masks, [0, 1], 0), [[7], [8]], [3, 3])
-    assert closed.num_valid.tolist() == [1, 0]
-    assert closed.lengths.tolist() == [4, 3]
-    assert closed.token_ids.tolist() == [[7], [PROMPT[-1]]]
+    tokens, lengths = held(step(masks, [0, 1], 0), [0, 1], [[7], [8]], [3, 3])
+    assert tokens.num_valid.tolist() == [1, 0]
+    assert lengths == [4, 3]
+    assert tokens.token_ids.tolist() == [[7], [PROMPT[-1]]]
     masks.put(update(1, 3, [9], after=0))
-    assert close(step(masks, [0, 1], 1), [[7], [9]], [4, 3]).token_ids.tolist() == [[7], [9]]
-    closed = close(step(masks, [0, 1], 2), [[7], [9]], [5, 4])  # the mask of a position that is past
-    assert closed.num_valid.tolist() == [1, 0]
-    assert closed.token_ids.tolist() == [[7], [9]]
+    assert held(step(masks, [0, 1], 1), [0, 1], [[7], [9]], [4, 3])[0].token_ids.tolist() == [[7], [9]]
+    tokens, _ = held(step(masks, [0, 1], 2), [0, 1], [[7], [9]], [5, 4])  # the mask of a position that is past
+    assert tokens.num_valid.tolist() == [1, 0]
+    assert tokens.token_ids.tolist() == [[7], [9]]
 
 
 def test_a_step_without_any_mask_in_time_leaves_all_logits() -> None:
@@ -117,7 +123,7 @@ def test_a_step_without_any_mask_in_time_leaves_all_logits() -> None:
     before = torch.randn(2, VOCAB_SIZE)
     found = step(masks, [0, 1], 0)
     assert torch.equal(applied(found, before), before)
-    assert close(found, [[7], [8]], [3, 3]).num_valid.tolist() == [0, 0]
+    assert held(found, [0, 1], [[7], [8]], [3, 3])[0].num_valid.tolist() == [0, 0]
     masks.put(update(5, 3, [9], after=0))  # of a row that is not in the step
     assert torch.equal(applied(step(masks, [0, 1], 1), before), before)
 
@@ -127,8 +133,19 @@ def test_masks_behind_drafts_count_as_far_as_the_drafts_are_the_same() -> None:
     masks.put(update(0, 3, [9, 10, 11], after=-1, drafts=(9, 10)))
     for drafts, kept in (([9, 10, 1], 3), ([9, 1, 11], 2), ([1, 10, 11], 1)):
         found = step(masks, [0], 0, num_drafts=3)
-        assert close(found, [[9, 10, 11, 12]], [3], [drafts]).num_valid.tolist() == [kept]
-    assert found.logit_indices.tolist() == [0, 1, 2]
+        assert held(found, [0], [[9, 10, 11, 12]], [3], [drafts])[0].num_valid.tolist() == [kept]
+    assert found.of_positions.mask_of.tolist() == [0, 1, 2, -1]
+
+
+def test_a_step_without_grammars_finds_all_rows_free_where_the_last_one_had_some() -> None:
+    masks = begun([0, 1], [False, True])
+    masks.put(update(1, 3, [9], after=-1))
+    found = step(masks, [0, 1], 0)
+    assert found.num_masks.tolist() == [FREE, 1]
+    plan, shape = decode([0], 1)
+    assert masks.of_step(plan, shape, 1, 1, body_mark(CPU)) is None
+    assert found.num_masks.tolist() == [FREE, FREE]
+    assert found.of_positions.mask_of.tolist() == [-1, -1]
 
 
 def test_masks_of_a_rows_last_owner_count_for_nothing() -> None:

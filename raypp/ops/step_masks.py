@@ -1,0 +1,63 @@
+"""What grammars say of one step: which tokens they allow at its positions, and how many tokens each row may keep.
+
+Y rows that the sampler chooses for, N positions at which it does, K drafts, W words of a bit mask. The kernel's twin is
+`raypp.ops.kernels.verify.hold`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raypp.ops.adjust import PositionMasks
+
+FREE = -1
+"""The number of masks of a row without a grammar."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepMasks:
+    """Masks of a step. A row is held to its masks only where they are for its true position and its true drafts."""
+
+    num_masks: torch.Tensor  # [Y] int32, at most 1 + K; 0 where none came in time, `FREE` where there is no grammar
+    positions: torch.Tensor  # [Y] int32, that the rows' first masks are for
+    draft_ids: torch.Tensor  # [Y, K] int32, that the later masks are for
+    of_positions: PositionMasks
+    last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; `hold` keeps it up to date
+
+
+@dataclass(frozen=True, eq=False)
+class YieldedTokens:
+    """What rows yield before masks are looked at. `hold` changes all but rows, positions and drafts in place."""
+
+    rows: torch.Tensor  # [Y] int64
+    positions: torch.Tensor  # [Y] int64, of each row's first token, with any stride
+    token_ids: torch.Tensor  # [Y, 1 + K] int32 contiguous
+    num_valid: torch.Tensor  # [Y] int32
+    compared: tuple[torch.Tensor, ...] = ()  # numbers of drafts that were compared, and that matched; [Y] int32 each
+    draft_ids: torch.Tensor | None = None  # [max_num_seqs, K or more] int32, the drafts by row; None: K is 0
+
+
+def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+    """Let each row keep at most as many tokens as it has masks for; return the rows' lengths, int64 [Y].
+
+    A row that keeps none has its last token in front of what it yields, so that whoever looks for the last one there
+    finds it.
+    """
+    rows, token_ids, num_drafts = tokens.rows, tokens.token_ids, masks.draft_ids.shape[1]
+    allowed, is_free = masks.num_masks, masks.num_masks == FREE
+    if tokens.draft_ids is not None and num_drafts:
+        is_same = tokens.draft_ids.index_select(0, rows)[:, :num_drafts] == masks.draft_ids
+        allowed = torch.minimum(allowed, 1 + is_same.to(torch.int32).cumprod(1).sum(1, dtype=torch.int32))
+    allowed = allowed * (tokens.positions == masks.positions)
+    tokens.num_valid.copy_(torch.where(is_free, tokens.num_valid, torch.minimum(tokens.num_valid, allowed)))
+    has_kept = tokens.num_valid > 0
+    before = masks.last_token_ids.index_select(0, rows)
+    newest = (tokens.num_valid.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)
+    last = torch.where(has_kept, token_ids.gather(1, newest).squeeze(1), before)
+    masks.last_token_ids.index_copy_(0, rows, torch.where(is_free, before, last))
+    token_ids[:, 0] = torch.where(has_kept, token_ids[:, 0], before)
+    for count in tokens.compared:
+        count.mul_(has_kept)
+    return tokens.positions + tokens.num_valid
