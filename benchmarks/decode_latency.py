@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="a folder of benchmarks/models, or what LLM takes")
     parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--stage-num-gpus", type=float, default=1.0, help="0.5: two stages on one GPU")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from processor_time import processor_ms
 from workload import model_settings, random_prompts, seconds_for, time_for
 
 from raypp import LLM
@@ -38,6 +39,8 @@ class DecodePoint:
     """When all requests of them decoded."""
     tokens_per_step: list[float] = field(default_factory=list)
     """That a request got in them."""
+    processor_ms: dict[str, list[float]] = field(default_factory=dict)
+    """Per token of `runs_s`, by process."""
     step_ms: float | None = None
     """Of a request, see `note_trace`."""
     stages: list[dict[str, float]] = field(default_factory=list)
@@ -72,6 +75,9 @@ class DecodePoint:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "first_runs_s": [round(seconds, 4) for seconds in self.first_runs_s],
             "runs_s": [round(seconds, 4) for seconds in self.runs_s],
+            "processor_us_per_token": {
+                name: round(statistics.median(of_runs) * 1e3, 2) for name, of_runs in self.processor_ms.items()
+            },
             "tokens_per_step": [round(tokens, 4) for tokens in self.tokens_per_step],
             "step_ms": None if self.step_ms is None else round(self.step_ms, 4),
             "stages": self.stages,
@@ -96,6 +102,7 @@ def engine_settings(model: str, args: argparse.Namespace) -> dict[str, Any]:
     return {
         **model_settings(model),
         "num_stages": args.num_stages,
+        "stage_num_gpus": getattr(args, "stage_num_gpus", 1.0),
         "skip_tokenizer_init": True,
         "enable_prefix_caching": False,
         "max_num_seqs": max(args.requests),
@@ -120,8 +127,11 @@ def measure_points(
             prompts = random_prompts(num_requests, input_len, vocab_size, rng)
             point.first_runs_s.append(seconds_for(llm, prompts, 1, sampling))
             prompts = random_prompts(num_requests, input_len, vocab_size, rng)
-            begun_ns = now_ns()
+            begun_ns, spent_ms = now_ns(), processor_ms(llm.processes())
             took = time_for(llm, prompts, output_len, sampling)
+            for name, until_ms in processor_ms(llm.processes()).items():
+                of_runs = point.processor_ms.setdefault(name, [])
+                of_runs.append((until_ms - spent_ms[name]) / (num_requests * output_len))
             point.runs_s.append(took.all_s)
             point.steady_ns.append(took.steady_ns)
             point.windows_ns.append((begun_ns, now_ns()))

@@ -1,7 +1,8 @@
-"""Free streams beside streams under a grammar, against free streams beside free ones; with the embedded model.
+"""Free streams beside streams under a grammar, against free streams beside free ones.
 
     python benchmarks/structured_output.py                       2 stages, 16 streams beside 16
     python benchmarks/structured_output.py --rounds 9 --num-tokens 200
+    python benchmarks/structured_output.py --model qwen3-8b --device cuda
 
 Every round runs both: 16 free streams that are watched, beside 16 others that are free, or that follow a grammar. Which
 of the two goes first changes from round to round, so that what else happens on the machine hits both. Said are the
@@ -16,12 +17,15 @@ import argparse
 import asyncio
 import os
 import statistics
+import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from made_tokenizer import with_made_tokenizer
+from processor_time import processor_ms
 from report import GrowingReport
+from workload import model_settings
 
 from raypp import AsyncLLM, SamplingParams
 
@@ -53,27 +57,6 @@ async def watch(llm: AsyncLLM, index: int, params: SamplingParams) -> float:
     return (last_s - first_s) / (num_tokens - num_first) * 1e3
 
 
-def cpu_ms(llm: AsyncLLM) -> dict[str, float]:
-    """Return the processor time that every process of the engine has taken, and this one, ms."""
-    ids = llm.processes()
-    names = {os.getpid(): "client", ids["driver"]: "driver"}
-    names |= {process_id: f"stage {index}" for index, process_id in enumerate(ids["stages"])}
-    names |= {process_id: "grammar" for process_id in grammar_processes(ids["driver"])}
-    spent = dict.fromkeys([*names.values(), "grammar"], 0.0)
-    for process_id, name in names.items():
-        for thread in Path(f"/proc/{process_id}/task").iterdir():
-            with suppress(FileNotFoundError):  # it has just ended
-                spent[name] += int((thread / "schedstat").read_text().split()[0]) / 1e6
-    return spent
-
-
-def grammar_processes(driver: int) -> list[int]:
-    """Return the driver's child that follows grammars, if it was started."""
-    children = Path(f"/proc/{driver}/task").glob("*/children")
-    ids = [int(child) for of_thread in children for child in of_thread.read_text().split()]
-    return [child for child in ids if b"raypp.grammar" in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str, Any] | None) -> tuple[float, float]:
     """Return the mean inter-token latency of the watched free streams and of the others, ms."""
 
@@ -87,12 +70,13 @@ async def run(llm: AsyncLLM, num_streams: int, num_tokens: int, beside: dict[str
     return statistics.mean(latencies[:num_streams]), statistics.mean(latencies[num_streams:])
 
 
-async def measure(args: argparse.Namespace, report: GrowingReport) -> None:
-    """Find all figures."""
+async def measure(args: argparse.Namespace, settings: dict[str, Any], report: GrowingReport) -> None:
+    """Find all figures. `settings` say which model."""
     llm = await AsyncLLM.create(
-        "tiny",
+        **settings,
         device=args.device,
         num_stages=args.num_stages,
+        stage_num_gpus=args.stage_num_gpus,
         max_num_seqs=2 * args.num_streams,
         enable_prefix_caching=False,
     )
@@ -106,10 +90,10 @@ async def measure(args: argparse.Namespace, report: GrowingReport) -> None:
                 sides: list[tuple[str, dict[str, Any] | None]] = [("free", None), ("grammar", constraint)]
                 for side, beside in sides if round_index % 2 else reversed(sides):
                     before = (await llm.stats())["num_late_masks"]
-                    cpu_before = cpu_ms(llm)
+                    cpu_before = processor_ms(llm.processes())
                     of_watched, of_others = await run(llm, args.num_streams, args.num_tokens, beside)
                     if round_index:  # the first round warms up, and compiles the grammar
-                        spent, num_tokens = cpu_ms(llm), 2 * args.num_streams * args.num_tokens
+                        spent, num_tokens = processor_ms(llm.processes()), 2 * args.num_streams * args.num_tokens
                         cpu[side].append({name: (spent[name] - cpu_before[name]) / num_tokens for name in spent})
                         watched[side].append(of_watched)
                         others[side].append(of_others)
@@ -144,6 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="the embedded model is one for CPUs; cuda, auto")
     parser.add_argument("--num-stages", type=int, default=2)
+    parser.add_argument("--model", default="tiny", help="a folder of benchmarks/models, or what LLM takes")
+    parser.add_argument("--stage-num-gpus", type=float, default=1.0)
     parser.add_argument("--num-streams", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=7)
@@ -151,7 +137,11 @@ def main() -> None:
     args = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     report = GrowingReport("structured_output", vars(args), args.out)
-    asyncio.run(measure(args, report))
+    settings = model_settings(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        if settings.get("load_format") == "dummy":
+            settings["model"] = str(with_made_tokenizer(Path(settings["model"]), Path(folder)))
+        asyncio.run(measure(args, settings, report))
     report.print()
 
 
