@@ -29,10 +29,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name that everybody uses)
 import train_tiny_head
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_training import (
+    END_OF_TEXT,
+    MAX_POSITIONS,
+    TOKENIZER_DIRECTORY,
+    TURN_END,
+    VOCAB_SIZE,
+    export,
+    learning_rate_share,
+    train_tokenizer,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 HELD_OUT = (
     "argparse.py",
@@ -55,19 +64,7 @@ HELD_OUT = (
 )
 """Files that neither the tokenizer nor the model is trained on; nor on the tests of these modules, which quote them."""
 
-TOKENIZER_DIRECTORY = Path(__file__).parent.parent / "raypp" / "assets" / "tiny"
-MAX_POSITIONS = 4096
 MAX_LOGITS = 2**29  # that exist at once in training: all of a part of tiny's, 2,048 tokens' of a vocabulary of 151,936
-VOCAB_SIZE = 4032  # 63 * 64: with 4096 six layers would not fit into four million parameters
-END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-# Marks that a reader of the text wants to see, so decoding keeps them: no special tokens in the library's sense.
-VISIBLE_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-# Qwen's way to cut text before byte pairs are merged: contractions, words with one leading mark, single digits,
-# runs of punctuation, line ends, spaces.
-WORD_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 # ---------------------------------------------------------------------------------------------------- corpus
@@ -101,39 +98,6 @@ def split_held_out(sources: dict[str, str]) -> tuple[dict[str, str], dict[str, s
     their_tests = {f"test_{Path(name).name}" for name in HELD_OUT} | {f"test_{n.replace('/', '_')}" for n in HELD_OUT}
     training = {n: text for n, text in sources.items() if n not in held_out and Path(n).name not in their_tests}
     return training, held_out
-
-
-# ------------------------------------------------------------------------------------------------- tokenizer
-
-
-def train_tokenizer(texts: Sequence[str], vocab_size: int = VOCAB_SIZE) -> Any:
-    """Learn a byte-level BPE. No normalizer: every text comes back exactly as it went in."""
-    added = [AddedToken(t, special=True, normalized=False) for t in (END_OF_TEXT, TURN_START, TURN_END, *VISION_TOKENS)]
-    added += [AddedToken(t, special=False, normalized=False) for t in VISIBLE_TOKENS]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(added),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(added)
-    fast: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        eos_token=TURN_END,
-        pad_token=END_OF_TEXT,
-        model_max_length=MAX_POSITIONS,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = (TOKENIZER_DIRECTORY / "chat_template.jinja").read_text(encoding="utf-8")
-    return fast
 
 
 # ---------------------------------------------------------------------------------------------- conversations
@@ -418,14 +382,6 @@ def make_optimizers(model: Any, learning_rate: float) -> list[torch.optim.Optimi
     ]
 
 
-def learning_rate_share(step: float, num_steps: int) -> float:
-    """Return the share of the peak learning rate: a short linear rise, then a cosine down to 2 %."""
-    warmup = min(100, max(1, num_steps // 10))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, num_steps - warmup)))
-
-
 def make_loss(model: Any, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the mean cross entropy of windows [B, T + 1]; on a GPU in bf16 and compiled.
 
@@ -526,17 +482,6 @@ def train(
 # ------------------------------------------------------------------------------------------------- the program
 
 
-def export(model: Any, tokenizer: Any, out: Path) -> None:
-    """Write the checkpoint as Hugging Face lays it out: bf16 weights, configuration, tokenizer, chat template."""
-    ends = [tokenizer.convert_tokens_to_ids(token) for token in (TURN_END, END_OF_TEXT)]
-    model.config.use_cache = True
-    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
-        eos_token_id=ends, pad_token_id=ends[1]
-    )
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
-
-
 def score_export(directory: Path, held_out: dict[str, str], device: torch.device) -> dict[str, Any]:
     """Score an exported model as it runs on a CPU: bf16 weights, float32 arithmetic."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
@@ -609,7 +554,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Train, export and score; or only score."""
     if "--vision" in sys.argv[1:]:
-        import train_tiny_vl  # takes tokenizer and schedule from here
+        import train_tiny_vl  # draws pictures, which text alone needs no library for
 
         train_tiny_vl.main([argument for argument in sys.argv[1:] if argument != "--vision"])
         return

@@ -38,10 +38,10 @@ from tiny_pictures import (
     sayings,
     scene_numbers,
 )
+from tiny_training import TURN_END, TURN_START, export, learning_rate_share, train_tokenizer
 from tiny_vl_forward import GRID_SIDE, MERGE, PATCH, PictureBatch
 from tiny_vl_trainer import HeldOut, Trainer, with_weights
 from torch import Tensor
-from train_tiny import TURN_END, TURN_START, export, learning_rate_share, train_tokenizer
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from raypp.api.prepare import RequestPreparer

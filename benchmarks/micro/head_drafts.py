@@ -13,7 +13,7 @@ from raypp.models.config import load_model_config
 from raypp.models.draft_head import DraftHead
 from raypp.models.draft_head_config import load_draft_head_config
 from raypp.models.weights import DummyWeights, WeightReader
-from raypp.ops.backend import choose_kernels, choose_token_choice
+from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedHidden, SteppedTokens

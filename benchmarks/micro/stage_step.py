@@ -27,7 +27,7 @@ from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.adjust import AdjustedLogits
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.backend import choose_kernels, choose_token_choice
+from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches

@@ -34,8 +34,8 @@ from report import print_report
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
-from raypp.ops.backend import choose_kernels
 from raypp.ops.cuda_kernels import CudaProjection
+from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kernels.choose import OwnProduct, input_type_in_8_bits
 from raypp.ops.kernels.launch import Device
 from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, project, quantize
@@ -150,7 +150,7 @@ class TunedLayers:
         ]
         self._context = context
         self.products: dict[str, list[CudaProjection]] = {}
-        for layer in self._model._layers:
+        for layer in self._model.layers:
             mlp = layer._mlp
             found = {"gate_up": mlp._gate_up, "down": mlp._down, "qkv": layer._qkv, "output": layer._output}
             for product, projection in found.items():

@@ -74,21 +74,6 @@ def lacks_file(path: Path, file_name: str) -> ModelLoadError:
     return ModelLoadError(f"{path} lacks {file_name}", got="no such file", expected="named by its index")
 
 
-def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of every tensor in a directory's safetensors files, else in its `pytorch_model.bin`.
-
-    Raises:
-        ModelLoadError: no such files, or not readable.
-    """
-    if has_safetensors(path):
-        return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
-    if not (path / PICKLED_FILE).is_file():
-        raise no_weights(path, beside=f", or {PICKLED_FILE}")
-    from raypp.models.pickled_weights import PickledWeights
-
-    return PickledWeights(path / PICKLED_FILE).shapes()
-
-
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor in a directory's safetensors files.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 import torch
 
 from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.cost import RecordingCost
-from raypp.models.decoder import DecoderLayer
+from raypp.models.decoder import DecoderLayer, DecoderModel
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.rotary import Rotation
 
@@ -60,52 +59,46 @@ class CompiledLayer:
         return self._after(self._layer, hidden, attended)
 
 
-def compile_layers(
-    layers: Sequence[DecoderLayer],
-    *,
-    hidden: torch.Tensor,
-    attended: torch.Tensor,
-    fewest_tokens: int,
-    most_tokens: int,
-    backend: str,
-) -> tuple[list[DecoderLayer], RecordingCost]:
-    """Return layers that run compiled functions, and what compiling took.
+def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
+    """Run what is before and after attention of a model's layers through torch.compile, from here on.
 
-    Shapes: hidden [1, H], attended [1, Hq * D], like those of a step.
+    What that took is in `model.costs`. Steps of few tokens, whose products the model's own kernels compute, run the
+    layers' own functions.
 
     Args:
-        layers: At least one; all of one class and shape.
-        hidden: A residual stream.
-        attended: An output of attention.
-        fewest_tokens: Steps of fewer tokens run the layers' own functions.
-        most_tokens: Of a step.
+        model: It has its weights.
+        max_tokens: Of a step.
         backend: torch's name of the compiler.
 
     Raises:
-        ConfigError: the compiler cannot.
+        ConfigError: the compiler cannot; says why.
     """
-    if most_tokens < fewest_tokens:
-        return list(layers), RecordingCost()
-    started, functions = time.perf_counter(), []
+    fewest_tokens = model.kernels.library_from_tokens
+    if max_tokens < fewest_tokens:
+        model.costs["compile"] = RecordingCost()
+        return
+    started = time.perf_counter()
+    sizes = (model.hidden_size, model.attention_size)
+    hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
     with torch.inference_mode():
-        for function, like in ((_before, (hidden,)), (_after, (hidden, attended))):
-            functions.append(
-                CompiledFunction(
-                    function,
-                    layers[0],
-                    like,
-                    fewest_tokens=fewest_tokens,
-                    most_tokens=most_tokens,
-                    backend=backend,
-                )
+        before, after = (
+            CompiledFunction(
+                function,
+                model.layers[0],
+                like,
+                fewest_tokens=fewest_tokens,
+                most_tokens=max_tokens,
+                backend=backend,
             )
-    before, after = functions
-    cost = RecordingCost(sum(function.num_compiled for function in functions), time.perf_counter() - started)
+            for function, like in ((_before, (hidden,)), (_after, (hidden, attended)))
+        )
+    cost = RecordingCost(before.num_compiled + after.num_compiled, time.perf_counter() - started)
     _LOG.info(
         "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
         backend,
         fewest_tokens,
-        most_tokens,
+        max_tokens,
         cost.seconds,
     )
-    return [CompiledLayer(layer, before, after, fewest_tokens) for layer in layers], cost
+    model.layers = [CompiledLayer(layer, before, after, fewest_tokens) for layer in model.layers]
+    model.costs["compile"] = cost

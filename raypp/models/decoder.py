@@ -99,13 +99,14 @@ class DecoderModel:
         self._config = config
         self._layer_class = layer_class
         self._layer_indices = range(start_layer, end_layer)
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._kernels = kernels
         self._inverse_frequencies = inverse_frequencies(config.head_dim, config.rope).to(device)
         axes = axis_frequencies(config.head_dim, config.rope)
         self._axis_frequencies = None if axes is None else axes.to(device)
-        self._layers: list[DecoderLayer] = []
+        self.layers: list[DecoderLayer] = []
+        """None yet before `load_weights`."""
         self._embedding: torch.Tensor | None = None
         self._lm_head: LMHead | None = None
         self._head_support = head_support
@@ -116,7 +117,7 @@ class DecoderModel:
         self.taps: dict[int, torch.Tensor] = {}
         """By depth, the residual stream of the last forward after so many layers, [max_tokens, H]; it never moves."""
         self.costs: dict[str, RecordingCost] = {}
-        """What `compile_layers` took."""
+        """What `raypp.models.compiled_layer.compile_layers` took, as `compile`."""
         if head_support is not None:
             for depth in head_support.tap_depths:
                 self.taps[depth] = torch.zeros(head_support.max_tokens, config.hidden_size, dtype=dtype, device=device)
@@ -129,7 +130,7 @@ class DecoderModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the stage's weights, tied ones counted once."""
-        config, size = self._config, self._dtype.itemsize
+        config, size = self._config, self.dtype.itemsize
         total = len(self._layer_indices) * layer_weight_bytes(config, size)
         if self.is_first:
             total += embedding_bytes(config, size)
@@ -146,11 +147,11 @@ class DecoderModel:
             ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
         """
         config = self._config
-        whole = WeightReader(source, self._dtype, self._device)
+        whole = WeightReader(source, self.dtype, self.device)
         weights = whole.below(config.weight_prefix)
         if self.is_first:
             self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
-        self._layers = [
+        self.layers = [
             self._layer_class(config, weights.below(f"layers.{index}."), self._kernels) for index in self._layer_indices
         ]
         if self.is_last:
@@ -172,35 +173,13 @@ class DecoderModel:
         is_of_tower = config.vision is not None and not name.startswith((config.weight_prefix, LM_HEAD))
         return self.is_last and name not in embeddings and not is_of_tower
 
-    def compile_layers(self, max_tokens: int, backend: str) -> None:
-        """Run what is before and after attention through torch.compile, from here on.
-
-        Args:
-            max_tokens: Of a step.
-            backend: torch's name of the compiler.
-
-        Raises:
-            ConfigError: the compiler cannot; says why.
-        """
-        from raypp.models.compiled_layer import compile_layers  # torch's compiler takes seconds to import
-
-        sizes = {"hidden": self.hidden_size, "attended": self.attention_size}
-        like = {name: torch.zeros(1, size, dtype=self._dtype, device=self._device) for name, size in sizes.items()}
-        self._layers, self.costs["compile"] = compile_layers(
-            self._layers,
-            **like,
-            fewest_tokens=self._kernels.library_from_tokens,
-            most_tokens=max_tokens,
-            backend=backend,
-        )
-
     def _load_lm_head(self, whole: WeightReader) -> None:
         config, support, kernels = self._config, self._head_support, self._kernels
         weights, weight = whole.below(config.weight_prefix), self._lm_head_weight(whole)
         norm_weight = weights.tensor("norm.weight", config.hidden_size)
         if support is not None and self._embedding is None and support.gives_embedding:
             # Linear layers may keep their weights in a form of their own, so a tied head's is read once more there.
-            is_kept = config.tie_word_embeddings and self._device.type != "cpu"
+            is_kept = config.tie_word_embeddings and self.device.type != "cpu"
             self._embedding = weight if is_kept else weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
@@ -236,7 +215,7 @@ class DecoderModel:
         that has some; kv_caches one per layer, see `raypp.ops.kv_cache`.
         """
         by = self._rotation(positions)
-        for depth, layer, kv_cache in zip(self._layer_indices, self._layers, kv_caches, strict=True):
+        for depth, layer, kv_cache in zip(self._layer_indices, self.layers, kv_caches, strict=True):
             self._tap(depth, hidden)
             attended = layer.attend(layer.before_attention(hidden), by, kv_cache, attention, attention.padded_out)
             hidden = layer.after_attention(hidden, attended)
@@ -265,7 +244,7 @@ class DecoderModel:
     @property
     def can_be_recorded(self) -> bool:
         """Whether a decode step never waits for the device."""
-        return self._kernels.can_be_recorded or self._device.type == "cpu"
+        return self._kernels.can_be_recorded or self.device.type == "cpu"
 
     def plan_attention(self, attention: AttentionBatch, ring_entry: int) -> None:
         """Do the host's part of a step's attention; see `raypp.ops.backend.KernelSet`."""

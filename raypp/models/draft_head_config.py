@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from raypp.errors import ModelLoadError
-from raypp.models.checkpoint_names import checkpoint_shapes
+from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
 from raypp.models.config import ModelConfig, read_dtype, read_rope, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.sizes import layer_weight_bytes
@@ -126,6 +126,21 @@ class _Product:
     def rounded_bytes(self) -> int:
         """The bytes of the weight in 8 bits, and of its scales."""
         return self.rows * (self.columns + 4)
+
+
+def checkpoint_shapes(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shape of every tensor in a directory's safetensors files, else in its `pytorch_model.bin`.
+
+    Raises:
+        ModelLoadError: no such files, or not readable.
+    """
+    if has_safetensors(path):
+        return {name: tensor.shape for name, tensor in stored_tensors(path).items()}
+    if not (path / PICKLED_FILE).is_file():
+        raise no_weights(path, beside=f", or {PICKLED_FILE}")
+    from raypp.models.pickled_weights import PickledWeights  # with torch, which safetensors' headers do without
+
+    return PickledWeights(path / PICKLED_FILE).shapes()
 
 
 def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = False) -> DraftHeadConfig:

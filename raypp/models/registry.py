@@ -66,11 +66,11 @@ def build_model(
         end_layer: One past the last layer; with `config.num_layers` come the final norm and the LM head.
         dtype: Of weights and activations.
         device: Where they are.
-        kernels: What it computes with; None: what `raypp.ops.backend.choose_kernels` takes for one-token decode rows.
+        kernels: What it computes with; None: what `choose_kernels` takes for one-token decode rows.
         head_support: What it does for a draft head; None: there is none.
     """
     from raypp.models.decoder import DecoderModel
-    from raypp.ops.backend import choose_kernels
+    from raypp.ops.device_kernels import choose_kernels
 
     return DecoderModel(
         config,

@@ -15,7 +15,7 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import build_model
 from raypp.models.weights import WeightReader, WeightSource, open_weights, warn_of_unread
-from raypp.ops.backend import choose_kernels, choose_token_choice
+from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import DraftHeadSpec, StageSpec
@@ -78,7 +78,9 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
     model.load_weights(source)
     warn_of_unread(source, f"stage {spec.stage_index}", model.looks_after)
     if spec.graphs.compile_backend is not None:
-        model.compile_layers(spec.max_step_tokens, spec.graphs.compile_backend)
+        from raypp.models.compiled_layer import compile_layers  # torch's compiler takes seconds to import
+
+        compile_layers(model, spec.max_step_tokens, spec.graphs.compile_backend)
     if spec.draft_head is not None and spec.is_last:
         model.attach_draft_head(_build_draft_head(spec, spec.draft_head, config, model))
     return model

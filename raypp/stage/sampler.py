@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
 from raypp.ops.adjust import AdjustedLogits, Asked, Needs, NewTokens, PositionMasks
-from raypp.ops.backend import choose_token_choice
+from raypp.ops.device_kernels import choose_token_choice
 from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.step_masks import StepMasks, YieldedTokens

@@ -17,7 +17,7 @@ from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 from raypp.config.engine import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
 from raypp.graphs.manager import CudaGraphManager, graph_maker
-from raypp.models.compiled_layer import CompiledLayer
+from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderLayer
 from raypp.models.registry import build_model
@@ -62,9 +62,9 @@ def test_layers(tmp_path, shape):
     exact = build_model(config, start_layer=0, end_layer=1, dtype=torch.float32, device=CUDA)
     for each in (model, exact):
         each.load_weights(DummyWeights(3, CUDA))
-    own, twin = model._layers[0], exact._layers[0]
-    model.compile_layers(MOST_TOKENS, "inductor")
-    compiled = model._layers[0]
+    own, twin = model.layers[0], exact.layers[0]
+    compile_layers(model, MOST_TOKENS, "inductor")
+    compiled = model.layers[0]
     assert isinstance(compiled, CompiledLayer)
     cost = model.costs["compile"]
     print(f"\n{shape}: {cost.num_graphs} functions compiled in {cost.seconds:.1f} s")

@@ -16,9 +16,9 @@ import kernel_checks as checks
 
 from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import choose_kernels
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
 from raypp.ops.kernels.choose import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode

@@ -12,7 +12,7 @@ from recorded_plans import called_graphs, record_plans, run_plans
 
 from raypp.config.engine import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
-from raypp.models.compiled_layer import CompiledLayer
+from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
@@ -43,9 +43,9 @@ def _layers(path, kernels, dtype=torch.float32):
     config = load_model_config(path)
     model = build_model(config, start_layer=0, end_layer=3, dtype=dtype, device=CPU, kernels=kernels)
     model.load_weights(DummyWeights(3))
-    own = list(model._layers)
-    model.compile_layers(MOST_TOKENS, "aot_eager")
-    return model, own, model._layers
+    own = list(model.layers)
+    compile_layers(model, MOST_TOKENS, "aot_eager")
+    return model, own, model.layers
 
 
 def _check(model, own, compiled, counts, dtype=torch.float32, **tolerance):

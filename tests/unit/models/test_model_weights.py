@@ -10,7 +10,8 @@ from checkpoints import random_tensors, tensor_shapes, write_config, write_shard
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
-from raypp.models.checkpoint_names import checkpoint_shapes, has_safetensors
+from raypp.models.checkpoint_names import has_safetensors
+from raypp.models.draft_head_config import checkpoint_shapes
 from raypp.models.pickled_weights import PickledWeights
 from raypp.models.weights import CheckpointWeights, DummyWeights, WeightReader, warn_of_unread
 

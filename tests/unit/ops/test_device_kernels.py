@@ -7,8 +7,8 @@ import logging
 import pytest
 import torch
 
-from raypp.ops import backend, flashinfer_attention
-from raypp.ops.backend import choose_kernels
+from raypp.ops import device_kernels, flashinfer_attention
+from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.flashinfer_attention import causal_mask, missing_for_flashinfer, missing_for_xqa
 from raypp.ops.torch_kernels import TorchKernels
 
@@ -22,7 +22,7 @@ def test_a_cpu_computes_by_torch(caplog):
 
 
 def test_a_gpu_without_triton_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(device_kernels, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING):
         assert isinstance(choose_kernels(CUDA, torch.bfloat16), TorchKernels)
     assert "Triton is not installed" in caplog.text

@@ -1,0 +1,73 @@
+"""The fastest kernels that a device and an installation have, chosen once at start."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from raypp.ops.backend import DecodeKernel, KernelSet, TokenChoice
+from raypp.ops.torch_kernels import TorchKernels, TorchTokenChoice
+
+_LOG = logging.getLogger(__name__)
+
+
+def choose_kernels(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    max_rows: int = 256,
+    max_query_len: int = 1,
+    num_ring_entries: int = 1,
+    decode: DecodeKernel = "triton",
+    for_compiler: bool = False,
+) -> KernelSet:
+    """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
+
+    Args:
+        device: Where the stage computes.
+        dtype: Of weights and activations.
+        block_size: Of the KV cache.
+        max_rows: The most decode rows of a step.
+        max_query_len: The most query tokens of a decode row, 1 + K.
+        num_ring_entries: Steps whose attention may be planned at a time.
+        decode: Which kernel attends decode rows on a GPU; "xqa" only where FlashInfer has it for the heads.
+        for_compiler: Whether torch.compile is to be given projections: weights stay in the form that it knows.
+    """
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        _LOG.warning("%s on a GPU is computed by plain torch, without CUDA graphs: the kernels are for 16 bits", dtype)
+    elif device.type == "cuda" and _has_triton():
+        from raypp.ops.cuda_kernels import CudaKernels
+
+        return CudaKernels(
+            device,
+            dtype,
+            block_size=block_size,
+            max_rows=max_rows,
+            max_query_len=max_query_len,
+            num_ring_entries=num_ring_entries,
+            decode=decode,
+        )
+    return TorchKernels(dtype, packs_weights=not for_compiler)
+
+
+def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice:
+    """Return the fastest choice of tokens on a device, for at most `max_positions` at a time."""
+    if device.type != "cuda" or not _has_triton():
+        return TorchTokenChoice()
+    from raypp.ops.kernels.launch import Device
+    from raypp.ops.kernels.token_choice import KernelTokenChoice
+    from raypp.ops.kernels.workspace import Workspace
+
+    return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
+
+
+def _has_triton() -> bool:
+    if find_spec("triton") is None:
+        _LOG.warning(
+            "Triton is not installed: plain torch computes, slowly and without CUDA graphs (pip install triton)"
+        )
+        return False
+    return True
