@@ -46,7 +46,7 @@ class HostCalls:
         """Return the model of one stage."""
         from raypp.stage.build import build_stage_model
         from raypp.stage.stage import Stage
-        from raypp.transport.cuda_device import CudaDevice
+        from raypp.transport.ipc.cuda_device import CudaDevice
 
         times = StepTimes(Path(self.folder) / f"stage-{spec.stage_index}.jsonl")
         times.watch(torch.cuda.CUDAGraph, "replay", "replays")

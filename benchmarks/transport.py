@@ -21,9 +21,10 @@ from multiprocessing.connection import Connection
 import torch
 from report import print_report
 
-from raypp.transport.open import MessageSpec, StageLinks, open_stage_links
+from raypp.transport.edges import StageLinks
+from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous, RendezvousServer
-from raypp.transport.schema import Schema, TensorSpec
+from raypp.transport.schema import MessageSpec, Schema, TensorSpec
 
 MESSAGE_BYTES = (4 << 10, 512 << 10, 16 << 20)
 WARM_UP = 10

@@ -22,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
 from raypp.step_channel import DriverChannel, StageChannel, StageResult, Stop
-from raypp.transport.open import MessageSpec, StageLinks, open_stage_links
+from raypp.transport.edges import StageLinks
+from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous, RendezvousServer
-from raypp.transport.schema import Schema, TensorSpec
+from raypp.transport.schema import MessageSpec, Schema, TensorSpec
 
 LINK_BYTES = (1 << 10, 1 << 16, 1 << 20)
 PLAN_BYTES = (300, 20_000)

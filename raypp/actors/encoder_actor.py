@@ -79,8 +79,8 @@ class EncoderActor:
     def join(self, first_stage: Any) -> None:
         """Find the way to the first stage: to its actor."""
         from raypp.encoder.delivery import ItemSender
-        from raypp.transport.cuda_device import CudaDevice
-        from raypp.transport.place import StagePlace
+        from raypp.transport.ipc.cuda_device import CudaDevice
+        from raypp.transport.link_choice import StagePlace
 
         spec = self._spec
         place = StagePlace.here(self._device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from raypp.stage.build import StageFactory
     from raypp.stage.spec import StageSpec
     from raypp.stage.step_sizes import StageRecordings, StepSizes
-    from raypp.transport.place import StagePlace
+    from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
 
@@ -90,7 +90,7 @@ class StageActor:
         from raypp.encoder.delivery import ItemReceiver
         from raypp.stage import build
         from raypp.step_channel import StageChannel
-        from raypp.transport.cuda_device import CudaDevice
+        from raypp.transport.ipc.cuda_device import CudaDevice
 
         build.enter_device(self._spec.device)
         self._stage = build.build_stage(
@@ -141,8 +141,7 @@ class StageActor:
 
         First stage only, once it is connected; so are the following.
         """
-        from raypp.transport.place import StagePlace
-        from raypp.transport.resolve import ipc_obstacle
+        from raypp.transport.link_choice import StagePlace, ipc_obstacle
 
         asked = self._spec.transport
         if asked not in ("auto", "ipc", "local") or ipc_obstacle(place, StagePlace.here(self._device)) is not None:

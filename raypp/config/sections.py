@@ -10,7 +10,7 @@ LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 """How a stage is joined to its neighbours; see `raypp.transport.open`."""
 
 TransportKind = Literal["auto", "local", "ipc", "nccl", "gloo", "ray_collective"]
-"""The link that is asked for; `auto` leaves it to where the stages are, see `raypp.transport.resolve`."""
+"""The link that is asked for; `auto` leaves it to where the stages are, see `raypp.transport.link_choice`."""
 
 Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 """How stages are placed over the nodes of a cluster; see `raypp.actors.placement`."""

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.encoder.items import EncodedItem
-from raypp.transport.stream_device import StreamDevice
+from raypp.transport.ipc.cuda_device import CudaDevice
 
 _ALIGNMENT = 256
 _HOST_PARCEL_BYTES = 1 << 26
@@ -48,13 +48,13 @@ class ItemSender:
 
     Args:
         device: The encoder's.
-        memory_device: The same as one that maps memory; None: everything travels in the parcels.
+        memory_device: Maps the receiver's memory on that device; None: everything travels in the parcels.
         handle: Of the receiver's memory for this encoder, when there is a memory device.
         num_bytes: Of that memory.
     """
 
     def __init__(
-        self, device: torch.device, memory_device: StreamDevice | None = None, handle: bytes = b"", num_bytes: int = 0
+        self, device: torch.device, memory_device: CudaDevice | None = None, handle: bytes = b"", num_bytes: int = 0
     ) -> None:
         self._num_bytes = num_bytes if memory_device is not None else _HOST_PARCEL_BYTES
         self._memory = memory_device.tensor(memory_device.map(handle), num_bytes) if memory_device is not None else None
@@ -117,13 +117,13 @@ class ItemReceiver:
 
     Args:
         device: Of the stage.
-        memory_device: Makes the same as one that shares memory; asked when the first encoder can reach it.
+        memory_device: Makes what allocates shared memory; called for the first encoder that can reach it.
     """
 
-    def __init__(self, device: torch.device, memory_device: Callable[[torch.device], StreamDevice]) -> None:
+    def __init__(self, device: torch.device, memory_device: Callable[[torch.device], CudaDevice]) -> None:
         self._device = device
         self._make_memory_device = memory_device
-        self._memory_device: StreamDevice | None = None
+        self._memory_device: CudaDevice | None = None
         self._memories: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._lock = threading.Lock()
         # Not the stage's stream: its steps do not wait for what arrives.

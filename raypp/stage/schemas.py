@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from raypp.stage.spec import StageSpec
-from raypp.transport.open import MessageSpec
-from raypp.transport.schema import Schema, feedback_schema, hidden_states_schema
+from raypp.transport.schema import MessageSpec, Schema, feedback_schema, hidden_states_schema
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, chec
 from raypp.stage.step_tokens import ToldTokens, pending_result, write_feedback
 from raypp.stage.warm_up import warm_up
 from raypp.tracing import HOST, Tracer, now_ns
-from raypp.transport.open import StageLinks
+from raypp.transport.edges import StageLinks
 from raypp.transport.schema import Schema
 
 

@@ -24,11 +24,11 @@ from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
 from raypp.testing.fake_stage import FakeModel
 from raypp.tracing import Tracer
-from raypp.transport.edges import NUM_FORWARD_SLOTS, num_feedback_slots
-from raypp.transport.flag_forcer import FlagForcer
-from raypp.transport.ipc import IpcEdgeMemory, IpcReceiver, IpcSender
-from raypp.transport.open import MessageSpec, StageLinks, links_of_stages
-from raypp.transport.stream_device import StreamDevice
+from raypp.transport.edges import Edge, StageLinks, links_in_one_process, pipeline_edges
+from raypp.transport.ipc.cuda_device import CudaDevice
+from raypp.transport.ipc.ends import IpcEdgeMemory, IpcReceiver, IpcSender
+from raypp.transport.ipc.flags import FlagForcer
+from raypp.transport.schema import MessageSpec
 
 
 class DeviceCalls(TorchDispatchMode):
@@ -96,7 +96,7 @@ class IdleGraphs:
 
 
 class _IdleStream:
-    """The part of a `StreamDevice` that a step uses."""
+    """The part of a `CudaDevice` that a step uses."""
 
     def __init__(self, calls: Counter[str]) -> None:
         self._calls = calls
@@ -145,13 +145,13 @@ def build_idle_stages(
 
 
 def _idle_links(calls: Counter[str], forward: list[MessageSpec], feedback: MessageSpec) -> list[StageLinks]:
-    forwards = [_idle_edge(calls, NUM_FORWARD_SLOTS, spec.slot_bytes) for spec in forward]
-    return links_of_stages(forwards, _idle_edge(calls, num_feedback_slots(len(forward) + 1), feedback.slot_bytes))
+    device = cast(CudaDevice, _IdleStream(calls))  # its other methods are for opening and closing
 
+    def open_edge(edge: Edge) -> tuple[IpcSender, IpcReceiver]:
+        slots = torch.zeros(edge.num_slots, edge.slot_bytes, dtype=torch.uint8)
+        memory = IpcEdgeMemory(slots, published=0, released=0)
+        ends = (device, memory, FlagForcer(device), lambda: None)
+        return IpcSender(*ends), IpcReceiver(*ends)
 
-def _idle_edge(calls: Counter[str], num_slots: int, slot_bytes: int) -> tuple[IpcSender, IpcReceiver]:
-    device = cast(StreamDevice, _IdleStream(calls))  # its other methods are for opening and closing
-    slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8)
-    memory = IpcEdgeMemory(slots, published=0, released=0)
-    forcer = FlagForcer(device)
-    return IpcSender(device, memory, forcer, lambda: None), IpcReceiver(device, memory, forcer, lambda: None)
+    edges = pipeline_edges(len(forward) + 1, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
+    return links_in_one_process(edges, open_edge)

@@ -16,7 +16,7 @@ from raypp.models.weights import open_weights
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
 from raypp.stage.item_store import ItemStore
-from raypp.transport.cuda_device import CudaDevice
+from raypp.transport.ipc.cuda_device import CudaDevice
 
 
 class LocalEncoder:

@@ -1,7 +1,7 @@
-"""The stream that the calling thread's GPU work goes to, found in a tenth of the time that torch's own function takes.
+"""Finds the calling thread's current CUDA stream, in a tenth of the time that `torch.cuda.current_stream` takes.
 
-A link asks four times a step. torch's function makes a new object each time; this one asks for the bare handle, as the
-code that torch's compiler generates does, and makes an object when the handle has changed.
+A link asks four times a step. torch's function makes a new object each time. This one asks for the bare handle, as code
+from torch's compiler does, and makes an object only when the handle has changed.
 """
 
 from __future__ import annotations

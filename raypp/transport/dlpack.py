@@ -1,7 +1,7 @@
-"""Tensors over memory at a given address, by way of DLPack (version 0.8, the unversioned capsule).
+"""Tensors over memory at a given address, through DLPack (version 0.8, the unversioned capsule).
 
-torch's other door, `__cuda_array_interface__`, asks the driver which device an address belongs to. For memory that a
-neighbour's GPU owns the answer would be that GPU, while the tensor must count as one of the GPU that writes into it.
+torch's other way, `__cuda_array_interface__`, asks the driver which device an address belongs to. For memory of a
+neighbour's GPU the answer would be that GPU, while the tensor must belong to the GPU that writes into it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
     Args:
         address: Where they are.
         num_bytes: How many.
-        device: The device that the tensor counts as one of; it must be able to reach them.
+        device: The tensor's device; it must be able to reach them.
     """
     shape = (ctypes.c_int64 * 1)(num_bytes)
     managed = _ManagedTensor(
@@ -57,8 +57,8 @@ def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tenso
             shape=ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)),
         )
     )
-    # torch looks into the description when the last view of the tensor goes, perhaps at the very end of the process:
-    # it must outlive everything. There are a few dozen of them, once.
+    # torch reads the description when the last view of the tensor goes, perhaps at the very end of the process. So the
+    # few dozen of them are never freed.
     for kept in (shape, managed):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     new_capsule = ctypes.pythonapi.PyCapsule_New

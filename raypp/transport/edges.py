@@ -1,4 +1,4 @@
-"""The edges of a pipeline: who is joined to whom, and with how many slots.
+"""The edges of a pipeline: which stages they join, their slots, and the ends that each stage holds.
 
     stage 0 --forward--> stage 1 --forward--> ... --forward--> stage n-1
        ^                                                          |
@@ -9,19 +9,19 @@ Every edge has one name in all stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from raypp.transport.link import LinkReceiver, LinkSender
 
 NUM_FORWARD_SLOTS = 3
-"""A step is read while the next arrives, and one more evens out what stages of unequal speed do."""
+"""One message is read while the next arrives; a third slot evens out stages of unequal speed."""
 
 
 def num_feedback_slots(num_stages: int) -> int:
-    """Return so many slots that the last stage never has to ask whether it may send: two for every cohort.
+    """Return so many slots that the last stage never waits for a free one: two for every cohort.
 
-    Before the first stage begins a step, it takes in what was fed back by the one that had the slot before.
+    Before the first stage begins a step, it takes in the message that had the step's slot before.
     """
     return 2 * num_stages
 
@@ -45,9 +45,9 @@ def pipeline_edges(num_stages: int, forward_bytes: Sequence[int], feedback_bytes
     """Return all edges of a pipeline, in the order in which every stage opens its own.
 
     Args:
-        num_stages: At least 2.
-        forward_bytes: The largest message from each stage to the next.
-        feedback_bytes: The largest message from the last stage to the first.
+        num_stages: Of the pipeline. A single stage has a feedback edge to itself.
+        forward_bytes: The largest message from each stage to the next, bytes.
+        feedback_bytes: The largest message from the last stage to the first, bytes.
     """
     forward = [
         Edge(f"forward {index}", index, index + 1, NUM_FORWARD_SLOTS, forward_bytes[index])
@@ -72,3 +72,80 @@ class EdgeEnds:
         """Add ends."""
         self.senders.update(other.senders)
         self.receivers.update(other.receivers)
+
+
+def after_last(count: int, function: Callable[[], None]) -> Callable[[], None]:
+    """Return a function whose `count`-th call calls `function`: what the ends of a stage share goes with the last."""
+    left = [None] * count
+
+    def call() -> None:
+        left.pop()
+        if not left:
+            function()
+
+    return call
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """The ends that one stage holds, by what they are for; None for those that this stage does not have."""
+
+    previous: LinkReceiver | None
+    next: LinkSender | None
+    feedback_in: LinkReceiver | None  # first stage
+    feedback_out: LinkSender | None  # last stage
+
+    @classmethod
+    def of(cls, stage_index: int, ends: EdgeEnds) -> StageLinks:
+        """Return the links of a stage that holds these ends of `pipeline_edges`."""
+        return cls(
+            previous=ends.receivers.get(f"forward {stage_index - 1}"),
+            next=ends.senders.get(f"forward {stage_index}"),
+            feedback_in=ends.receivers.get("feedback"),
+            feedback_out=ends.senders.get("feedback"),
+        )
+
+    @property
+    def entering(self) -> LinkReceiver:
+        """Where the input of a step of decode rows comes from: the previous stage, or feedback on the first one."""
+        end = self.previous or self.feedback_in
+        assert end is not None
+        return end
+
+    @property
+    def leaving(self) -> LinkSender:
+        """Where the output of such a step goes."""
+        end = self.next or self.feedback_out
+        assert end is not None
+        return end
+
+    def _ends(self) -> Iterator[LinkSender | LinkReceiver]:
+        # Senders first: closing one waits for its messages to be out.
+        for end in (self.next, self.feedback_out, self.previous, self.feedback_in):
+            if end is not None:
+                yield end
+
+    def abort(self) -> None:
+        """End all waits in progress with an error, from any thread. The links cannot be used again."""
+        for end in self._ends():
+            end.abort()
+
+    def close(self) -> None:
+        """Release everything, once the messages that were sent are out."""
+        for end in self._ends():
+            end.close()
+
+
+def links_in_one_process(
+    edges: Sequence[Edge], open_edge: Callable[[Edge], tuple[LinkSender, LinkReceiver]]
+) -> list[StageLinks]:
+    """Return the links of all stages of a pipeline that lives in one process.
+
+    Args:
+        edges: All of the pipeline's; see `pipeline_edges`.
+        open_edge: Returns both ends of an edge.
+    """
+    stages = [EdgeEnds() for _ in {edge.sender for edge in edges}]
+    for edge in edges:
+        stages[edge.sender].senders[edge.name], stages[edge.receiver].receivers[edge.name] = open_edge(edge)
+    return [StageLinks.of(index, ends) for index, ends in enumerate(stages)]

@@ -1,7 +1,7 @@
-"""The contract of a stage link: one directed edge between two stages, and the bytes that a step sends over it.
+"""The contract of a stage link: the two ends of a directed edge, and how a step sends its bytes over it.
 
-An edge has a ring of slots; a step uses slot `step_id % num_slots` on both ends. Sizes come from the step plan, which
-both ends hold, never from metadata on the wire. Every step sends exactly one message on every edge, in step order.
+An edge has a ring of slots; a step uses slot `step_id % num_slots` on both ends. Both ends know a message's size from
+the step plan; it does not travel. Every step sends exactly one message on every edge, in step order.
 
     sender:   buffer = acquire(step_id);  write into it;  send(step_id, num_bytes)
     receiver: post_recv(step_id, num_bytes);  buffer = wait(step_id);  read from it;  release(step_id)
@@ -11,10 +11,10 @@ both ends hold, never from metadata on the wire. Every step sends exactly one me
 Links between host memories wait on the host. They raise DeadlineError when a wait runs out, StageDiedError when the
 peer is gone.
 
-Links between GPUs (`ipc`, `nccl`) do none of that: their four operations are put on the current CUDA stream and return
-at once, and "waits" below means that the stream does. A stage uses all its ends under one stream. There is no deadline
-then: the driver sees that steps do not finish, `abort` lets go of the stream, and a stage that had to abort ends its
-process by `os._exit`. On any link an end that was aborted raises EngineDeadError when it is used.
+Links between GPUs (`ipc`, `nccl`) never wait on the host: their operations go to the current CUDA stream and return at
+once, and "waits" below means that the stream does. A stage uses all its ends under one stream. These waits have no
+deadline: the driver sees that steps do not finish, `abort` ends the stream's waits, and a stage that had to abort ends
+its process by `os._exit`. On any link an end that was aborted raises EngineDeadError when it is used.
 """
 
 from __future__ import annotations

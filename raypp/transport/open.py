@@ -1,91 +1,39 @@
-"""Opening the links of a stage: who is joined to whom by which link, and that both ends mean the same.
+"""Opens the links of a stage, after all stages have agreed on their messages and on the kind of each link.
 
-Before any edge opens, every stage publishes what it sends and expects and where it runs, and checks all edges: a
-mismatch anywhere stops every stage with the same error, instead of leaving some to wait for neighbours that gave up.
+Before any edge opens, every stage publishes what it sends and expects and where it runs, and checks all edges. So a
+mismatch anywhere stops every stage with the same error, and none waits for a neighbour that gave up.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it without types
 
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
-from raypp.transport.edges import NUM_FORWARD_SLOTS, Edge, EdgeEnds, edges_at, num_feedback_slots, pipeline_edges
+from raypp.transport.edges import Edge, EdgeEnds, StageLinks, edges_at, links_in_one_process, pipeline_edges
+from raypp.transport.host.device_copy import DeviceCopyReceiver, DeviceCopySender
+from raypp.transport.host.gloo import GlooConnection, GlooDevice
+from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
+from raypp.transport.host.ring import Connection, RingReceiver, RingSender
+from raypp.transport.ipc.cuda_device import CudaDevice
+from raypp.transport.ipc.region import IpcRegion
 from raypp.transport.link import LinkReceiver, LinkSender
-from raypp.transport.link_opening import LinkOpening
-from raypp.transport.local import LocalReceiver, LocalSender, open_local_edge
-from raypp.transport.place import StagePlace
+from raypp.transport.link_choice import StagePlace, resolve_link
+from raypp.transport.nccl.ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, Rendezvous
-from raypp.transport.resolve import resolve_link
-from raypp.transport.schema import Schema, check_schemas
+from raypp.transport.schema import MessageSpec, check_schemas
 
 logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class MessageSpec:
-    """What the messages of an edge hold, and how large they get."""
-
-    schema: Schema
-    max_rows: int
-    max_tokens: int
-
-    @property
-    def slot_bytes(self) -> int:
-        """The largest message, bytes."""
-        return self.schema.num_bytes(self.max_rows, self.max_tokens, self.max_tokens)
-
-    def describe(self) -> list[str]:
-        """Return what both ends of an edge must agree on, one line each."""
-        return [*self.schema.describe(), f"at most {self.max_rows} rows and {self.max_tokens} tokens a step"]
-
-
-@dataclass(frozen=True)
-class StageLinks:
-    """The ends of the edges that a stage holds; None where the pipeline's shape has none."""
-
-    previous: LinkReceiver | None
-    next: LinkSender | None
-    feedback_in: LinkReceiver | None  # first stage
-    feedback_out: LinkSender | None  # last stage
-
-    @property
-    def entering(self) -> LinkReceiver:
-        """Where the input of a step of decode rows alone comes from: on the first stage it is fed back."""
-        end = self.previous or self.feedback_in
-        assert end is not None
-        return end
-
-    @property
-    def leaving(self) -> LinkSender:
-        """Where its output goes."""
-        end = self.next or self.feedback_out
-        assert end is not None
-        return end
-
-    def _ends(self) -> Iterator[LinkSender | LinkReceiver]:
-        # Senders first: closing one waits for its messages to be out.
-        for end in (self.next, self.feedback_out, self.previous, self.feedback_in):
-            if end is not None:
-                yield end
-
-    def abort(self) -> None:
-        """End all waits in progress with an error, from any thread. The links cannot be used again."""
-        for end in self._ends():
-            end.abort()
-
-    def close(self) -> None:
-        """Release everything, once the messages that were sent are out."""
-        for end in self._ends():
-            end.close()
 
 
 def open_stage_links(
@@ -106,7 +54,7 @@ def open_stage_links(
     On the first stage it returns only when all stages are done, so that the rendezvous may be closed then.
 
     Args:
-        kind: What the configuration asks for; see `resolve.py`. `local` takes one stage, the others any number;
+        kind: What the configuration asks for; see `link_choice.py`. `local` takes one stage, the others any number;
             `ray_collective` only inside Ray actors.
         stage_index: Of the calling stage, 0-based.
         num_stages: Of the pipeline. A single stage needs no rendezvous: its feedback is local.
@@ -121,11 +69,10 @@ def open_stage_links(
     Raises:
         ConfigError: two stages disagree about the messages between them, or the kind cannot join this many stages.
         DeadlineError: a stage did not come.
-        ResourceError: GPU memory lacks or cannot be shared.
+        ResourceError: there is not enough GPU memory, or it cannot be shared.
     """
     if num_stages == 1:
-        sender, receiver = open_local_edge(num_feedback_slots(1), feedback.slot_bytes, device=device)
-        return StageLinks(None, None, receiver, sender)
+        return open_local_links(1, forward=(), feedback=feedback, device=device)[0]
     if kind == "local" or rendezvous is None:
         raise ConfigError(
             "these links cannot join the stages",
@@ -139,22 +86,17 @@ def open_stage_links(
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
     _agree(meeting, stage_index, edges, forward, feedback)
     kinds = _resolve(meeting, kind, stage_index, edges, StagePlace.here(device))
-    opening = LinkOpening(meeting, stage_index, num_stages, device, own_host, deadline_s)
+    opener = _LinkOpener(meeting, stage_index, num_stages, device, own_host, deadline_s)
     with ExitStack() as opened:
         ends = EdgeEnds()
-        # One kind after the other, in the same order on all stages: those that wait for their peers never cross.
+        # One kind after the other, in the same order on all stages: else two stages could wait for each other.
         for each in sorted(set(kinds.values())):
-            ends.update(opening.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
+            ends.update(opener.open(each, [edge for edge in edges if kinds[edge.name] == each], opened))
         meeting.tell(f"opened/{stage_index}", "")
         if stage_index == 0:
             meeting.await_all((f"opened/{index}", index) for index in range(num_stages))
         opened.pop_all()
-    return StageLinks(
-        previous=ends.receivers.get(f"forward {stage_index - 1}"),
-        next=ends.senders.get(f"forward {stage_index}"),
-        feedback_in=ends.receivers.get("feedback"),
-        feedback_out=ends.senders.get("feedback"),
-    )
+    return StageLinks.of(stage_index, ends)
 
 
 def open_local_links(
@@ -175,27 +117,11 @@ def open_local_links(
         deadline_s: How long a wait may take; 0 when one thread runs all stages, step by step.
     """
 
-    def edge(num_slots: int, slot_bytes: int) -> tuple[LocalSender, LocalReceiver]:
-        return open_local_edge(num_slots, slot_bytes, deadline_s, device=device)
+    def open_edge(edge: Edge) -> tuple[LocalSender, LocalReceiver]:
+        return open_local_edge(edge.num_slots, edge.slot_bytes, deadline_s, device=device)
 
-    forwards = [edge(NUM_FORWARD_SLOTS, spec.slot_bytes) for spec in forward]
-    return links_of_stages(forwards, edge(num_feedback_slots(num_stages), feedback.slot_bytes))
-
-
-def links_of_stages(
-    forward: Sequence[tuple[LinkSender, LinkReceiver]], feedback: tuple[LinkSender, LinkReceiver]
-) -> list[StageLinks]:
-    """Return what each stage holds of the ends of all edges of a pipeline; the forward edges in their order."""
-    last, (feedback_out, feedback_in) = len(forward), feedback
-    return [
-        StageLinks(
-            previous=forward[index - 1][1] if index > 0 else None,
-            next=forward[index][0] if index < last else None,
-            feedback_in=feedback_in if index == 0 else None,
-            feedback_out=feedback_out if index == last else None,
-        )
-        for index in range(last + 1)
-    ]
+    edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
+    return links_in_one_process(edges, open_edge)
 
 
 def _agree(
@@ -227,3 +153,77 @@ def _resolve(
     if stage_index == 0:
         logger.info("links: %s", kinds)
     return kinds
+
+
+@dataclass(frozen=True)
+class _LinkOpener:
+    """Opens one stage's ends. Every method waits for the stages at the other ends."""
+
+    meeting: Meeting
+    stage_index: int
+    num_stages: int
+    device: torch.device
+    own_host: str
+    deadline_s: float
+
+    def open(self, kind: LinkKind, edges: list[Edge], opened: ExitStack) -> EdgeEnds:
+        """Return this stage's ends of all edges of one kind.
+
+        Args:
+            kind: Not `local`.
+            edges: All edges of the kind, of the whole pipeline and in its order.
+            opened: Gets what closes these ends again.
+        """
+        own = edges_at(self.stage_index, edges)
+        if kind == "ipc":
+            return self._open_ipc(edges, opened) if own else EdgeEnds()
+        if kind == "nccl":
+            edges_of_stage = NcclEdges(self.stage_index, own, self.device, self.meeting)
+            opened.callback(edges_of_stage.abort)
+            return edges_of_stage.ends
+        return self._open_rings(own, self._gloo() if kind == "gloo" else self._ray_collective(), opened)
+
+    def _open_ipc(self, edges: list[Edge], opened: ExitStack) -> EdgeEnds:
+        region = IpcRegion(CudaDevice(self.device), self.stage_index, edges, self.meeting)
+        opened.callback(region.close, 1.0)
+        return region.ends()
+
+    def _open_rings(self, edges: list[Edge], connect: Callable[[Edge], Connection[Any]], opened: ExitStack) -> EdgeEnds:
+        ends = EdgeEnds()
+        for edge in edges:
+            connection = connect(edge)
+            opened.callback(connection.close)
+            if self.stage_index == edge.sender:
+                sender: LinkSender = RingSender(connection, edge.num_slots, edge.slot_bytes)
+                if self.device.type != "cpu":
+                    sender = DeviceCopySender(sender, edge.slot_bytes, self.device)
+                ends.senders[edge.name] = sender
+            else:
+                receiver: LinkReceiver = RingReceiver(connection, edge.num_slots, edge.slot_bytes)
+                if self.device.type != "cpu":
+                    receiver = DeviceCopyReceiver(receiver, edge.num_slots, edge.slot_bytes, self.device)
+                ends.receivers[edge.name] = receiver
+        return ends
+
+    def _gloo(self) -> Callable[[Edge], Connection[Any]]:
+        device = GlooDevice(self.own_host)
+
+        def connect(edge: Edge) -> Connection[Any]:
+            return GlooConnection(
+                device,
+                PrefixStore(edge.name, self.meeting.store),
+                0 if self.stage_index == edge.sender else 1,
+                peer_index=edge.peer_of(self.stage_index),
+                open_timeout_s=self.meeting.remaining_s,
+                deadline_s=self.deadline_s,
+            )
+
+        return connect
+
+    def _ray_collective(self) -> Callable[[Edge], Connection[Any]]:
+        from raypp.transport.host.ray_collective import CollectiveGroup  # importing Ray takes a second
+
+        rendezvous = self.meeting.rendezvous
+        name = f"raypp-{rendezvous.host}-{rendezvous.port}"
+        group = CollectiveGroup(name, self.stage_index, self.num_stages, self.meeting.remaining_s)
+        return lambda edge: group.connect(edge.peer_of(self.stage_index), self.deadline_s)

@@ -1,7 +1,7 @@
 """Where the stages of a pipeline meet before they have links: a small key-value store that the first stage hosts.
 
-Its address is plain data, which travels with whatever starts the stages: the store comes from torch, which is imported
-where there is one, and not by who only passes the address on. The store is needed until all links are open.
+The store is needed until all links are open. It is torch's, which is imported only by who hosts or uses it: the driver
+passes the address on without loading torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RendezvousServer:
     def __init__(self, host: str = "127.0.0.1") -> None:
         from torch._C._distributed_c10d import TCPStore  # torch.distributed has it without types
 
-        # TCPStore by itself would listen on every interface.
+        # TCPStore's own socket would listen on every interface.
         try:
             listener = socket.create_server((host, 0), backlog=128)
         except OSError as error:
@@ -51,7 +51,7 @@ class RendezvousServer:
         )
 
     def close(self) -> None:
-        """Stop serving. Call it when `open_stage_links` has returned on the first stage."""
+        """Stop serving. Call it once `open_stage_links` has returned on the first stage."""
         self._store = None
 
 

@@ -1,7 +1,7 @@
-"""The schema of `IntermediateTensors`: which tensors an edge carries, and where each lies in a step's message.
+"""The schema of an edge: which tensors it carries, and where each lies in a step's message.
 
-Neighbours exchange their schemas once, at start, and refuse to run when they differ. Keys, types and trailing shapes
-are never sent per step: with the number of rows and tokens, which the plan says, they fix the message's layout.
+Neighbours exchange their schemas once, at start, and refuse to run when they differ. With the step's numbers of rows
+and tokens, which the plan says, the schema fixes the layout: no key, type or shape travels with a message.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Schema:
     def num_bytes(
         self, num_rows: int, num_tokens: int, num_item_tokens: int = 0, num_drafting_tokens: int | None = None
     ) -> int:
-        """Return the size of a message for that many rows and tokens.
+        """Return the bytes of a message for that many rows and tokens.
 
-        Some of the tokens stand for pictures; drafts follow on all of them, or only on some.
+        `num_item_tokens` of the tokens stand for pictures. A draft head needs the hidden states of
+        `num_drafting_tokens` of them; None: of all.
         """
         key = (num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
         num_bytes = self._known_sizes.get(key)
@@ -72,7 +73,7 @@ class Schema:
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of a message that lies at the start of `buffer` (uint8), as views into it.
 
-        Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows, num_tokens or
+        Slots have fixed addresses and steps repeat their shapes, so views are kept. Shapes: [num_rows, num_tokens,
         num_item_tokens or num_drafting_tokens, *trailing_shape].
         """
         counts = _counts(num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
@@ -102,6 +103,24 @@ class Schema:
 def _counts(num_rows: int, num_tokens: int, num_item_tokens: int, num_drafting_tokens: int | None) -> dict[str, int]:
     drafting = num_tokens if num_drafting_tokens is None else num_drafting_tokens
     return {"row": num_rows, "token": num_tokens, "item token": num_item_tokens, "drafting token": drafting}
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """What the messages of an edge hold, and how large they get."""
+
+    schema: Schema
+    max_rows: int
+    max_tokens: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """The largest message, bytes."""
+        return self.schema.num_bytes(self.max_rows, self.max_tokens, self.max_tokens)
+
+    def describe(self) -> list[str]:
+        """Return what both ends of an edge must agree on, one line each."""
+        return [*self.schema.describe(), f"at most {self.max_rows} rows and {self.max_tokens} tokens a step"]
 
 
 def check_schemas(sender: str, sends: list[str], receiver: str, expects: list[str]) -> None:

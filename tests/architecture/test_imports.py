@@ -39,6 +39,10 @@ def test_breaches_are_found(tmp_path: Path) -> None:
     )
     (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
     (package / "plan" / "breach.py").write_text('"""Breaks the layers."""\n\nimport raypp.driver.engine\n')
+    (package / "transport" / "host" / "breach.py").write_text(
+        '"""Breaks one of the rooms."""\n\nimport raypp.transport.ipc.flags\n'
+    )
+    (package / "driver" / "link_breach.py").write_text('"""Breaks the last."""\n\nimport raypp.transport.nccl.ends\n')
     (package / "homeless.py").write_text('"""Is in no layer."""\n')
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
@@ -48,6 +52,8 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "raypp.driver.breach -> ray",
         "raypp.plan.breach -> raypp.driver",
         "serve_app.routes.breach -> ray",
+        "raypp.transport.host.breach -> raypp.transport.ipc.flags",
+        "raypp.driver.link_breach -> raypp.transport.nccl.ends",
         "raypp.homeless",
     ):
         assert breach in result.stdout

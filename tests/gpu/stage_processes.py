@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from raypp.errors import RayppError
-from raypp.transport.open import MessageSpec, StageLinks, open_stage_links
+from raypp.transport.edges import StageLinks
+from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous, RendezvousServer
-from raypp.transport.schema import Schema, TensorSpec
+from raypp.transport.schema import MessageSpec, Schema, TensorSpec
 
 DEADLINE_S = 60.0
 

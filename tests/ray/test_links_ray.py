@@ -12,9 +12,10 @@ import ray
 import torch
 
 from raypp.errors import EngineDeadError
-from raypp.transport.open import MessageSpec, StageLinks, open_stage_links
+from raypp.transport.edges import StageLinks
+from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous, RendezvousServer
-from raypp.transport.schema import Schema, TensorSpec
+from raypp.transport.schema import MessageSpec, Schema, TensorSpec
 
 NUM_STAGES = 3
 MESSAGES = MessageSpec(Schema((TensorSpec("bytes", torch.uint8, (4096,), "token"),)), max_rows=1, max_tokens=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import mmap
@@ -24,7 +25,7 @@ def device_tensor_at(address: int, num_bytes: int, device: torch.device) -> torc
 
 
 class DryDevice:
-    """See `raypp.transport.stream_device.StreamDevice`."""
+    """See `raypp.transport.ipc.cuda_device.CudaDevice`."""
 
     def __init__(self, device: torch.device) -> None:
         assert device.index is not None
@@ -32,6 +33,7 @@ class DryDevice:
         self._device = device
         self._files: dict[int, Path] = {}
         self._maps: dict[int, mmap.mmap] = {}
+        atexit.register(self._remove_files)
 
     def allocate(self, num_bytes: int) -> int:
         path = Path(f"/dev/shm/raypp-dry-{os.getpid()}-{next(_NAMES)}")
@@ -57,7 +59,7 @@ class DryDevice:
         return device_tensor_at(address, num_bytes, self._device)
 
     def wait(self, flag: int, value: int) -> None:
-        from raypp.transport.flags import has_reached
+        from raypp.transport.ipc.flags import has_reached
 
         while not has_reached(ctypes.c_uint32.from_address(flag).value, value):
             time.sleep(_POLL_S)
@@ -74,7 +76,7 @@ class DryDevice:
     def drain(self, timeout_s: float) -> bool:
         return True
 
-    def close(self) -> None:
+    def _remove_files(self) -> None:
         for path in self._files.values():
             path.unlink(missing_ok=True)
 

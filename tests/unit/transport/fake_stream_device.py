@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from raypp.transport.dlpack import tensor_at
-from raypp.transport.flags import has_reached
+from raypp.transport.ipc.flags import has_reached
 
 _POLL_S = 0.0002
 
@@ -40,7 +40,7 @@ class FakeMemory:
 
 
 class FakeStreamDevice:
-    """See `StreamDevice`. One stream; `run` gives it work of a test's own."""
+    """See `CudaDevice`. One stream; `run` gives it work of a test's own."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory

@@ -19,11 +19,11 @@ import torch
 from torch.distributed import PrefixStore
 
 from raypp.errors import RayppError
-from raypp.transport.gloo import GlooConnection, GlooDevice
-from raypp.transport.local import open_local_edge
+from raypp.transport.host.device_copy import DeviceCopyReceiver, DeviceCopySender
+from raypp.transport.host.gloo import GlooConnection, GlooDevice
+from raypp.transport.host.local import open_local_edge
+from raypp.transport.host.ring import RingReceiver, RingSender
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
-from raypp.transport.ring import RingReceiver, RingSender
-from raypp.transport.staged import StagedReceiver, StagedSender
 
 End = Any  # LinkSender or LinkReceiver
 Role = Literal["sender", "receiver"]
@@ -132,13 +132,13 @@ class LocalEdges:
         return open_local_edge(num_slots, slot_bytes, deadline_s)
 
 
-class StagedEdges(LocalEdges):
+class DeviceCopyEdges(LocalEdges):
     """Edges inside this process whose messages are copied to a device and back; here the device is the CPU."""
 
     def _open_ends(self, num_slots: int, slot_bytes: int, deadline_s: float) -> tuple[End, End]:
         sender, receiver = super()._open_ends(num_slots, slot_bytes, deadline_s)
         device = torch.device("cpu")
-        return StagedSender(sender, slot_bytes, device), StagedReceiver(receiver, num_slots, slot_bytes, device)
+        return DeviceCopySender(sender, slot_bytes, device), DeviceCopyReceiver(receiver, num_slots, slot_bytes, device)
 
 
 class GlooEdges:

@@ -17,11 +17,12 @@ import torch
 
 from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError, DeadlineError, ResourceError
-from raypp.transport.open import MessageSpec, StageLinks, open_local_links, open_stage_links
-from raypp.transport.place import StagePlace
+from raypp.transport.edges import StageLinks
+from raypp.transport.host.ring import RingSender
+from raypp.transport.link_choice import StagePlace
+from raypp.transport.open import open_local_links, open_stage_links
 from raypp.transport.rendezvous import Meeting, Rendezvous, RendezvousServer
-from raypp.transport.ring import RingSender
-from raypp.transport.schema import feedback_schema, hidden_states_schema
+from raypp.transport.schema import MessageSpec, feedback_schema, hidden_states_schema
 
 FORWARD = MessageSpec(hidden_states_schema(8, torch.float32), max_rows=4, max_tokens=16)
 FEEDBACK = MessageSpec(feedback_schema(2), max_rows=4, max_tokens=4)

@@ -1,9 +1,9 @@
-"""The memory that one stage shares with its neighbours for its `ipc` edges: one allocation with flags and slots.
+"""The GPU memory that one stage shares with its neighbours for its `ipc` edges: one allocation with flags and slots.
 
     | flag of end 0 | flag of end 1 | ... | slots of the first receiving edge | slots of the second | ...
 
-A receiving end's flag says what was published to it, a sending end's what was released to it. Neighbours know the
-layout from the edges alone, so they exchange nothing but a handle.
+The flag of a receiving end holds what was published to it, that of a sending end what was released to it. Neighbours
+know the layout from the edges alone, so they exchange only a handle and an address.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.transport.closing import after_last
-from raypp.transport.edges import Edge, EdgeEnds, edges_at
-from raypp.transport.farewell import Farewells
-from raypp.transport.flag_forcer import FlagForcer
-from raypp.transport.flags import INITIAL_VALUE
-from raypp.transport.ipc import IpcEdgeMemory, IpcReceiver, IpcSender
+from raypp.transport.edges import Edge, EdgeEnds, after_last, edges_at
+from raypp.transport.ipc.cuda_device import CudaDevice
+from raypp.transport.ipc.ends import IpcEdgeMemory, IpcReceiver, IpcSender
+from raypp.transport.ipc.flags import INITIAL_VALUE, FlagForcer
+from raypp.transport.ipc.unmap_barrier import UnmapBarrier
 from raypp.transport.rendezvous import Meeting
-from raypp.transport.stream_device import StreamDevice
 
 logger = logging.getLogger(__name__)
 
-_FLAG_STRIDE = 128  # a cache line of its own: polling one flag does not slow the writes of another
+_FLAG_STRIDE = 128  # each flag has a cache line of its own: polling it does not slow writes of another
 _SLOT_ALIGNMENT = 512
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -67,16 +65,16 @@ class IpcRegion:
 
     Raises:
         DeadlineError: a neighbour did not come.
-        ResourceError: memory lacks, or cannot be shared.
+        ResourceError: there is not enough memory, or it cannot be shared.
     """
 
-    def __init__(self, device: StreamDevice, stage_index: int, edges: Sequence[Edge], meeting: Meeting) -> None:
+    def __init__(self, device: CudaDevice, stage_index: int, edges: Sequence[Edge], meeting: Meeting) -> None:
         self._device = device
         self._stage_index = stage_index
         self._edges = list(edges)
         self._own_edges = edges_at(stage_index, edges)
         self._forcer = FlagForcer(device)
-        self._farewells = Farewells(stage_index)
+        self._barrier = UnmapBarrier(stage_index)
         self._mapped: dict[int, int] = {}  # stage index -> base address
         self._is_closed = False
         self._layout = RegionLayout.of(stage_index, edges)
@@ -100,9 +98,9 @@ class IpcRegion:
         return ends
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Unmap the neighbours' memory, and free the own once they have unmapped it.
+        """Unmap the neighbours' memory, and free this stage's once they have unmapped it.
 
-        Memory that a stream or a neighbour may still use after `timeout_s` is left to the end of the process.
+        Memory that a stream or a neighbour may still use after `timeout_s` stays until the process ends.
         """
         if self._is_closed:
             return
@@ -114,14 +112,13 @@ class IpcRegion:
         else:
             for base in self._mapped.values():
                 self._device.unmap(base)
-            self._farewells.say()
-            silent = self._farewells.hear(max(ends - time.monotonic(), 0.1))
-            if silent:
-                logger.warning("stages %s still use the link memory of stage %d", silent, self._stage_index)
+            self._barrier.arrive()
+            missing = self._barrier.wait(max(ends - time.monotonic(), 0.1))
+            if missing:
+                logger.warning("stages %s still use the link memory of stage %d", missing, self._stage_index)
             else:
                 self._device.free(self._base)
-        self._farewells.close()
-        self._device.close()
+        self._barrier.close()
 
     def _clear(self) -> None:
         memory = self._device.tensor(self._base, self._layout.num_bytes)
@@ -131,11 +128,11 @@ class IpcRegion:
         self._device.settle()
 
     def _meet(self, meeting: Meeting) -> None:
-        about = {"handle": self._device.export(self._base).hex(), "address": self._farewells.address}
+        about = {"handle": self._device.export(self._base).hex(), "address": self._barrier.address}
         meeting.tell(f"ipc {self._stage_index}", json.dumps(about))
         neighbours = sorted({edge.peer_of(self._stage_index) for edge in self._own_edges})
         theirs = {peer: json.loads(meeting.ask(f"ipc {peer}", peer)) for peer in neighbours}
-        self._farewells.meet({peer: theirs[peer]["address"] for peer in neighbours}, meeting.remaining_s)
+        self._barrier.connect({peer: theirs[peer]["address"] for peer in neighbours}, meeting.remaining_s)
         for peer in neighbours:
             self._mapped[peer] = self._device.map(bytes.fromhex(theirs[peer]["handle"]))
 

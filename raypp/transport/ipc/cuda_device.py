@@ -1,7 +1,7 @@
-"""A GPU as an `ipc` link needs it: shareable memory and stream flags, by way of CUDA's driver API (cuda-bindings 13).
+"""A GPU as an `ipc` link needs it: shared memory and stream flags, through CUDA's driver API (cuda-bindings 13).
 
-Allocations are the link's own, not torch's: the caching allocator hands out parts of larger segments, and a handle
-shares the whole segment.
+It does not allocate through torch: torch's caching allocator hands out parts of larger segments, and a handle shares
+the whole segment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _POLL_S = 0.001
 
 
 class CudaDevice:
-    """See `StreamDevice`.
+    """One GPU as one process sees it. Addresses are the process's own; a flag is the address of 4 aligned bytes.
+
+    Tests and measurements without a GPU put other classes with these methods in its place.
 
     Args:
         device: A CUDA device with an index. It becomes the current one.
@@ -35,14 +37,15 @@ class CudaDevice:
         self._driver = _import_driver()
         self._device = device
         torch.cuda.set_device(device)
-        torch.zeros(1, device=device)  # the driver API works in the context that torch makes for itself
+        torch.zeros(1, device=device)  # makes torch's context, which the driver API then uses
         self._context = self._call("find the context", self._driver.cuCtxGetCurrent)
         self._thread = threading.get_ident()
         self._current = CurrentStream(device)
         self._last_stream: torch.cuda.Stream | None = None
         self._wait_flags = self._geq_flags()
         _, greatest = self._call("ask for priorities", self._driver.cuCtxGetStreamPriorityRange)
-        # Streams of another priority do not queue up behind those of torch, even where all share one connection.
+        # A stream of another priority does not queue behind torch's streams, even where all share one connection. It
+        # stays until the process ends: destroying it could wait for its work.
         self._force_stream = self._call(
             "make a stream",
             self._driver.cuStreamCreateWithPriority,
@@ -51,25 +54,37 @@ class CudaDevice:
         )
 
     def allocate(self, num_bytes: int) -> int:
-        """Return the address of an allocation of its own."""
-        # CUDA packs small allocations together, and a handle would share them all.
+        """Return the address of an allocation of its own, which `export` can hand out.
+
+        Raises:
+            ResourceError: there is not enough memory.
+        """
+        # CUDA packs small allocations together, and one handle would share them all.
         rounded = -(-num_bytes // _GRANULARITY) * _GRANULARITY
         self._enter()
         return int(self._call(f"allocate {rounded} bytes for link slots", self._driver.cuMemAlloc, rounded))
 
     def free(self, address: int) -> None:
-        """Free an allocation."""
+        """Free an allocation. Nobody may have it mapped any more."""
         self._enter()
         self._call("free link slots", self._driver.cuMemFree, address)
 
     def export(self, address: int) -> bytes:
-        """Return the allocation's IPC handle, 64 bytes."""
+        """Return the handle with which another process maps an allocation, 64 bytes.
+
+        Raises:
+            ResourceError: the device does not share memory between processes.
+        """
         self._enter()
         handle = self._call("share memory", self._driver.cuIpcGetMemHandle, address)
         return bytes(handle.reserved)
 
     def map(self, handle: bytes) -> int:
-        """Return the address of another process's allocation in this one; its GPU becomes a peer if it is another."""
+        """Return the address that another process's allocation gets in this one. Its GPU may be another.
+
+        Raises:
+            ResourceError: this process cannot reach that memory.
+        """
         self._enter()
         ipc_handle = self._driver.CUipcMemHandle()
         ipc_handle.reserved = handle
@@ -82,30 +97,30 @@ class CudaDevice:
         self._call("unmap a neighbour's memory", self._driver.cuIpcCloseMemHandle, address)
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Return the bytes there as a uint8 tensor of this device."""
+        """Return the bytes there as a uint8 tensor of this device. It does not own them."""
         return tensor_at(address, num_bytes, self._device)
 
     def wait(self, flag: int, value: int) -> None:
-        """Let the current stream wait until the flag has reached `value`."""
+        """Let the current stream wait until the flag has reached `value` (`flags.has_reached`). Returns at once."""
         stream = self._enter_stream()
         self._call("wait on a flag", self._driver.cuStreamWaitValue32, stream, flag, value, self._wait_flags)
 
     def write(self, flag: int, value: int) -> None:
-        """Let the current stream write the flag, after a memory barrier for the whole system."""
+        """Let the current stream write the flag, visibly after all that it wrote before. Returns at once."""
         self._call("write a flag", self._driver.cuStreamWriteValue32, self._enter_stream(), flag, value, 0)
 
     def force(self, flag: int, value: int) -> None:
-        """Write the flag now, on a stream that nothing else uses."""
-        # Another thread's current context is not this one, and the thread may be a short-lived one.
+        """Write the flag now, on a stream of its own, whatever the current stream waits for. From any thread."""
+        # `_enter` goes by the thread's id, which a later thread can get again.
         self._call("enter the context", self._driver.cuCtxSetCurrent, self._context)
         self._call("force a flag", self._driver.cuStreamWriteValue32, self._force_stream, flag, value, 0)
 
     def settle(self) -> None:
-        """Wait for the whole device."""
+        """Wait until the device has done all that this process gave it. At start only: it has no deadline."""
         torch.cuda.synchronize(self._device)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the last used stream is done; return whether it is."""
+        """Wait up to `timeout_s` until the stream that was used last is done; return whether it is."""
         if self._last_stream is None:
             return True
         ends = time.monotonic() + timeout_s
@@ -120,15 +135,12 @@ class CudaDevice:
             return False  # the device has failed; its memory cannot be given back in order
         return True
 
-    def close(self) -> None:
-        """Leave the stream for `force` to the end of the process: destroying it could wait for what it holds."""
-
     def _geq_flags(self) -> int:
-        """Return the flags of a cyclic greater-or-equal wait, after which the data is visible as well."""
+        """Return the options of a wait for a flag, modulo 2^32, after which the sender's data is visible as well."""
         flags = int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
         number = self._call("find the device", self._driver.cuCtxGetDevice)
         can_flush = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES
-        # Where the device may reorder what comes from another one, the wait has to put that right.
+        # Where the device may reorder writes of another one, the wait has to flush them.
         if self._call("ask for an attribute", self._driver.cuDeviceGetAttribute, can_flush, number):
             flags |= int(self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_FLUSH)
         return flags
@@ -139,7 +151,7 @@ class CudaDevice:
         return self._current.handle
 
     def _enter(self) -> None:
-        """Make the context the thread's own: a stage opens its links in one thread and runs in another."""
+        """Make the context current in this thread: a stage opens its links in one thread and runs in another."""
         thread = threading.get_ident()
         if thread != self._thread:
             self._call("enter the context", self._driver.cuCtxSetCurrent, self._context)

@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from raypp.errors import DeadlineError, EngineDeadError, ResourceError
-from raypp.transport import nccl_channel, nccl_edges
 from raypp.transport.edges import edges_at, pipeline_edges
-from raypp.transport.nccl_edges import NcclEdges
+from raypp.transport.nccl import channel as nccl_channel
+from raypp.transport.nccl import ends as nccl_ends
+from raypp.transport.nccl.ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, RendezvousServer
 
 DEADLINE_S = 20.0
@@ -155,7 +156,7 @@ def test_stages_that_close_in_crossed_order_do_not_wait_for_each_other(
     with ThreadPoolExecutor(num_stages) as pool:
         seconds = list(pool.map(close_as_a_stage_does, stages))
     assert nccl.ended == ["left"] * 2 * num_stages
-    assert max(seconds) < nccl_edges._CLOSE_TIMEOUT_S
+    assert max(seconds) < nccl_ends._CLOSE_TIMEOUT_S
 
 
 def test_messages_and_their_sizes(nccl: FakeNccl, server: RendezvousServer) -> None:
@@ -178,7 +179,7 @@ def test_messages_and_their_sizes(nccl: FakeNccl, server: RendezvousServer) -> N
 def test_a_neighbour_that_does_not_leave_costs_the_deadline_and_no_more(
     nccl: FakeNccl, server: RendezvousServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nccl_edges, "_CLOSE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nccl_ends, "_CLOSE_TIMEOUT_S", 0.3)
     first, second = open_stages(server, 2)
     assert close_as_a_stage_does(first) < DEADLINE_S / 2
     assert "did not leave" in caplog.text
@@ -188,7 +189,7 @@ def test_a_neighbour_that_does_not_leave_costs_the_deadline_and_no_more(
 def test_transfers_in_progress_at_close_are_aborted(
     nccl: FakeNccl, server: RendezvousServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nccl_edges, "_CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(nccl_ends, "_CLOSE_TIMEOUT_S", 0.2)
     first, _ = open_stages(server, 2)
     for channel in first._channels:
         channel._stream.is_done = False  # type: ignore[attr-defined]

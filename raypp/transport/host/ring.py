@@ -1,6 +1,6 @@
-"""The two ends of an edge whose receiver has slots of its own, over any connection that can move a slot's bytes.
+"""The two ends of an edge between host memories, over any connection that moves a slot's bytes (gloo, Ray).
 
-A connection sends a message once the receiver has posted its buffer; until then it stays in the sender's slot.
+Each end has slots of its own. A message stays in the sender's slot until the receiver has posted a buffer for it.
 
     sender:   slot free -> acquired -> in flight (a transfer) -> free
     receiver: slot free -> posted (a transfer) -> received -> released, and posted again if that was asked for already
@@ -27,7 +27,7 @@ TransferT = TypeVar("TransferT")
 
 
 class Connection(Protocol[TransferT]):
-    """What moves the bytes of one edge, and says what its errors mean. A transfer is a message on its way."""
+    """Moves the bytes of one edge, and turns failures into raypp's errors. A transfer is a message on its way."""
 
     def send(self, tensor: torch.Tensor, tag: int) -> TransferT:
         """Begin to send; the transfer must be kept until it was waited for. `tag` is the slot."""
@@ -36,7 +36,7 @@ class Connection(Protocol[TransferT]):
         """Begin to receive; the message may be shorter than the tensor. Otherwise as `send`."""
 
     def wait(self, transfer: TransferT, what: str, deadline_s: float | None = None) -> None:
-        """Wait for a transfer to end, without the GIL; `what` was being done with the peer, for the error.
+        """Wait for a transfer to end, without the GIL. `what` says for the error what was being done with the peer.
 
         Raises:
             DeadlineError: it took longer than `deadline_s`, or than the connection's own deadline.
@@ -51,20 +51,32 @@ class Connection(Protocol[TransferT]):
         """Release everything."""
 
 
-class RingSender(Generic[TransferT]):
-    """The sending end; see `LinkSender`."""
+class _RingEnd(Generic[TransferT]):
+    """What both ends do alike."""
 
     def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
+        assert 2 <= num_slots <= MAX_SLOTS, "one slot cannot be written while it is read"
         self._connection = connection
-        self._all_slots = _make_slots(num_slots, slot_bytes)
+        self._all_slots = torch.zeros(num_slots, slot_bytes, dtype=torch.uint8)
         self._slots = self._all_slots.unbind()
-        self._in_flight: list[TransferT | None] = [None] * num_slots
-        self._acquired = NO_STEP
 
     @property
     def slots(self) -> torch.Tensor:
         """All slots, uint8 [num_slots, slot_bytes]."""
         return self._all_slots
+
+    def abort(self) -> None:
+        """End waits in progress, here and at the peer. From any thread."""
+        self._connection.abort()
+
+
+class RingSender(_RingEnd[TransferT]):
+    """The sending end; see `LinkSender`."""
+
+    def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
+        super().__init__(connection, num_slots, slot_bytes)
+        self._in_flight: list[TransferT | None] = [None] * num_slots
+        self._acquired = NO_STEP
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once its previous message is out."""
@@ -82,10 +94,6 @@ class RingSender(Generic[TransferT]):
         self._in_flight[slot] = self._connection.send(self._slots[slot][:num_bytes], slot)
         self._acquired = NO_STEP
 
-    def abort(self) -> None:
-        """End waits in progress, here and at the peer. From any thread."""
-        self._connection.abort()
-
     def close(self) -> None:
         """Release everything, once the messages that were sent are out, or cannot get out."""
         try:
@@ -98,22 +106,15 @@ class RingSender(Generic[TransferT]):
         self._connection.close()
 
 
-class RingReceiver(Generic[TransferT]):
+class RingReceiver(_RingEnd[TransferT]):
     """The receiving end; see `LinkReceiver`."""
 
     def __init__(self, connection: Connection[TransferT], num_slots: int, slot_bytes: int) -> None:
-        self._connection = connection
-        self._all_slots = _make_slots(num_slots, slot_bytes)
-        self._slots = self._all_slots.unbind()
+        super().__init__(connection, num_slots, slot_bytes)
         self._posted: list[TransferT | None] = [None] * num_slots
         self._steps = [NO_STEP] * num_slots  # whose message is in the slot, or will be
         self._queued: list[deque[int]] = [deque() for _ in range(num_slots)]  # steps that wait for the slot
         self._lock = threading.Lock()  # between the thread that posts and the one that waits and releases
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """All slots, uint8 [num_slots, slot_bytes]."""
-        return self._all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Receive the step's message as soon as its slot is free: now, or when the slot is released."""
@@ -144,22 +145,13 @@ class RingReceiver(Generic[TransferT]):
             if self._queued[slot]:
                 self._post(self._queued[slot].popleft(), slot)
 
-    def abort(self) -> None:
-        """End waits in progress, here and at the peer. From any thread."""
-        self._connection.abort()
-
     def close(self) -> None:
         """Release everything."""
         self._posted.clear()
         self._connection.close()
 
     def _post(self, step_id: int, slot: int) -> None:
-        # The whole slot is offered, not num_bytes of it: gloo ends the process when a message is larger than its
-        # buffer, and the ends agreed on the slots' size when they met.
+        # The whole slot, not num_bytes of it: gloo ends the process when a message is larger than its buffer, and both
+        # ends agreed on the size of slots when they met.
         self._posted[slot] = self._connection.recv(self._slots[slot], slot)
         self._steps[slot] = step_id
-
-
-def _make_slots(num_slots: int, slot_bytes: int) -> torch.Tensor:
-    assert 2 <= num_slots <= MAX_SLOTS, "one slot cannot be written while it is read"
-    return torch.zeros(num_slots, slot_bytes, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""How neighbours on one node tell each other that they no longer use the other's memory.
+"""A barrier among neighbours on one node: nobody frees shared memory before its neighbours have unmapped it.
 
-A stage may free the memory that it exported only when its neighbours have unmapped it. So each closes its mappings,
-says so, hears the same from the others, and frees. A stage that was killed has said so by dying: its socket ends.
-Sockets are in Linux's abstract namespace, so that nothing is left over in any case.
+Each stage unmaps its neighbours' memory, tells them so, waits until they have told the same, and frees its own. A stage
+that was killed needs to tell nothing: its socket ends with it. Sockets are in Linux's abstract namespace, so no file is
+left over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypp.errors import DeadlineError
 _STAGE_INDEX = struct.Struct("<i")
 
 
-class Farewells:
+class UnmapBarrier:
     """One stage's sockets to its neighbours, one each.
 
     Args:
@@ -34,8 +34,8 @@ class Farewells:
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(64)
 
-    def meet(self, addresses: Mapping[int, str], timeout_s: float) -> None:
-        """Connect with all neighbours.
+    def connect(self, addresses: Mapping[int, str], timeout_s: float) -> None:
+        """Connect to all neighbours.
 
         Args:
             addresses: Of the neighbours, by stage index.
@@ -47,19 +47,19 @@ class Farewells:
         ends = time.monotonic() + timeout_s
         for peer, address in addresses.items():
             if peer < self._stage_index:
-                self._sockets[peer] = self._connect(peer, address, timeout_s)
+                self._sockets[peer] = self._connect_to(peer, address, timeout_s)
         awaited = {peer for peer in addresses if peer > self._stage_index}
         while awaited:
             self._listener.settimeout(max(ends - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listener.accept()
                 connection.settimeout(max(ends - time.monotonic(), 0.001))
-                said = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
+                received = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
             except OSError as error:
                 raise DeadlineError(
                     f"stage {min(awaited)} did not connect", got=str(error), expected=f"a connection in {timeout_s} s"
                 ) from error
-            newcomer = _STAGE_INDEX.unpack(said)[0] if len(said) == _STAGE_INDEX.size else None
+            newcomer = _STAGE_INDEX.unpack(received)[0] if len(received) == _STAGE_INDEX.size else None
             if newcomer in awaited:
                 awaited.remove(newcomer)
                 self._sockets[newcomer] = connection
@@ -67,34 +67,34 @@ class Farewells:
                 connection.close()
         self._listener.close()
 
-    def say(self) -> None:
-        """Tell all neighbours that this stage no longer uses their memory."""
+    def arrive(self) -> None:
+        """Tell all neighbours that this stage has unmapped their memory."""
         for connection in self._sockets.values():
             try:
                 connection.shutdown(socket.SHUT_WR)
             except OSError:
                 continue  # it is gone
 
-    def hear(self, timeout_s: float) -> list[int]:
-        """Wait until all neighbours have said it too, or are gone; return those that did not in time."""
+    def wait(self, timeout_s: float) -> list[int]:
+        """Wait until all neighbours have arrived or are gone; return the stages that took longer than `timeout_s`."""
         ends = time.monotonic() + timeout_s
-        silent = []
+        missing = []
         for peer, connection in self._sockets.items():
             connection.settimeout(max(ends - time.monotonic(), 0.001))
             try:
                 connection.recv(1)
             except TimeoutError:
-                silent.append(peer)
+                missing.append(peer)
             except OSError:
                 continue  # it is gone
-        return silent
+        return missing
 
     def close(self) -> None:
         """Close the sockets."""
         for connection in [self._listener, *self._sockets.values()]:
             connection.close()
 
-    def _connect(self, peer: int, address: str, timeout_s: float) -> socket.socket:
+    def _connect_to(self, peer: int, address: str, timeout_s: float) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:

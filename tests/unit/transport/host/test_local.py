@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypp.errors import DeadlineError
-from raypp.transport.local import open_local_edge
+from raypp.transport.host.local import open_local_edge
 
 
 def test_one_thread_sends_and_receives_in_turn() -> None:

@@ -11,8 +11,7 @@ import torch
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
 from raypp.transport.edges import Edge
-from raypp.transport.place import StagePlace
-from raypp.transport.resolve import resolve_link
+from raypp.transport.link_choice import StagePlace, resolve_link
 
 EDGE = Edge("forward 0", 0, 1, 3, 64)
 CPU = StagePlace("node a", "process 1", None)

@@ -1,6 +1,6 @@
-"""A link between host memories, for stages whose tensors are on a GPU: each message is copied to the host and back.
+"""Host links for stages whose tensors are on a GPU: each message is copied to the host, and back on the other side.
 
-Blocking and slow: for `gloo` and `ray_collective` where someone asks for them, and where GPUs have no better link.
+Every copy waits for the GPU. For `gloo` and `ray_collective`, where users ask for them or GPUs have no other link.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 from raypp.transport.link import LinkReceiver, LinkSender
 
 
-class StagedSender:
-    """A sending end whose slot is on a device; see `LinkSender`.
+class DeviceCopySender:
+    """A sending end with one slot on the device; see `LinkSender`.
 
     Args:
-        sender: The link's own end, with slots in host memory.
+        sender: The host link's end.
         slot_bytes: Of the edge.
         device: Where the stage computes.
     """
@@ -49,11 +49,11 @@ class StagedSender:
         self._sender.close()
 
 
-class StagedReceiver:
-    """A receiving end whose slots are on a device; see `LinkReceiver`.
+class DeviceCopyReceiver:
+    """A receiving end with slots on the device; see `LinkReceiver`.
 
     Args:
-        receiver: The link's own end, with slots in host memory.
+        receiver: The host link's end.
         num_slots: Of the edge.
         slot_bytes: Of the edge.
         device: Where the stage computes.

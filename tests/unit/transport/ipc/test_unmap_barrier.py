@@ -1,4 +1,4 @@
-"""Neighbours tell each other when they no longer use the other's memory; a dead one has told."""
+"""Stages wait until their neighbours have unmapped their memory; a dead one has."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from raypp.errors import DeadlineError
-from raypp.transport.farewell import Farewells
+from raypp.transport.ipc.unmap_barrier import UnmapBarrier
 
 DEADLINE_S = 20.0
 
 
-def open_ring(num_stages: int) -> list[Farewells]:
-    stages = [Farewells(index) for index in range(num_stages)]
+def open_ring(num_stages: int) -> list[UnmapBarrier]:
+    stages = [UnmapBarrier(index) for index in range(num_stages)]
     with ThreadPoolExecutor(num_stages) as pool:
         met = [
             pool.submit(
-                stage.meet,
+                stage.connect,
                 {peer: stages[peer].address for peer in {(index - 1) % num_stages, (index + 1) % num_stages}},
                 DEADLINE_S,
             )
@@ -31,64 +31,64 @@ def open_ring(num_stages: int) -> list[Farewells]:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-def test_all_hear_all_whatever_the_order(num_stages: int) -> None:
+def test_all_pass_whatever_the_order(num_stages: int) -> None:
     stages = open_ring(num_stages)
     with ThreadPoolExecutor(num_stages) as pool:
-        heard = []
+        waits = []
         for stage in stages:
-            stage.say()
-            heard.append(pool.submit(stage.hear, DEADLINE_S))
-        assert [each.result(DEADLINE_S) for each in heard] == [[]] * num_stages
+            stage.arrive()
+            waits.append(pool.submit(stage.wait, DEADLINE_S))
+        assert [each.result(DEADLINE_S) for each in waits] == [[]] * num_stages
     for stage in stages:
         stage.close()
 
 
-def test_a_silent_neighbour_is_named_after_the_deadline() -> None:
+def test_a_missing_neighbour_is_named_after_the_deadline() -> None:
     first, second = open_ring(2)
     started = time.monotonic()
-    first.say()
-    assert first.hear(0.2) == [1]
+    first.arrive()
+    assert first.wait(0.2) == [1]
     assert time.monotonic() - started > 0.19
     second.close()
-    assert first.hear(DEADLINE_S) == [], "one that is gone uses no memory"
+    assert first.wait(DEADLINE_S) == [], "one that is gone uses no memory"
     first.close()
 
 
 def join_and_die(address: str) -> None:
-    Farewells(1).meet({0: address}, DEADLINE_S)
+    UnmapBarrier(1).connect({0: address}, DEADLINE_S)
 
 
-def test_a_dead_neighbour_has_said_farewell() -> None:
-    first = Farewells(0)
+def test_a_dead_neighbour_counts_as_arrived() -> None:
+    first = UnmapBarrier(0)
     process = multiprocessing.get_context("fork").Process(target=join_and_die, args=(first.address,), daemon=True)
     process.start()
-    first.meet({1: "unused"}, DEADLINE_S)
+    first.connect({1: "unused"}, DEADLINE_S)
     process.kill()
     process.join(DEADLINE_S)
-    assert first.hear(DEADLINE_S) == []
+    assert first.wait(DEADLINE_S) == []
     first.close()
 
 
 def test_a_neighbour_that_does_not_come_is_named() -> None:
-    stage = Farewells(0)
+    stage = UnmapBarrier(0)
     with pytest.raises(DeadlineError, match="stage 2 did not connect"):
-        stage.meet({2: "unused"}, 0.1)
+        stage.connect({2: "unused"}, 0.1)
     stage.close()
 
 
 def test_a_neighbour_that_is_not_there_is_named() -> None:
-    stage = Farewells(3)
+    stage = UnmapBarrier(3)
     with pytest.raises(DeadlineError, match="stage 2 cannot be reached"):
-        stage.meet({2: "raypp-nobody"}, 0.1)
+        stage.connect({2: "raypp-nobody"}, 0.1)
     stage.close()
 
 
 def test_strangers_are_not_taken_for_neighbours() -> None:
-    first, stranger, second = Farewells(0), Farewells(7), Farewells(1)
-    stranger.meet({0: first.address}, DEADLINE_S)
-    second.meet({0: first.address}, DEADLINE_S)
-    first.meet({1: second.address}, DEADLINE_S)
-    second.say()
-    assert first.hear(DEADLINE_S) == []
+    first, stranger, second = UnmapBarrier(0), UnmapBarrier(7), UnmapBarrier(1)
+    stranger.connect({0: first.address}, DEADLINE_S)
+    second.connect({0: first.address}, DEADLINE_S)
+    first.connect({1: second.address}, DEADLINE_S)
+    second.arrive()
+    assert first.wait(DEADLINE_S) == []
     for stage in (first, stranger, second):
         stage.close()

@@ -17,14 +17,14 @@ from fake_stream_device import FakeMemory, FakeStreamDevice
 from link_harness import DEADLINE_S, content_of, sizes_of
 
 from raypp.errors import EngineDeadError
-from raypp.transport.nccl import NcclReceiver, NcclSender
+from raypp.transport.nccl.ends import NcclReceiver, NcclSender
 
 SLOT_BYTES = 4096
 Wire = queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]
 
 
 class FakeChannel:
-    """See `Channel`."""
+    """See `NcclChannel`."""
 
     def __init__(self, compute: FakeStreamDevice, wire: Wire) -> None:
         self._compute = compute

@@ -1,10 +1,10 @@
-"""An edge between two processes over gloo (TCP): the link of stages on CPUs.
+"""An edge between two processes over gloo (TCP): the `gloo` link, mostly for stages on CPUs.
 
 Each directed edge has a process group of its own, of two ranks: 0 sends, 1 receives. gloo closes all connections of a
-group when one wait runs out, so a shared group would let one slow edge take the others with it. Nothing here touches
-torch's default process group.
+group when one wait runs out, so in a shared group one slow edge would end the others. Nothing here touches torch's
+default process group.
 
-A message on its way is a Work, which must be kept: gloo drops the message with it.
+A message on its way is a Work. Keep it until it was waited for: gloo drops the message with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work  # torch.distributed has them without types
 
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, StageDiedError
-from raypp.transport.ring import MAX_SLOTS
+from raypp.transport.host.ring import MAX_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,13 @@ class GlooDevice:
         group: Any = ProcessGroupGloo  # its type declarations lack the options and point-to-point messages
         options = group._Options()
         options._devices = [self._device]
-        options._threads = 1  # they run collectives, of which there are none
+        options._threads = 1  # for collectives, which nobody calls
         options._timeout = timedelta(seconds=timeout_s)
         return group(store, rank, 2, options)
 
 
 class GlooConnection:
-    """One end's half of an edge: posts messages, waits for them, and says what its errors mean.
+    """One end's half of an edge; see `Connection`.
 
     Args:
         device: This process's.
@@ -128,8 +128,8 @@ class GlooConnection:
         group = self._group
         if group is None:
             return
-        # ProcessGroupGloo.abort() does nothing; but a wait that runs out makes gloo close the group's connections,
-        # which ends the waits of all other threads. So wait in vain, for one millisecond.
+        # ProcessGroupGloo.abort() does nothing. But a wait that runs out makes gloo close the group's connections, and
+        # that ends all other waits. So wait one millisecond for a message that nobody sends.
         try:
             group.recv([torch.empty(1, dtype=torch.uint8)], self._peer_rank, MAX_SLOTS).wait(timedelta(milliseconds=1))
         except RuntimeError:

@@ -1,18 +1,64 @@
-"""Which link joins two stages: what was asked for, if it can, or the best that can.
+"""Which link joins two stages, by where they run: the one that the configuration names, or the fastest possible.
 
     auto:  ipc   on one node, when each GPU reaches the other's memory, or both stages share a GPU
            nccl  between nodes, and between GPUs that do not reach each other
-           gloo  on CPUs, and wherever else nothing better can
+           gloo  on CPUs, and wherever else neither is possible
 
-Pure functions of the two places: both ends come to the same answer, or to the same error.
+These are pure functions of the two places: both ends come to the same answer, or to the same error.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
 from raypp.transport.edges import Edge
-from raypp.transport.place import StagePlace
+
+
+@dataclass(frozen=True)
+class StagePlace:
+    """Where a stage runs, as far as it decides which links can join it to another."""
+
+    node: str
+    """The same for all processes that can share memory and sockets: one boot of one machine, one network namespace."""
+    process: str
+    """The same for all stages of one process."""
+    gpu: str | None
+    """The GPU's UUID; None on a CPU."""
+    reachable_gpus: tuple[str, ...] = ()
+    """The GPUs whose memory this stage's GPU can use, as far as the process sees them; its own included."""
+
+    @classmethod
+    def here(cls, device: torch.device) -> StagePlace:
+        """Return the place of this process and a device."""
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        node = f"{boot_id}/{os.stat('/proc/self/ns/net').st_ino}"
+        process = f"{os.stat('/proc/self/ns/pid').st_ino}/{os.getpid()}"
+        if device.type != "cuda":
+            return cls(node, process, None)
+        own = device.index if device.index is not None else torch.cuda.current_device()
+        reachable = tuple(
+            _uuid(index)
+            for index in range(torch.cuda.device_count())
+            if index == own or torch.cuda.can_device_access_peer(own, index)
+        )
+        return cls(node, process, _uuid(own), reachable)
+
+    def to_json(self) -> str:
+        """Return the place as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> StagePlace:
+        """Return the place that `to_json` wrote."""
+        fields = json.loads(text)
+        return cls(**{**fields, "reachable_gpus": tuple(fields["reachable_gpus"])})
 
 
 def resolve_link(asked: TransportKind, edge: Edge, sender: StagePlace, receiver: StagePlace) -> LinkKind:
@@ -68,3 +114,7 @@ def nccl_obstacle(sender: StagePlace, receiver: StagePlace) -> str | None:
     if sender.gpu == receiver.gpu:
         return f"both stages on GPU {sender.gpu}, and NCCL refuses two ranks on one GPU"
     return None
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)

@@ -1,6 +1,6 @@
-"""An edge inside one process: sender and receiver share the slots, and nothing is copied.
+"""An edge inside one process, whose ends share the slots: the `local` link. Nothing is copied.
 
-One stage's feedback edge is local, and so are all edges of a pipeline whose stages live in one process.
+It joins a single stage to itself, for feedback, and stages that live in one process.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class _Ring:
             self.changed.notify_all()
 
 
-class LocalSender:
-    """The sending end; see `LinkSender`."""
+class _LocalEnd:
+    """What both ends do alike."""
 
     def __init__(self, ring: _Ring) -> None:
         self._ring = ring
@@ -66,6 +66,18 @@ class LocalSender:
     def slots(self) -> torch.Tensor:
         """All slots, uint8 [num_slots, slot_bytes]."""
         return self._ring.all_slots
+
+    def abort(self) -> None:
+        """End waits in progress on both ends with an error."""
+        self._ring.abort()
+
+    def close(self) -> None:
+        """Use the edge no more. What was sent can still be received."""
+        self._ring.close()
+
+
+class LocalSender(_LocalEnd):
+    """The sending end; see `LinkSender`."""
 
     def acquire(self, step_id: int) -> torch.Tensor:
         """Return the step's slot, uint8 [slot_bytes], once the receiver has released its previous message."""
@@ -82,26 +94,13 @@ class LocalSender:
             ring.steps[slot], ring.sizes[slot] = step_id, num_bytes
             ring.changed.notify_all()
 
-    def abort(self) -> None:
-        """End waits in progress on both ends with an error."""
-        self._ring.abort()
 
-    def close(self) -> None:
-        """Send no more. What was sent can still be received."""
-        self._ring.close()
-
-
-class LocalReceiver:
+class LocalReceiver(_LocalEnd):
     """The receiving end; see `LinkReceiver`."""
 
     def __init__(self, ring: _Ring) -> None:
-        self._ring = ring
+        super().__init__(ring)
         self._wanted: dict[int, int] = {}  # step_id -> num_bytes
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """All slots, uint8 [num_slots, slot_bytes]."""
-        return self._ring.all_slots
 
     def post_recv(self, step_id: int, num_bytes: int) -> None:
         """Note what the plan says about the message's size."""
@@ -127,14 +126,6 @@ class LocalReceiver:
             del self._wanted[step_id]
             ring.changed.notify_all()
 
-    def abort(self) -> None:
-        """End waits in progress on both ends with an error."""
-        self._ring.abort()
-
-    def close(self) -> None:
-        """Receive no more."""
-        self._ring.close()
-
 
 def open_local_edge(
     num_slots: int, slot_bytes: int, deadline_s: float = 0.0, *, device: torch.device = _CPU
@@ -144,9 +135,9 @@ def open_local_edge(
     Args:
         num_slots: Steps that may be on the edge at once, at least 2.
         slot_bytes: The largest message, bytes.
-        deadline_s: How long either end waits for the other. 0 is for one thread that holds both ends: whatever is not
-            there when it asks can never come, so it is told at once.
-        device: Where the slots are. On a GPU both ends must use one stream: its order is what makes the data be there.
+        deadline_s: How long either end waits for the other. 0 is for one thread that holds both ends: what is not there
+            when it asks can never come, so it gets the error at once.
+        device: Where the slots are. On a GPU both ends must use one stream, whose order replaces waits.
     """
     ring = _Ring(num_slots, slot_bytes, deadline_s, device)
     return LocalSender(ring), LocalReceiver(ring)

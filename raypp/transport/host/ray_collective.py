@@ -1,9 +1,9 @@
-"""An edge over `ray.util.collective` with its gloo backend: for those who want Ray's own collectives underneath.
+"""An edge over `ray.util.collective` with its gloo backend: the `ray_collective` link, for users who ask for it.
 
-Slower than `gloo`: Ray's calls block, so every edge has a thread. Its `send` and `recv` ignore the group that they are
-given and use torch's default one. Hence that one group holds all stages, and an abort ends all edges of its stage.
+It is slower than `gloo`: Ray's calls block, so every edge has a thread. Ray's `send` and `recv` ignore the group that
+they are given and use torch's default one. So one group holds all stages, and an abort ends all edges of its stage.
 
-Works only inside Ray actors, and only where torch.distributed has not been initialized.
+It works only inside Ray actors, and only where torch.distributed has not been initialized.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ray.util import collective
 from ray.util.collective.types import Backend
 
 from raypp.errors import ConfigError, DeadlineError, EngineDeadError, StageDiedError
-from raypp.transport.ring import MAX_SLOTS
+from raypp.transport.host.ring import MAX_SLOTS
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class CollectiveGroup:
         self.aborted = True
         if not dist.is_initialized():
             return
-        # As in gloo.py: a wait that runs out makes gloo close the group's connections.
+        # As in gloo.py, a wait that runs out makes gloo close the group's connections.
         try:
             work = dist.irecv(torch.empty(1, dtype=torch.uint8), peer_index, tag=MAX_SLOTS)
             assert work is not None
@@ -138,7 +138,7 @@ class CollectiveConnection:
             return
         self._closed = True
         if self._transfers:
-            self.abort()  # nobody will answer the receives that are still posted
+            self.abort()  # nobody will send what is still to be received
         self._thread.shutdown()
         self._group.leave()
 

@@ -17,8 +17,8 @@ from link_harness import DEADLINE_S, content_of, sizes_of
 
 from raypp.errors import EngineDeadError
 from raypp.transport.edges import Edge, EdgeEnds, edges_at, pipeline_edges
-from raypp.transport.ipc import IpcReceiver, IpcSender
-from raypp.transport.ipc_region import IpcRegion, RegionLayout
+from raypp.transport.ipc.ends import IpcReceiver, IpcSender
+from raypp.transport.ipc.region import IpcRegion, RegionLayout
 from raypp.transport.rendezvous import Meeting, RendezvousServer
 
 SLOT_BYTES = 4096
@@ -55,6 +55,7 @@ class FakeStage:
     def close(self) -> None:
         for end in (*self.ends.senders.values(), *self.ends.receivers.values()):
             end.close()
+        self.device.close()
 
 
 class FakeStages:

@@ -1,6 +1,6 @@
-"""A two-rank NCCL communicator and a stream for one end of an edge.
+"""What moves the messages of one end of an `nccl` edge: a communicator of two ranks, and a stream.
 
-Calls NCCL through nccl4py's bindings: its core layer looks at every tensor anew, which takes longer than the transfer.
+Calls NCCL through nccl4py's bindings: its core layer inspects every tensor again, which takes longer than the transfer.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from raypp.errors import ConfigError, DeadlineError, EngineDeadError, ResourceError
-from raypp.transport.bounded_call import BoundedCall
 from raypp.transport.current_stream import CurrentStream
 from raypp.transport.edges import Edge
 from raypp.transport.rendezvous import Meeting
@@ -22,9 +22,11 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.001
 
+ResultT = TypeVar("ResultT")
+
 
 class NcclChannel:
-    """See `Channel`. Rank 0 sends, rank 1 receives.
+    """One end's half of an edge; rank 0 sends, rank 1 receives. Only the constructor and `warm_up` block the host.
 
     Args:
         edge: Which one.
@@ -49,7 +51,7 @@ class NcclChannel:
         self._stream = torch.cuda.Stream(device)
         self._written = torch.cuda.Event()
         self._sent: list[torch.cuda.Event | None] = [None] * edge.num_slots
-        self._lock = threading.Lock()  # around the end of the communicator
+        self._lock = threading.Lock()  # only one thread ends the communicator
         self._communicator: Any = self._join(edge, meeting)
 
     def warm_up(self, slot: torch.Tensor, timeout_s: float) -> None:
@@ -71,7 +73,7 @@ class NcclChannel:
             )
 
     def send(self, slot: int, message: torch.Tensor) -> None:
-        """Send, on the edge's own stream, what the current stream has written so far."""
+        """Send, on the edge's own stream, what the current stream has written so far. `slot` is an index."""
         self._written.record(self._current.get())
         self._stream.wait_event(self._written)
         self._transfer(self._nccl.send, message, self._stream)
@@ -91,15 +93,15 @@ class NcclChannel:
         self._transfer(self._nccl.recv, message, stream)
 
     def abort(self) -> None:
-        """End the transfers in progress: their kernels look at a flag that NCCL sets. Returns at once.
+        """End the transfers in progress: their kernels look at a flag that NCCL sets. Returns at once; from any thread.
 
         Freeing what the communicator holds may wait for the peer, and for kernels of the other edges' communicators
-        (NVIDIA/nccl issue 863, pull request 564). So it is left to a thread, and all edges can be aborted together.
+        (NVIDIA/nccl issue 863, pull request 564). A thread does it, so that all edges can be aborted together.
         """
         self._end_communicator(self._nccl.comm_abort, "abort")
 
     def is_done_within(self, timeout_s: float) -> bool:
-        """Wait until what this end enqueued is done; return whether it is."""
+        """Wait up to `timeout_s` until what this end enqueued is done; return whether it is."""
         ends = time.monotonic() + timeout_s
         try:
             while not self._is_done():
@@ -123,7 +125,7 @@ class NcclChannel:
         if communicator is None:
             raise EngineDeadError(f"the link was aborted: {self._name}")
         if not num_bytes:
-            return  # NCCL is asked for nothing when there is nothing, on both ends
+            return  # both ends leave an empty message out
         try:
             function(message.data_ptr(), num_bytes, self._data_type, 1 - self._rank, communicator, stream.cuda_stream)
         except self._nccl.NCCLError as error:
@@ -169,6 +171,42 @@ class NcclChannel:
         return ResourceError(
             f"NCCL could not {what} over {self._name}", got=str(error), hint="set NCCL_DEBUG=WARN for its reasons"
         )
+
+
+class BoundedCall(Generic[ResultT]):
+    """Runs a function on a thread of its own, and gives the thread up when the function takes too long.
+
+    Args:
+        function: What to call.
+        name: The name of the thread.
+    """
+
+    def __init__(self, function: Callable[[], ResultT], name: str) -> None:
+        self._function = function
+        self._results: list[ResultT] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def result(self, timeout_s: float) -> ResultT:
+        """Return what the function returned.
+
+        Raises:
+            TimeoutError: it did not return in time.
+            BaseException: whatever it raised.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._thread.name} did not return within {timeout_s:.1f} s")
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:  # handed to whoever asks for the result
+            self._error = error
 
 
 def _import_nccl() -> Any:
