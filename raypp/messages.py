@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,9 +189,8 @@ class StepLogprobs:
     prompt_ranks: Int32s  # [sum of prompt_counts]
 
 
-@dataclass(frozen=True, eq=False)
-class TokenLogprobs:
-    """Log-probabilities of n consecutive tokens: in column 0 of the token itself, then of the L most likely ones."""
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of n tokens: in column 0 of the token itself, then of the L most likely ones."""
 
     token_ids: Int32s  # [n, 1 + L]
     logprobs: Float32s  # [n, 1 + L]
@@ -239,19 +238,20 @@ class OutputBatch:
 
 @dataclass(frozen=True, eq=False)
 class OutputLogprobs:
-    """Log-probabilities of an `OutputBatch`, one request after the other, each with its own number of columns.
+    """Log-probabilities of an `OutputBatch`, one request after the other; see `TokenLogprobs`.
 
-    A request of width 1 + L has L most likely tokens beside the token itself.
+    A request of width 1 + L has L most likely tokens beside the token itself; columns behind its width are not its own.
     """
 
-    widths: Int32s  # [N] 0: none
-    token_ids: Int32s  # [sum of num_tokens * widths]
-    logprobs: Float32s  # [sum of num_tokens * widths]
-    ranks: Int32s  # [sum of num_tokens where widths > 0]
-    prompt_widths: Int32s  # [N]
+    counts: Int32s  # [N] new tokens that are reported
+    widths: Int32s  # [N]
+    token_ids: Int32s  # [sum of counts, most of widths]
+    logprobs: Float32s  # [sum of counts, most of widths]
+    ranks: Int32s  # [sum of counts]
     prompt_counts: Int32s  # [N] prompt tokens that are reported, in order
-    prompt_token_ids: Int32s  # [sum of prompt_counts * prompt_widths]
-    prompt_logprobs: Float32s  # [sum of prompt_counts * prompt_widths]
+    prompt_widths: Int32s  # [N]
+    prompt_token_ids: Int32s  # [sum of prompt_counts, most of prompt_widths]
+    prompt_logprobs: Float32s  # [sum of prompt_counts, most of prompt_widths]
     prompt_ranks: Int32s  # [sum of prompt_counts]
 
 

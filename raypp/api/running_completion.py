@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
+from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
-from raypp.messages import TokenLogprobs
 from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
 
 _REASON_NAMES: dict[int, FinishReasonName] = {
@@ -74,7 +73,7 @@ class RunningCompletion:
         """Whether nothing more will come."""
         return self.finish_reason is not None
 
-    def update(self, token_ids: list[int], reason: int, stop_token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def update(self, token_ids: list[int], reason: int, stop_token_id: int, logprobs: LogprobLists | None) -> None:
         """Take in what one step brought.
 
         Args:
@@ -85,7 +84,8 @@ class RunningCompletion:
         """
         if self._logprobs is not None and logprobs is not None:
             self._logprobs += decoded_logprobs(logprobs, self._vocabulary)
-            self._logprob_sums += list(accumulate(logprobs.logprobs[:, 0].tolist(), initial=self._logprob_sums[-1]))[1:]
+            own = [of_token[0] for of_token in logprobs.logprobs]
+            self._logprob_sums += list(accumulate(own, initial=self._logprob_sums[-1]))[1:]
         if self._text is not None:
             stop = self._add_with_text(self._text, token_ids, reason)
             if stop is not None:

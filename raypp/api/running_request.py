@@ -9,11 +9,11 @@ from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
 
-from raypp.api.decoded_logprobs import decoded_logprobs
 from raypp.api.detokenizer import Decoder
+from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.running_completion import RunningCompletion
 from raypp.errors import RayppError
-from raypp.messages import Int32s, TokenLogprobs
+from raypp.messages import Int32s
 from raypp.prompt_items import PromptItems
 from raypp.types import Logprobs, RequestMetrics, RequestOutput, SamplingParams
 
@@ -94,7 +94,7 @@ class RunningRequest:
         """The continuations that have not ended."""
         return [completion for completion in self.completions if not completion.is_ended]
 
-    def add_prompt_logprobs(self, prompt_logprobs: TokenLogprobs | None) -> None:
+    def add_prompt_logprobs(self, prompt_logprobs: LogprobLists | None) -> None:
         """Take in those of the next prompt tokens, if any."""
         if self._prompt_logprobs is not None and prompt_logprobs is not None:
             self._prompt_logprobs += decoded_logprobs(prompt_logprobs, self._decoder)

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raypp.driver.output_logprobs import pack_logprobs
-from raypp.messages import OutputBatch, TokenLogprobs
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.messages import OutputBatch
+from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason
 
 HOLD_S = 0.05
@@ -28,8 +28,8 @@ class _Held:
     """What one request is still to be told."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[LogprobRows] = field(default_factory=list)
+    prompt_logprobs: list[LogprobRows] = field(default_factory=list)
 
     def take(self, update: RequestUpdate) -> None:
         self.token_ids += update.new_token_ids

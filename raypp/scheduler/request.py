@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from raypp.messages import Int32s, TokenLogprobs
 from raypp.prompt_items import PromptItems
@@ -44,14 +45,29 @@ class Request:
         return self.params.structured_outputs is not None
 
 
+class LogprobRows(NamedTuple):
+    """Where a request's log-probabilities are among those of a step."""
+
+    of_step: TokenLogprobs
+    start: int
+    end: int
+    width: int  # the columns that are the request's
+
+    @property
+    def own(self) -> TokenLogprobs:
+        """The request's."""
+        rows, (token_ids, logprobs, ranks) = slice(self.start, self.end), self.of_step
+        return TokenLogprobs(token_ids[rows, : self.width], logprobs[rows, : self.width], ranks[rows])
+
+
 @dataclass(slots=True)  # nobody changes one; frozen, each would take three times as long to make
 class RequestUpdate:
     """What a collected step brought to one request."""
 
     request: Request
     new_token_ids: list[int]
-    logprobs: TokenLogprobs | None = None  # of the new tokens, if the request asks for them
-    prompt_logprobs: TokenLogprobs | None = None  # of prompt tokens that come after those reported before
+    logprobs: LogprobRows | None = None  # of the new tokens, if the request asks for them
+    prompt_logprobs: LogprobRows | None = None  # of prompt tokens that come after those reported before
     # The drafts behind its newest token, of a request under a grammar, which hears of each of its steps.
     draft_ids: list[int] | None = None
 

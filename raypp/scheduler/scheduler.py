@@ -12,7 +12,7 @@ It knows requests, rows, blocks and step ids; it does not know models, tensors, 
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
@@ -309,4 +309,6 @@ def _update(
         drafts = draft_ids[index] if draft_ids is not None else []
     if logprobs is None:
         return RequestUpdate(state.request, taken, draft_ids=drafts)
-    return replace(logprobs.update(state, index, taken), draft_ids=drafts)
+    update = logprobs.update(state, index, taken)
+    update.draft_ids = drafts
+    return update

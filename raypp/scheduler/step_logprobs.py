@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-import numpy as np
-
 from raypp.messages import StepLogprobs, StepResult, TokenLogprobs, unpack
-from raypp.scheduler.request import RequestUpdate
+from raypp.scheduler.request import LogprobRows, RequestUpdate
 from raypp.scheduler.request_state import RequestState
 
 
@@ -22,13 +20,15 @@ class LogprobsOfStep:
             num_decode_rows: Its first rows.
             width: 1 + K, the positions of each of them.
         """
-        self._message = unpack(StepLogprobs, result.logprobs.data)
-        indices = self._message.indices.tolist()
+        message = unpack(StepLogprobs, result.logprobs.data)
+        self._output = TokenLogprobs(message.token_ids, message.logprobs, message.ranks)
+        self._prompts = TokenLogprobs(message.prompt_token_ids, message.prompt_logprobs, message.prompt_ranks)
+        indices = message.indices.tolist()
         lengths = [width if index < num_decode_rows else 1 for index in indices]
         self._first = dict(zip(indices, accumulate([0, *lengths]), strict=False))
-        counts = self._message.prompt_counts.tolist()
-        starts = zip(accumulate([0, *counts]), counts, self._message.prompt_starts.tolist(), strict=False)
-        self._prompt = dict(zip(self._message.prompt_indices.tolist(), starts, strict=True))
+        counts = message.prompt_counts.tolist()
+        starts = zip(accumulate([0, *counts]), counts, message.prompt_starts.tolist(), strict=False)
+        self._prompt = dict(zip(message.prompt_indices.tolist(), starts, strict=True))
 
     def update(self, state: RequestState, index: int, taken: list[int]) -> RequestUpdate:
         """Return what the step brought to a request, and count its prompt tokens that were reported.
@@ -42,15 +42,14 @@ class LogprobsOfStep:
         if params.prompt_logprobs is not None and index in self._prompt:
             prompt = self._of_prompt(index, state.num_scored_tokens, params.prompt_logprobs)
         if prompt is not None:
-            state.num_scored_tokens += len(prompt.ranks)
+            state.num_scored_tokens += prompt.end - prompt.start
         output = None
         if taken and params.logprobs is not None:
-            first, message = self._first[index], self._message
-            columns = (message.token_ids, message.logprobs, message.ranks)
-            output = _of(*columns, first, first + len(taken), params.logprobs)
+            first = self._first[index]
+            output = LogprobRows(self._output, first, first + len(taken), 1 + params.logprobs)
         return RequestUpdate(state.request, taken, output, prompt)
 
-    def _of_prompt(self, index: int, num_scored_tokens: int, num_top: int) -> TokenLogprobs | None:
+    def _of_prompt(self, index: int, num_scored_tokens: int, num_top: int) -> LogprobRows | None:
         """Return those of a row's prompt tokens that come after the first `num_scored_tokens` ones; None without any.
 
         A prefill that is done again after a preemption reports again what was reported already.
@@ -60,12 +59,4 @@ class LogprobsOfStep:
         assert num_old >= 0, "prompt tokens were skipped"
         if num_old >= count:
             return None
-        message = self._message
-        columns = (message.prompt_token_ids, message.prompt_logprobs, message.prompt_ranks)
-        return _of(*columns, first + num_old, first + count, num_top)
-
-
-def _of(
-    token_ids: np.ndarray, logprobs: np.ndarray, ranks: np.ndarray, start: int, end: int, num_top: int
-) -> TokenLogprobs:
-    return TokenLogprobs(token_ids[start:end, : 1 + num_top], logprobs[start:end, : 1 + num_top], ranks[start:end])
+        return LogprobRows(self._prompts, first + num_old, first + count, 1 + num_top)

@@ -32,7 +32,7 @@ def _run(engine: LocalEngine, prompts: list[list[int]], params: list[SamplingPar
         for update in engine.step():
             for pieces, piece in ((output, update.logprobs), (prompt, update.prompt_logprobs)):
                 if piece is not None:
-                    pieces[update.request.request_id].append(piece)
+                    pieces[update.request.request_id].append(piece.own)
     engine.scheduler.check_integrity()
     return [Reported(r, output[r.request_id], prompt[r.request_id]) for r in requests]
 

@@ -144,9 +144,9 @@ class Drive:
             assert update.is_news or update.request.has_grammar
             self.told[update.request.request_id] += len(update.new_token_ids)
             if update.logprobs is not None:
-                self.logprobs[update.request.request_id].append(update.logprobs)
+                self.logprobs[update.request.request_id].append(update.logprobs.own)
             if update.prompt_logprobs is not None:
-                self.prompt_logprobs[update.request.request_id].append(update.prompt_logprobs)
+                self.prompt_logprobs[update.request.request_id].append(update.prompt_logprobs.own)
 
     def check(self) -> None:
         self.scheduler.check_integrity()

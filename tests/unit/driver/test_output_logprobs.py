@@ -8,25 +8,30 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.output_logprobs import LogprobLists, logprobs_per_request
 from raypp.driver.outbox import Outbox
 from raypp.messages import OutputBatch, TokenLogprobs, pack, unpack
-from raypp.scheduler.request import Request, RequestUpdate
+from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason, SamplingParams
 
 
-def _piece(rng: np.random.Generator, count: int, width: int) -> TokenLogprobs:
-    shape = (count, width)
-    return TokenLogprobs(
-        rng.integers(0, 1000, shape, np.int32),
-        rng.random(shape, np.float32),
-        rng.integers(1, 9, count, np.int32),
+def _piece(rng: np.random.Generator, count: int, width: int) -> LogprobRows:
+    """Return some rows of a step's, which is a little larger either way."""
+    start, more, shape = int(rng.integers(0, 3)), int(rng.integers(0, 3)), (count + 5, width + 2)
+    of_step = TokenLogprobs(
+        rng.integers(0, 1000, shape, np.int32)[:, : width + more],
+        rng.random(shape, np.float32)[:, : width + more],
+        rng.integers(1, 9, count + 5, np.int32),
     )
+    return LogprobRows(of_step, start, start + count, width)
 
 
-def _joined(pieces: list[TokenLogprobs]) -> list[list[object]]:
-    columns = zip(*((p.token_ids, p.logprobs, p.ranks) for p in pieces), strict=True)
-    return [np.concatenate(column).tolist() for column in columns]
+def _joined(pieces: list[LogprobLists]) -> list[list[object]]:
+    return [[value for piece in column for value in piece] for column in zip(*pieces, strict=True)]
+
+
+def _lists(rows: LogprobRows) -> LogprobLists:
+    return LogprobLists(*(column.tolist() for column in rows.own))
 
 
 class Received:
@@ -34,10 +39,10 @@ class Received:
 
     def __init__(self) -> None:
         self.num_tokens = 0
-        self.output: list[TokenLogprobs] = []
-        self.prompt: list[TokenLogprobs] = []
+        self.output: list[LogprobLists] = []
+        self.prompt: list[LogprobLists] = []
 
-    def take(self, num_tokens: int, output: TokenLogprobs | None, prompt: TokenLogprobs | None) -> None:
+    def take(self, num_tokens: int, output: LogprobLists | None, prompt: LogprobLists | None) -> None:
         self.num_tokens += num_tokens
         self.output += [] if output is None else [output]
         self.prompt += [] if prompt is None else [prompt]
@@ -59,7 +64,7 @@ def test_every_request_gets_its_own(requests, seed):
             output = _piece(rng, count, width) if width and count else None
             prompt = _piece(rng, 2, prompt_width) if prompt_width else None
             outbox.put([RequestUpdate(request, list(range(count)), output, prompt)])
-            sent[handle].take(count, output, prompt)
+            sent[handle].take(count, *(None if rows is None else _lists(rows) for rows in (output, prompt)))
     last = Request("last", np.ones(1, np.int32), SamplingParams(), 0, handle=-1, finish_reason=FinishReason.LENGTH)
     last.output_token_ids = [0] * 99
     outbox.put([RequestUpdate(last, [5])])  # takes along what is held
