@@ -40,7 +40,7 @@ from raypp.plan.stage_memory import (
     num_blocks_on_gpus,
     stage_weight_bytes,
 )
-from raypp.scheduler.draft_policy import DraftPolicy
+from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
 

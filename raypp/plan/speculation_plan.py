@@ -14,8 +14,7 @@ from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_conf
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.plan.hardware import Hardware
-from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
-from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
+from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts, RooflineCost
 from raypp.specdec.table_bytes import token_table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 

@@ -1,16 +1,47 @@
-"""When a request ends."""
+"""What ends a request: the most tokens that it may have, and the tokens that stop it."""
 
 from __future__ import annotations
 
+from raypp.errors import RequestError
+from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.types import FinishReason
 
 
+def token_limit(request: Request, limits: SchedulerLimits) -> int:
+    """Return the most tokens that the request may ever have, prompt and output together.
+
+    Raises:
+        RequestError: its prompt is empty or too long, or the KV cache too small for it even when it is alone.
+    """
+    request_id, num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
+    if not num_prompt_tokens:
+        raise RequestError("the prompt is empty", request_id=request_id, got="0 tokens", expected="at least one token")
+    if num_prompt_tokens >= limits.max_model_len:
+        raise RequestError(
+            "the prompt is too long",
+            request_id=request_id,
+            got=f"{num_prompt_tokens} tokens",
+            expected=f"fewer than max_model_len = {limits.max_model_len}, which counts the output too",
+            hint="shorten the prompt or raise max_model_len",
+        )
+    limit = min(num_prompt_tokens + request.params.max_tokens, limits.max_model_len)
+    if limits.num_blocks_for(limit) > limits.num_usable_blocks:
+        raise RequestError(
+            "the KV cache cannot hold this request even when it is alone",
+            request_id=request_id,
+            got=f"{num_prompt_tokens} prompt tokens and max_tokens = {request.params.max_tokens}",
+            expected=f"at most {limits.num_usable_blocks * limits.block_size} tokens, prompt and output together",
+            hint="lower max_tokens, or give the KV cache more blocks",
+        )
+    return limit
+
+
 def end_token_ids(request: Request) -> frozenset[int]:
     """Return all tokens that end the request."""
     if not request.params.stop_token_ids and not request.params.ignore_eos:
-        return request.eos_token_ids  # as nearly all: a set of its own would be the largest part of many a request
+        return request.eos_token_ids  # shared: a set for each request would take more memory than the rest of it
     stop = frozenset(request.params.stop_token_ids)
     return stop if request.params.ignore_eos else stop | request.eos_token_ids
 
@@ -19,7 +50,7 @@ def take_tokens(state: RequestState, token_ids: list[int]) -> list[int]:
     """Append new tokens to the request's output, up to the one that ends it; return those that were taken.
 
     The ending token is kept, and the request's `finish_reason` set. A token that is EOS and stop token counts as EOS.
-    A negative one is none: the logits were not finite, and the request ends with an error, which the caller tells.
+    A negative id says that the logits were not finite: the request ends with an error, which the caller reports.
     """
     num_taken, reason = 0, FinishReason.NONE
     for token_id in token_ids:

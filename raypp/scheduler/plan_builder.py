@@ -1,20 +1,21 @@
-"""From lists of requests to the arrays of a `StepPlan`."""
+"""Builds a `StepPlan`: turns the requests of a step into its arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from raypp.messages import NO_BYTES, NO_STEP, StepPlan
+from raypp.messages import NO_BYTES, NO_STEP, Bytes, StartExtras, StartItems, StepPlan, pack_inside
+from raypp.prompt_items import keys_to_array
 from raypp.scheduler.in_flight import Chunk, InFlightStep
+from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
-from raypp.scheduler.start_extras import pack_extras
-from raypp.scheduler.start_items import pack_items
 
 _MAX_INT32 = 2**31 - 1
+_NO_LOGPROBS = -1
 
 
 def build_plan(step: InFlightStep, max_mask_wait_us: int = 0) -> StepPlan:
@@ -74,19 +75,96 @@ def _start_arrays(chunks: Sequence[Chunk]) -> dict[str, NDArray[Any]]:
     requests = [state.request for state in starting]
     params = [request.params for request in requests]
     return {
-        "start_rows": _int32s([state.row for state in starting]),
-        "start_prompt_lens": _int32s([len(request.prompt_token_ids) for request in requests]),
-        "start_limits": _int32s([state.limit for state in starting]),
-        "start_num_tokens": _int32s([state.num_tokens for state in starting]),
+        "start_rows": _int32s(state.row for state in starting),
+        "start_prompt_lens": _int32s(len(request.prompt_token_ids) for request in requests),
+        "start_limits": _int32s(state.limit for state in starting),
+        "start_num_tokens": _int32s(state.num_tokens for state in starting),
         "start_token_ids": np.concatenate([state.token_ids(0, state.num_tokens) for state in starting]),
-        "start_temperature": np.array([p.temperature for p in params], np.float32),
-        "start_top_p": np.array([p.top_p for p in params], np.float32),
-        "start_top_k": _int32s([min(p.top_k, _MAX_INT32) for p in params]),
-        "start_min_p": np.array([p.min_p for p in params], np.float32),
+        "start_temperature": _float32s(p.temperature for p in params),
+        "start_top_p": _float32s(p.top_p for p in params),
+        "start_top_k": _int32s(min(p.top_k, _MAX_INT32) for p in params),
+        "start_min_p": _float32s(p.min_p for p in params),
         "start_seed": np.array([request.seed for request in requests], np.int64),
-        "start_extras": pack_extras(starting),
-        "start_items": pack_items(starting),
+        "start_extras": pack_start_extras(starting),
+        "start_items": pack_start_items(starting),
     }
+
+
+def pack_start_extras(starting: Sequence[RequestState]) -> Bytes:
+    """Return a packed `StartExtras` of the requests with sampling parameters that few have; nothing without any."""
+    states = [state for state in starting if _has_extras(state.request)]
+    if not states:
+        return NO_BYTES
+    requests = [state.request for state in states]
+    params = [request.params for request in requests]
+    end_token_ids = [sorted(state.end_token_ids) if state.request.params.min_tokens else [] for state in states]
+    # A grammar's masks apply the allowed tokens themselves: only where the grammar leaves any of them.
+    allowed = [() if p.structured_outputs else p.allowed_token_ids or () for p in params]
+    bad_words = [request.bad_word_token_ids for request in requests]
+    return pack_inside(
+        StartExtras(
+            rows=_int32s(state.row for state in states),
+            presence_penalty=_float32s(p.presence_penalty for p in params),
+            frequency_penalty=_float32s(p.frequency_penalty for p in params),
+            repetition_penalty=_float32s(p.repetition_penalty for p in params),
+            min_lengths=_int32s(len(r.prompt_token_ids) + r.params.min_tokens for r in requests),
+            num_end_tokens=_int32s(map(len, end_token_ids)),
+            end_token_ids=_int32s(token_id for token_ids in end_token_ids for token_id in token_ids),
+            num_biased=_int32s(len(p.logit_bias) for p in params),
+            bias_token_ids=_int32s(token_id for p in params for token_id in p.logit_bias),
+            bias=_float32s(bias for p in params for bias in p.logit_bias.values()),
+            num_allowed=_int32s(map(len, allowed)),
+            allowed_token_ids=_int32s(token_id for token_ids in allowed for token_id in token_ids),
+            num_bad_words=_int32s(map(len, bad_words)),
+            bad_word_lens=_int32s(len(word) for words in bad_words for word in words),
+            bad_word_token_ids=_int32s(token_id for words in bad_words for word in words for token_id in word),
+            num_logprobs=_int32s(_NO_LOGPROBS if p.logprobs is None else p.logprobs for p in params),
+            num_prompt_logprobs=_int32s(
+                s.request.params.prompt_logprobs or 0 if s.scores_prompt else _NO_LOGPROBS for s in states
+            ),
+            has_grammar=_int32s(p.structured_outputs is not None for p in params),
+        )
+    )
+
+
+def _has_extras(request: Request) -> bool:
+    params = request.params
+    return bool(
+        request.bad_word_token_ids
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.min_tokens
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.structured_outputs is not None
+    )
+
+
+def pack_start_items(starting: Sequence[RequestState]) -> Bytes:
+    """Return a packed `StartItems` of those requests that have pictures; nothing when none has."""
+    known = [
+        (state.row, state.request.items, len(state.request.prompt_token_ids))
+        for state in starting
+        if state.request.items is not None
+    ]
+    if not known:
+        return NO_BYTES
+    each = [items for _, items, _ in known]
+    return pack_inside(
+        StartItems(
+            rows=_int32s(row for row, _, _ in known),
+            position_offsets=_int32s(items.position_offset for items in each),
+            num_positions=_int32s(num_tokens for _, _, num_tokens in known),
+            rope_positions=np.concatenate([items.rope_positions(num_tokens) for _, items, num_tokens in known]),
+            num_items=_int32s(len(items.items) for items in each),
+            item_starts=_int32s(start for items in each for start in items.starts),
+            item_lens=_int32s(item.num_tokens for items in each for item in items.items),
+            item_keys=keys_to_array([item.key for items in each for item in items.items]),
+        )
+    )
 
 
 def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
@@ -104,8 +182,12 @@ def _block_arrays(grown: Sequence[RequestState]) -> dict[str, NDArray[Any]]:
     return {"block_rows": _int32s(rows), "block_positions": _int32s(positions), "block_ids": _int32s(block_ids)}
 
 
-def _int32s(values: Sequence[int]) -> NDArray[np.int32]:
-    return np.array(values, np.int32)
+def _int32s(values: Iterable[int]) -> NDArray[np.int32]:
+    return np.fromiter(values, np.int32)
+
+
+def _float32s(values: Iterable[float]) -> NDArray[np.float32]:
+    return np.fromiter(values, np.float32)
 
 
 def _empty(dtype: DTypeLike) -> NDArray[Any]:

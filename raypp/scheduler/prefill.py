@@ -1,4 +1,9 @@
-"""Which prompt chunks ride on a step: first those of prefills under way, then those of requests admitted with it."""
+"""Chooses the prompt chunks of a step: first those of prefills under way, then those of requests that it admits.
+
+Token throttling: the prompt tokens that wait are spread over the steps to come. So all stages always hold micro-batches
+of similar size, and a burst of prompts does not fill one step. The idea is gLLM's (arXiv:2504.14775). Budgets are
+multiples of the smallest chunk: docs/design/0135-chunks-in-whole-rounds.md.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,17 @@ from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.stats import Counters
-from raypp.scheduler.token_budget import chunk_tokens, prefill_budget
 from raypp.scheduler.waiting_queue import WaitingQueue
+
+SPREAD_PER_STAGE = 4
+"""Waiting prompt tokens are spread over this many steps per stage: enough to fill the pipeline with a lone prompt."""
+
+SHORT_OF_KV_SHARE = 0.25
+"""Below this share of free KV blocks prompts are slowed down, so that running requests can end first."""
 
 
 class PrefillChooser:
-    """Cuts prompts into chunks and admits waiting requests. Chunks need no feedback, so every step may carry one."""
+    """Cuts prompts into chunks and admits waiting requests. Chunks need no feedback, so any step may carry them."""
 
     def __init__(
         self,
@@ -68,8 +78,8 @@ class PrefillChooser:
             return None
         state = self._queue.head
         if state.last_step > last_collected:
-            return None  # it was preempted, and a step in flight may still bring it a token
-        # A block for each running row stays free: they grow, and would else preempt the newcomer right away.
+            return None  # it was preempted, and a step in flight may still yield a token for it
+        # A block for each running row stays free: rows grow, and would else preempt the new request right away.
         num_reserved = len(self._running)
         if not self._kv.may_admit(state, num_reserved):
             return None
@@ -99,3 +109,34 @@ class PrefillChooser:
         if not request.num_preemptions:
             request.num_cached_tokens = num_cached_tokens
             counters.num_prompt_tokens += len(request.prompt_token_ids)
+
+
+def prefill_budget(limits: SchedulerLimits, num_waiting_tokens: int, num_tokens_left: int, free_kv_share: float) -> int:
+    """Return how many prompt tokens the next step may compute.
+
+    Args:
+        limits: The fixed sizes.
+        num_waiting_tokens: Prompt tokens that no step has been dispatched for.
+        num_tokens_left: What the decode rows left of the step's tokens.
+        free_kv_share: Free KV blocks in 0..1 of all.
+    """
+    if limits.num_stages == 1:
+        return num_tokens_left
+    pace = min(1.0, free_kv_share / SHORT_OF_KV_SHARE)
+    spread = num_waiting_tokens * pace / (SPREAD_PER_STAGE * limits.num_stages)
+    num_chunks = max(1, round(spread / limits.min_prefill_chunk_tokens))
+    return min(num_chunks * limits.min_prefill_chunk_tokens, num_tokens_left)
+
+
+def chunk_tokens(num_rest: int, num_budget_left: int, min_chunk_tokens: int, step_is_full: bool) -> int:
+    """Return the tokens of a prompt's next chunk; 0 when it should wait for the next step.
+
+    Args:
+        num_rest: Tokens of the prompt that remain.
+        num_budget_left: What is left of `prefill_budget`.
+        min_chunk_tokens: The least that is worth a chunk of its own.
+        step_is_full: Whether the budget is all that the step has room for.
+    """
+    if num_rest <= num_budget_left:
+        return num_rest
+    return num_budget_left if step_is_full or num_budget_left >= min_chunk_tokens else 0

@@ -44,9 +44,6 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._key_of
 
-    def __len__(self) -> int:
-        return len(self._key_of)
-
     def longest_prefix(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of the leading keys that are all cached."""
         blocks = []

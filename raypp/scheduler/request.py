@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raypp.messages import Int32s, TokenLogprobs
 from raypp.prompt_items import PromptItems
-from raypp.scheduler.draft_counts import DraftCounts
+from raypp.scheduler.stats import DraftCounts
 from raypp.types import FinishReason, SamplingParams
 
 
@@ -68,7 +68,7 @@ class RequestUpdate:
     new_token_ids: list[int]
     logprobs: LogprobRows | None = None  # of the new tokens, if the request asks for them
     prompt_logprobs: LogprobRows | None = None  # of prompt tokens that come after those reported before
-    # The drafts behind its newest token, of a request under a grammar, which hears of each of its steps.
+    # Of a request under a grammar, which gets an update for each of its steps: the drafts after its newest token.
     draft_ids: list[int] | None = None
 
     @property

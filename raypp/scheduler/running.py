@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 
+from raypp.messages import NO_STEP
 from raypp.scheduler.cohorts import Cohorts
 from raypp.scheduler.in_flight import Chunk, InFlightStep, InFlightSteps
 from raypp.scheduler.item_admission import ItemAdmission
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import NO_ROW, ItemPin, RequestState
-from raypp.scheduler.row_pool import RowPool
+
+
+class RowPool:
+    """The rows of the stages' tables. Hands out the one that has been free for longest first."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._free = deque(range(num_rows))
+        self._last_steps = [NO_STEP] * num_rows
+
+    @property
+    def num_free(self) -> int:
+        """Rows that `take` can hand out."""
+        return len(self._free)
+
+    def take(self) -> tuple[int, int]:
+        """Return a free row, and the last step that contained its previous owner.
+
+        The first stage must apply that step's feedback before the new owner starts: else tokens of the old owner would
+        go to the new one.
+        """
+        row = self._free.popleft()
+        return row, self._last_steps[row]
+
+    def give_back(self, row: int, last_step: int) -> None:
+        """Free a row. `last_step` was the last that contained its owner, and its result has been collected."""
+        self._last_steps[row] = last_step
+        self._free.append(row)
+
+    def check_integrity(self, owned: Collection[int], uncollected: Collection[int]) -> None:
+        """Assert that each row is free, owned, or waits for its owner's last step to be collected."""
+        assert sorted([*self._free, *owned, *uncollected]) == list(range(len(self._last_steps))), "a row leaked"
 
 
 class RunningRequests:
@@ -80,7 +112,7 @@ class RunningRequests:
             self.cohorts.leave(state)
         self._kv.release(state)
         if state.last_step > self._in_flight.last_collected:
-            # Its feedback is still to come, and must not land on the row's next owner.
+            # Its feedback is still to come, and must not go to the row's next owner.
             self._in_flight[state.last_step].freed_rows.append(state.row)
         else:
             self._rows.give_back(state.row, state.last_step)

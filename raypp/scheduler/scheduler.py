@@ -16,12 +16,10 @@ from dataclasses import asdict
 
 from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
-from raypp.scheduler.can_run import token_limit
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.decode import DecodeChooser
-from raypp.scheduler.draft_control import DraftControl
-from raypp.scheduler.draft_policy import DraftPolicy, FixedDrafts
-from raypp.scheduler.ending import end_token_ids, take_tokens
+from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
+from raypp.scheduler.ending import end_token_ids, take_tokens, token_limit
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
@@ -32,7 +30,7 @@ from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.stats import Counters, SchedulerStats
-from raypp.scheduler.step_logprobs import LogprobsOfStep
+from raypp.scheduler.step_logprobs import StepLogprobsReader
 from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import FinishReason
 
@@ -170,7 +168,7 @@ class Scheduler:
             self._drafts.note(step, result)
         updates: list[RequestUpdate] = []
         width = 1 + step.num_drafts
-        logprobs = LogprobsOfStep(result, len(step.decoding), width) if len(result.logprobs) else None
+        logprobs = StepLogprobsReader(result, len(step.decoding), width) if len(result.logprobs) else None
         draft_ids: list[list[int]] | None = result.draft_ids.tolist() if len(result.draft_ids) else None
         for index, (state, tokens, count) in enumerate(zip(step.decoding, token_ids, num_valid, strict=False)):
             state.num_in_flight_yields -= 1
@@ -300,7 +298,7 @@ def _update(
     state: RequestState,
     index: int,
     taken: list[int],
-    logprobs: LogprobsOfStep | None,
+    logprobs: StepLogprobsReader | None,
     draft_ids: list[list[int]] | None,
 ) -> RequestUpdate:
     """Return what a step brought to the request whose row is the step's row `index`."""

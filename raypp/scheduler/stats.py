@@ -1,8 +1,9 @@
-"""The scheduler's counters."""
+"""The scheduler's counters, and those of drafts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class Counters:
     num_generated_tokens: int = 0
     """That were collected and kept."""
     num_late_masks: int = 0
-    """Row-steps that yielded nothing, for the mask of their grammar came too late."""
+    """Row-steps that yielded nothing because the mask of their grammar came too late."""
     num_prefix_query_tokens: int = 0
     """Tokens that the prefix cache was asked for, over all prefills."""
     num_prefix_hit_tokens: int = 0
@@ -61,18 +62,63 @@ class SchedulerStats:
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
     num_draft_tokens: int
-    """Drafts that were verified. Misses, in whose place any token is verified, are none."""
+    """Drafts that were verified. Rows for which nothing was proposed verify arbitrary tokens, which do not count."""
     num_accepted_tokens: int
     """Of these, the model's own tokens."""
     num_verified_rows: int
     """Row-steps that verified drafts: one row in one step each."""
     num_missed_rows: int
-    """Row-steps that would have, but nothing was proposed."""
+    """Row-steps with K > 0 for which nothing was proposed."""
     drafted_by_position: list[int]
-    """`num_draft_tokens` by their place behind the row's last token, [K_max]."""
+    """`num_draft_tokens` by their place among a row's drafts, [K_max]."""
     accepted_by_position: list[int]
     """`num_accepted_tokens` likewise."""
     acceptance_rate: float
     """Accepted drafts of those that were verified, 0..1; 0 without any."""
     acceptance_length: float
     """Tokens per row-step that verified drafts, at least 1."""
+
+
+class DraftCounts:
+    """Counts what became of the drafts of one request, or of all. Cheap, since it counts every row of every step."""
+
+    __slots__ = ("_by_accepted", "_by_drafted")
+
+    def __init__(self, max_drafts: int) -> None:
+        self._by_drafted = [0] * (max_drafts + 1)  # [d]: row-steps that verified d drafts
+        self._by_accepted = [0] * (max_drafts + 1)  # [a]: row-steps that accepted a of them
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a row-step that verified at least one draft."""
+        self._by_drafted[num_drafted] += 1
+        self._by_accepted[num_accepted] += 1
+
+    @property
+    def num_rows(self) -> int:
+        """Row-steps."""
+        return sum(self._by_drafted)
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts that were verified."""
+        return sum(self.drafted_by_position)
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were accepted."""
+        return sum(self.accepted_by_position)
+
+    @property
+    def drafted_by_position(self) -> list[int]:
+        """How often the first, second, ... draft of a row was verified, [K_max]."""
+        return _at_least(self._by_drafted)
+
+    @property
+    def accepted_by_position(self) -> list[int]:
+        """How often the first, second, ... draft of a row was accepted, [K_max]."""
+        return _at_least(self._by_accepted)
+
+
+def _at_least(counts: list[int]) -> list[int]:
+    """Return, for each number from 1 on, how often it was that number or more."""
+    return list(accumulate(reversed(counts[1:])))[::-1]

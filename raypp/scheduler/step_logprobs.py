@@ -1,4 +1,4 @@
-"""The log-probabilities that came with a step's result, row by row."""
+"""Reads the log-probabilities of a step's result, row by row."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from raypp.scheduler.request import LogprobRows, RequestUpdate
 from raypp.scheduler.request_state import RequestState
 
 
-class LogprobsOfStep:
-    """Looks up what a row of a step reported."""
+class StepLogprobsReader:
+    """Looks up the log-probabilities of one step's rows."""
 
     def __init__(self, result: StepResult, num_decode_rows: int, width: int) -> None:
-        """Read a result's log-probabilities, which it has.
+        """Read a result.
 
         Args:
-            result: Of the step.
-            num_decode_rows: Its first rows.
-            width: 1 + K, the positions of each of them.
+            result: Of the step; it must have log-probabilities.
+            num_decode_rows: The step's decode rows, which come first.
+            width: 1 + K, the positions of each decode row.
         """
         message = unpack(StepLogprobs, result.logprobs.data)
         self._output = TokenLogprobs(message.token_ids, message.logprobs, message.ranks)

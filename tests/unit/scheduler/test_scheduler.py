@@ -10,7 +10,7 @@ from drive import Pipeline, make_limits, make_request, make_result
 
 from raypp.errors import RequestError
 from raypp.messages import NO_STEP, StepResult
-from raypp.scheduler.draft_policy import FixedDrafts
+from raypp.scheduler.drafts import FixedDrafts
 from raypp.scheduler.scheduler import Scheduler
 from raypp.types import FinishReason
 

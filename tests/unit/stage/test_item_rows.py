@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from raypp.encoder.items import EncodedItem
 from raypp.messages import NO_BYTES, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.scheduler.plan_builder import pack_start_items
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
-from raypp.scheduler.start_items import pack_items
 from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
 from raypp.stage.item_rows import ItemRows
 from raypp.stage.item_store import ItemStore
@@ -67,7 +67,7 @@ def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens)
         "samples": np.ones(len(rows), np.bool_),
         "start_rows": np.array(list(starting), np.int32),
         "start_extras": NO_BYTES,
-        "start_items": pack_items(states),
+        "start_items": pack_start_items(states),
     }
     return StepPlan(**values)  # type: ignore[arg-type]
 

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from raypp.scheduler.adaptive_drafts import AdaptiveDrafts, RooflineCost
+from raypp.scheduler.drafts import AdaptiveDrafts, RooflineCost
 
 LADDER = (0, 2, 4, 8)
 GPU = RooflineCost(184)

@@ -1,7 +1,7 @@
 import pytest
 from drive import make_limits
 
-from raypp.scheduler.token_budget import chunk_tokens, prefill_budget
+from raypp.scheduler.prefill import chunk_tokens, prefill_budget
 
 LIMITS = make_limits(num_stages=4, max_num_batched_tokens=2048, min_prefill_chunk_tokens=512)
 
