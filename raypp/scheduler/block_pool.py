@@ -1,4 +1,4 @@
-"""The KV blocks: who may have one, and which cached block is given up first."""
+"""Counts the users of KV blocks, hands out free ones, and decides which cached block is overwritten first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from raypp.scheduler.prefix_cache import PrefixCache
 class BlockPool:
     """Reference counts of all blocks but the null block, which nobody owns.
 
-    A block without users is free. If its content is cached it is kept apart, to be overwritten only when no other block
-    is free, the least recently used one first.
+    A block without users is free. A free block with cached content is overwritten only when no other block is free, the
+    least recently used one first.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
@@ -54,7 +54,7 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Count one user less of the blocks of one request, given in the order of its tokens."""
-        # The end of a prefix first: it is of no use without its beginning, so it has to be the first to be evicted.
+        # The end of a prefix first: without its beginning it is of no use, so it must be evicted before it.
         for block in reversed(blocks):
             self._num_users[block] -= 1
             if self._num_users[block]:

@@ -1,7 +1,7 @@
-"""The cohorts: which decode rows step together, and whose turn it is.
+"""Cohorts: groups of decode rows that step together, one group after the other.
 
-There are as many cohorts as stages. While one is in the first stage the others are further down the pipeline, so a row
-that steps every `num_stages` steps finds its last token fed back already, and no stage waits.
+There are as many cohorts as stages. While one is in the first stage, the others are in later stages. So a row that has
+every `num_stages`-th step finds its last token fed back already, and no stage waits.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class Cohorts:
     def join(self, state: RequestState, stepping: Cohort) -> None:
         """Let a row decode from now on. `stepping` is the cohort in whose step its prefill ends.
 
-        That cohort comes round again just when the row's first token has been fed back; any other one would come too
-        soon. If it becomes too large by this, `rebalance` moves rows out.
+        That cohort has its next turn just when the row's first token has been fed back; any other one would come too
+        soon. If the cohort becomes too large, `rebalance` moves rows out.
         """
         cohort = stepping if len(stepping.states) < self._max_rows else self._smallest()
         self._enter(state, cohort)
 
     def leave(self, state: RequestState) -> None:
-        """Let a row decode no more."""
+        """Take out a row."""
         self._cohort_of.pop(state).states.remove(state)
 
     def rebalance(self) -> None:
         """Move rows from the largest cohort to the smallest until sizes differ by one at most.
 
         A moved row steps with its new cohort as soon as its last token has been fed back, so it loses less than one
-        turn. The longest member goes, else the same row might be moved again and again and never step.
+        turn. The longest member is moved: else the same row might be moved again and again and never step.
         """
         sizes = [len(cohort.states) for cohort in self._cohorts]
         while max(sizes) - min(sizes) > 1:

@@ -1,4 +1,4 @@
-"""Which rows of a cohort decode in a step, and who is preempted when blocks run out."""
+"""Chooses the rows of a cohort that decode in a step, and preempts requests when KV blocks run out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raypp.scheduler.waiting_queue import WaitingQueue
 
 
 class DecodeChooser:
-    """Chooses decode rows, and reserves blocks for all that their steps in flight may write."""
+    """Chooses decode rows, and reserves blocks for every token that their steps in flight may write."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class DecodeChooser:
             if state.last_yield_step > newest_feedback or state.num_in_flight_yields >= self._max_steps:
                 continue
             if state.num_tokens + state.num_in_flight_yields >= state.limit:
-                continue  # what is in flight ends it
+                continue  # the steps in flight bring it to its limit
             num_ahead = num_drafts + self._num_lookahead_tokens
             num_tokens = min(state.num_tokens + state.max_in_flight_tokens + num_ahead, state.limit)
             if num_tokens > len(state.blocks) * self._block_size and not self._make_room(state, num_tokens, chosen):
@@ -53,9 +53,9 @@ class DecodeChooser:
         return chosen
 
     def _make_room(self, state: RequestState, num_tokens: int, chosen: list[RequestState]) -> bool:
-        """Let a row's blocks hold that many tokens, if need be at the cost of the requests that are served last.
+        """Let a row's blocks hold that many tokens; if blocks lack, preempt the requests that would be served last.
 
-        The one that is served first never has to give way, so it always ends, and then another one is the first.
+        The one that is served first is never preempted for another. So it always ends, and then another one is first.
 
         Returns:
             False when the row must skip this turn, or was preempted itself. Preempted rows are removed from `chosen`.

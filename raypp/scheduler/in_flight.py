@@ -1,4 +1,4 @@
-"""The steps that were dispatched and not collected yet, in their order."""
+"""The steps in flight: dispatched, and their results not collected yet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from raypp.scheduler.request_state import ItemPin, RequestState
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """A part of a prefill that rides on one step."""
+    """The part of a prefill that one step computes."""
 
     state: RequestState
     start: int  # position of its first token
     num_tokens: int
     is_last: bool  # the prefill ends with it, and it yields the first new token
-    is_first: bool  # the request takes its row over with it
+    is_first: bool  # the request gets its row with it
     row_last_step: int = NO_STEP  # of a first chunk: the last step that contained the row's previous owner
 
 
 @dataclass(eq=False, slots=True)
 class InFlightStep:
-    """What is needed of a step when its result arrives."""
+    """What the scheduler keeps of a step until its result arrives."""
 
     step_id: int
     cohort: Cohort
@@ -33,7 +33,7 @@ class InFlightStep:
     decoding: list[RequestState]
     chunks: list[Chunk]
     freed_rows: list[int] = field(default_factory=list)  # no later step contains their last owner
-    freed_pins: list[ItemPin] = field(default_factory=list)  # no later step reads what they keep
+    freed_pins: list[ItemPin] = field(default_factory=list)  # no later step reads their items
 
 
 class InFlightSteps:
@@ -70,7 +70,7 @@ class InFlightSteps:
         return self._steps[step_id - self.last_collected - 1]
 
     def check_integrity(self, states: Collection[RequestState], max_steps: int) -> None:
-        """Assert that what each of these requests has in flight was counted right, and is in so many steps at most."""
+        """Assert that what these requests have in flight is counted right, and is in at most `max_steps` steps."""
         yields = dict.fromkeys(states, 0)
         tokens = dict.fromkeys(states, 0)
         for step in self._steps:

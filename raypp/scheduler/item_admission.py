@@ -1,13 +1,13 @@
-"""Requests with pictures on their way to the waiting queue: held until the first stage has the embeddings they need.
+"""Holds requests with pictures until the first stage has the embeddings that they need.
 
     push -> (text alone) ---------------------------------------------------> WaitingQueue
       +---> held --room on the first stage--> ordered --all are stored------------^
                                                 +-- one cannot be encoded --> failed
 
-Here is decided what the first stage holds: a mirror of its store, with a limit. What a request needs is pinned from the
-moment that it is ordered until the last chunk that reads it was collected. Text is never held up, and overtakes.
+It decides what the first stage holds, and keeps a mirror of that stage's store, with a limit. What a request needs is
+pinned from its order until the last chunk that reads it was collected. Requests without pictures do not wait here.
 
-What one call does depends on the request or the items that it is about, not on how many requests wait.
+The time of a call depends on the request or the items that it is about, not on how many requests wait.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from raypp.scheduler.waiting_queue import WaitingQueue
 _ITEMS_AT_ONCE = 64
 """Items of requests that leave the held ones in one call. Thousands may wait for the same picture."""
 
-
 _MOST_ORDERED = 1024
-"""Requests that wait for embeddings under way: more than encoders need to be busy, few enough to let in at once."""
+"""Requests that wait for embeddings under way: enough to keep encoders busy, few enough to enter the queue at once."""
 
 
 class ItemAdmission:
-    """Orders embeddings, lets them go, and lets requests into the queue when theirs are there.
+    """Orders embeddings, drops them, and moves requests to the queue when theirs are on the first stage.
 
     Args:
         queue: Where requests without pictures go at once.
@@ -42,10 +41,10 @@ class ItemAdmission:
         self._queue = queue
         self._room: EmbeddingCache[bytes, None] = EmbeddingCache(max_tokens)
         self._held = WaitingQueue()
-        self._ordered: dict[RequestState, int] = {}  # these have their pins, and miss so many items
-        # Ordered, not stored, and who misses them; pinned once more for that.
+        self._ordered: dict[RequestState, int] = {}  # with their pins; the value counts the items still missing
+        # Items that were ordered and are not stored yet, with the requests that need them. Each has one pin for that.
         self._under_way: dict[bytes, dict[RequestState, None]] = {}
-        self._leaving: set[bytes] = set()  # being dropped: may be ordered again when that is done
+        self._leaving: set[bytes] = set()  # being dropped; may be ordered again after that
         self._orders: list[EncoderItem] = []
         self._drops: list[bytes] = []
         self.num_query_items = 0
@@ -112,7 +111,7 @@ class ItemAdmission:
             (self._held if state in self._held else self._queue).note_growth(num_tokens)
 
     def unpin(self, pin: ItemPin) -> None:
-        """Let go of what a request needed: no step in flight reads it for this request."""
+        """Unpin what a request needed: no step in flight reads it for this request."""
         for key in pin.keys:
             self._room.unpin(key)
         self._order()
@@ -150,7 +149,7 @@ class ItemAdmission:
         del self._under_way[key]
         self._room.unpin(key)
         self._room.remove(key)
-        self._order()  # whoever ordered it may be gone, and others wait for its room
+        self._order()  # other requests may wait for its room
         return failed
 
     def take_orders(self) -> Sequence[EncoderItem]:
@@ -184,7 +183,7 @@ class ItemAdmission:
     def _order(self) -> None:
         """Order what the next held requests need, as far as there is room for all of a request's items.
 
-        Those beyond the limits have their turn in a later call: there is one in every turn of the driver's loop.
+        Requests beyond the limits wait for a later call: there is one in every turn of the driver's loop.
         """
         num_left = _ITEMS_AT_ONCE
         while self._held and num_left > 0 and len(self._ordered) < _MOST_ORDERED:

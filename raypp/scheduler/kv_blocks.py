@@ -13,8 +13,8 @@ from raypp.scheduler.request_state import RequestState
 class KvBlocks:
     """Gives blocks to requests and takes them back.
 
-    Blocks given up may be given away at once, even while steps that use them are in flight: every stage executes the
-    plans in one order, and whoever writes the blocks next comes later in it.
+    A released block may be handed out at once, even while steps that use it are in flight: every stage executes the
+    plans in the same order, and the step that writes the block next comes later.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -30,28 +30,28 @@ class KvBlocks:
         return self._pool.num_free
 
     def may_admit(self, state: RequestState, num_reserved: int) -> bool:
-        """Return False when what the last attempt lacked is still lacking; spares looking the prefix up again."""
+        """Return False when blocks that the last attempt lacked are still missing: spares another prefix look-up."""
         return self.num_free >= state.num_wanted_blocks + num_reserved
 
     def find_prefix(self, state: RequestState) -> list[int]:
         """Return the cached blocks that the request can start from. At least one token is left to compute."""
         if not self._limits.enable_prefix_caching:
             return []
-        # A cached token has no logits: what they say of the token after it must have been reported already.
+        # A cached token has no logits, so the log-probability of the token after it must have been reported already.
         num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
         num_blocks = num_tokens // self._limits.block_size
         self._extend_hashes(state, num_blocks)
         return self._cache.longest_prefix(state.block_hashes[:num_blocks])
 
     def is_being_computed(self, state: RequestState, index: int, prefilling: Iterable[RequestState]) -> bool:
-        """Return whether the block after a waiting request's cached prefix is one that others are about to offer.
+        """Return whether a prefill under way will offer the block after a waiting request's cached prefix.
 
-        They do when the chunk that holds it is dispatched, and chunks of prefills under way come first. So a request
-        that waits for it loses little, and the continuations of one prompt, or a burst of requests that begin alike,
-        compute their beginning once.
+        It does so when the chunk that holds the block is dispatched, and such chunks come before those of new requests.
+        So a request that waits for the block loses little, and the continuations of one prompt, or requests that begin
+        alike, compute their beginning once.
 
         Args:
-            state: The waiting request; `find_prefix` was asked just now.
+            state: The waiting request; `find_prefix` was called just before.
             index: Blocks of its prefix.
             prefilling: The requests whose prefill is under way.
         """
@@ -73,7 +73,7 @@ class KvBlocks:
     def try_admit(self, state: RequestState, prefix: list[int], num_reserved: int) -> bool:
         """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.
 
-        The whole prompt at once: a prefill that was begun never has to stop halfway for want of blocks.
+        It gets blocks for the whole prompt, so that no prefill has to stop halfway because blocks lack.
         """
         num_tokens = min(state.num_tokens + self._limits.num_lookahead_tokens, state.limit)
         num_new = self._limits.num_blocks_for(num_tokens) - len(prefix)
@@ -108,7 +108,7 @@ class KvBlocks:
             state: A running request.
             num_computed_tokens: Leading known tokens whose KV dispatched steps have written.
         """
-        # Nearly always there is nothing to do, and it is asked for every row of every step.
+        # This runs for every row of every step, and nearly always there is nothing to do.
         if not self._offers or num_computed_tokens < (state.num_offered_blocks + 1) * self._block_size:
             return
         num_blocks = min(num_computed_tokens, self._num_hashable(state.num_tokens)) // self._block_size
@@ -139,11 +139,11 @@ class KvBlocks:
             items = state.request.items
             contents = [] if items is None else [b"".join(items.keys_in(at, at + block_size)) for at in starts]
             begin, end = starts.start, starts.stop
-            if self._limits.caches_next_token:  # every block but the first begins with a token that was hashed already
+            if self._limits.caches_next_token:  # a key covers the block's tokens but the first, and the token after it
                 parent = parent or state.token_ids(0, 1).tobytes()
                 begin, end = begin + 1, end + 1
             hashes += chain_hashes(parent, state.token_ids(begin, end), block_size, contents)
 
     def _num_hashable(self, num_known_tokens: int) -> int:
-        """Return the leading tokens whose blocks have keys."""
+        """Return how many leading tokens blocks can have keys for."""
         return num_known_tokens - self._limits.caches_next_token

@@ -1,15 +1,15 @@
-"""What the scheduler must keep to: the sizes of the pipeline, of its steps and of its KV cache."""
+"""The limits of every plan: sizes of the pipeline, of its steps and of its KV cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 STEPS_PER_COHORT = 2
-"""Steps of one cohort in flight: one that runs, and one behind it so that no stage waits for the driver."""
+"""Steps of one cohort in flight: one that runs, and one queued after it so that no stage waits for the driver."""
 
 MAX_MASK_WAIT_US = 20_000
-"""How long a step waits for the masks of its rows when nobody runs who has no grammar. Longer than masks usually take:
-a step whose masks come is worth more than one without; what never comes must not stop the others' steps."""
+"""How long a step waits for masks when all running requests have grammars. It is longer than masks usually take, since
+a row without its mask yields nothing; and limited, since a mask that never comes must not stop the other rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,16 +29,16 @@ class SchedulerLimits:
     """KV blocks of every stage, the null block included; that one is never handed out."""
     enable_prefix_caching: bool
     min_prefill_chunk_tokens: int = 512
-    """A prompt is not cut into smaller chunks than this, unless the step is full."""
+    """The smallest chunk of a prompt, unless the step is full or the prompt ends with it."""
     max_steps_per_cohort: int = STEPS_PER_COHORT
-    """Steps of one cohort in flight while no prompt waits or is computed; a prompt meets no more than usual."""
+    """Steps of one cohort in flight while no prompt waits or is computed; else there are STEPS_PER_COHORT."""
     max_drafts: int = 0
     """The most drafts that a decode row may verify in one step."""
     num_lookahead_tokens: int = 0
-    """Positions behind a row's newest token that a draft head writes while it guesses."""
+    """Positions after a row's newest token that a draft head writes while it drafts."""
     caches_next_token: bool = False
-    """Whether a block holds what depends on the token after it as well, as a draft head's cache does: texts share the
-    block only if they agree on that one too."""
+    """Whether a block's content also depends on the token after it, as in a draft head's cache. Requests then share the
+    block only if they agree on that token, too."""
     max_item_tokens: int = 0
     """Rows of pictures' embeddings that the first stage may hold; 0 without an encoder."""
 

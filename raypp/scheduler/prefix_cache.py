@@ -1,8 +1,7 @@
-"""Which full KV blocks hold which tokens, so that a later request with the same beginning need not compute them.
+"""Finds the full KV blocks that hold given tokens, so that requests with the same beginning compute it once.
 
-A block's key is a hash of its tokens, of the pictures that some of them stand for, and of the key before it: H(parent,
-token ids, content hashes). Equal keys mean equal tokens and pictures from the beginning of the request on; a
-cryptographic hash makes "mean" safe.
+A block's key is a cryptographic hash of its tokens, of the pictures that some of them stand for, and of the key before
+it: H(parent, token ids, content hashes). So equal keys mean equal tokens and pictures from the request's beginning on.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Se
         parent: The key of the block before them; empty at the beginning of a request.
         token_ids: [T].
         block_size: Tokens per block.
-        contents: For each block what its tokens stand for beyond themselves; none at all when they never do.
+        contents: For each block the keys of its pictures; empty for a request without pictures.
     """
     data = token_ids.tobytes()
     block_bytes = token_ids.itemsize * block_size
@@ -35,7 +34,7 @@ def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Se
 
 
 class PrefixCache:
-    """Keys of cached blocks, both ways. Knows nothing of who uses a block."""
+    """Finds blocks by keys, and keys by blocks. It does not know who uses a block."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
@@ -55,7 +54,7 @@ class PrefixCache:
         return blocks
 
     def insert(self, key: bytes, block: int) -> None:
-        """Remember what the block holds. The first block with a key stays; a second copy of it is not cached."""
+        """Cache a block under a key. The first block with a key stays; a second copy is not cached."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key

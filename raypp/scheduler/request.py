@@ -25,10 +25,10 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
-    items: PromptItems | None = None  # what of the prompt is not text
+    items: PromptItems | None = None  # the pictures of the prompt
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler
-    is_streamed: bool = False  # whether the client wants every token at once; opaque to the scheduler
+    is_streamed: bool = False  # whether the client wants each token as it comes; opaque to the scheduler
     arrival_ns: int = 0  # monotonic; opaque to the scheduler, which has no clock
     queue_us: int = 0  # from arrival to the first row; set by whoever dispatches, likewise opaque
 
@@ -60,7 +60,7 @@ class LogprobRows(NamedTuple):
         return TokenLogprobs(token_ids[rows, : self.width], logprobs[rows, : self.width], ranks[rows])
 
 
-@dataclass(slots=True)  # nobody changes one; frozen, each would take three times as long to make
+@dataclass(slots=True)  # not frozen: that would triple the time to make one
 class RequestUpdate:
     """What a collected step brought to one request."""
 

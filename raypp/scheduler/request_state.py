@@ -1,4 +1,4 @@
-"""A request together with what only the scheduler knows about it."""
+"""What the scheduler knows about an unfinished request: its row, blocks, and steps in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_ROW = -1
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ItemPin:
-    """What one request keeps on the first stage while its prompt is computed."""
+    """The items that the first stage keeps for one request while its prompt is computed."""
 
     keys: tuple[bytes, ...]
     end: int  # one past the last prompt position that reads any of it
@@ -24,13 +24,13 @@ class ItemPin:
 class RequestState:
     """One unfinished request: waiting, or running in a row.
 
-    A row's true length is known to the stages alone while steps that contain it are in flight. What is known here:
+    While steps that contain a row are in flight, only the stages know its true length. Known here is:
 
         num_tokens + num_in_flight_yields <= true length <= num_tokens + max_in_flight_tokens
 
-    because a step that yields for the row brings at least one token and at most 1 + K. Where a grammar's mask comes too
-    late it brings none; then the lower bound is too high until the step is collected, and the row waits for that where
-    its limit is near.
+    because a step that yields for the row brings at least one token and at most 1 + K. If a grammar's mask comes too
+    late, it brings none. Then the lower bound is too high until the step is collected; a row near its limit waits for
+    that.
     """
 
     request: Request
@@ -38,7 +38,7 @@ class RequestState:
     limit: int  # min(prompt + max_tokens, max_model_len): the tokens it may ever have
     end_token_ids: frozenset[int]  # EOS and stop tokens alike; a quick test before the exact one
     num_tokens: int  # known: the prompt and the output that was collected
-    never_drafts: bool = False  # no draft head must see it: it yields one token, and nobody shares its blocks
+    never_drafts: bool = False  # the draft head skips it: it yields one token, and nobody shares its blocks
 
     row: int = NO_ROW  # NO_ROW while it waits
     num_prefill_tokens: int = 0  # known tokens when the row was taken: what its prefill computes
@@ -48,9 +48,9 @@ class RequestState:
     num_sent_blocks: int = 0  # leading entries that the stages were told of
     block_hashes: list[bytes] = field(default_factory=list)  # of leading full blocks, as far as they were needed
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
-    num_wanted_blocks: int = 0  # free blocks that the last attempt to admit it found wanting; 0 when there was none
+    num_wanted_blocks: int = 0  # free blocks that the last failed attempt to admit it needed; 0 without one
 
-    item_pin: ItemPin | None = None  # of its pictures, from their order to the dispatch of the last chunk with one
+    item_pin: ItemPin | None = None  # from the order of its pictures to the dispatch of the last chunk with one
 
     num_scored_tokens: int = 0  # prompt tokens, without the first, whose log-probabilities were reported
 

@@ -1,4 +1,4 @@
-"""The requests that have a row: how they get it, how their prefill ends, and how they give everything back."""
+"""The running requests: they get rows here, go from prefill to decode, and give rows, blocks and pictures back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class RunningRequests:
         self._states: dict[RequestState, None] = {}  # a set that keeps its order
         self._prefilling: list[RequestState] = []
         self.num_without_grammar = 0
-        """Requests whose steps need not wait for any mask."""
+        """Running requests without a grammar: their steps must not wait for masks."""
 
     def __len__(self) -> int:
         return len(self._states)

@@ -137,8 +137,8 @@ class Scheduler:
         for cohort in cohorts:
             if cohort.num_in_flight >= most_steps:
                 if cohort.states or has_prompts:
-                    # Whoever overtook it now would do so in every round from now on: rows would step too early, and
-                    # stages wait for their tokens, or too rarely.
+                    # A cohort that overtook it now would do so in every round: rows would step too early, and stages
+                    # would wait for their tokens, or rows would step too rarely.
                     return None
             elif (plan := self._plan_step(cohort, step_id - self._limits.num_stages)) is not None:
                 return plan

@@ -1,4 +1,7 @@
-"""Who is admitted next. The only place that knows the order of requests: by priority, then first come, first served."""
+"""The waiting requests in the order of their admission: by priority, then first come, first served.
+
+No other module knows this order; preemption asks here, too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from raypp.scheduler.request_state import RequestState
 Turn = tuple[int, int]
 """Priority and arrival; the smallest is served first. No two requests have the same."""
 
-
 _FEW_STALE_TURNS = 64
 
 
@@ -19,7 +21,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._states: dict[Turn, RequestState] = {}
-        # A heap. What was removed from elsewhere than the front stays here, until most of it is stale.
+        # A heap. Turns of requests that were removed from elsewhere than the front stay, until most turns are such.
         self._turns: list[Turn] = []
         self.num_tokens = 0  # that their prefills will have to compute, if nothing is cached
 
@@ -40,7 +42,7 @@ class WaitingQueue:
         return self._states[self._turns[0]]
 
     def push(self, state: RequestState) -> None:
-        """Take in a request: a new one, or one that was preempted and has come before most that wait."""
+        """Take in a request: a new one, or one that was preempted and is served before most others."""
         turn = turn_of(state)
         self._states[turn] = state
         heapq.heappush(self._turns, turn)
@@ -55,7 +57,7 @@ class WaitingQueue:
         del self._states[turn_of(state)]
         self.num_tokens -= state.num_tokens
         if len(self._turns) > 2 * len(self._states) + _FEW_STALE_TURNS:
-            self._states = dict(self._states)  # neither does a dict give memory back by itself
+            self._states = dict(self._states)  # a copy: a dict that shrinks keeps its memory
             self._turns = list(self._states)
             heapq.heapify(self._turns)
 
@@ -82,5 +84,5 @@ class WaitingQueue:
 
 
 def turn_of(state: RequestState) -> Turn:
-    """Return when it is a request's turn."""
+    """Return the request's place in the order."""
     return state.request.priority, state.arrival
