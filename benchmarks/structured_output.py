@@ -81,7 +81,7 @@ async def measure(args: argparse.Namespace, settings: dict[str, Any], report: Gr
         enable_prefix_caching=False,
     )
     async with llm:
-        for name, constraint in CONSTRAINTS.items():
+        for name, constraint in ((name, CONSTRAINTS[name]) for name in args.constraints):
             watched: dict[str, list[float]] = {"free": [], "grammar": []}
             others: dict[str, list[float]] = {"free": [], "grammar": []}
             cpu: dict[str, list[dict[str, float]]] = {"free": [], "grammar": []}
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--num-streams", type=int, default=16)
     parser.add_argument("--num-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--constraints", nargs="+", default=list(CONSTRAINTS), choices=CONSTRAINTS)
     parser.add_argument("--out", type=Path, help="write the report there")
     args = parser.parse_args()
     print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

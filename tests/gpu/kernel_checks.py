@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import stats
 
 from raypp.ops import reference
 from raypp.ops.adjust import (
@@ -48,7 +49,7 @@ from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
 from raypp.ops.logprobs import top_logprobs
 from raypp.ops.quantize import quantize_rows
-from raypp.ops.sampling import sample, sample_greedy
+from raypp.ops.sampling import mask_truncated, sample, sample_greedy
 from raypp.stage.token_history import TokenHistory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -488,6 +489,35 @@ def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
             assert differing <= num_rows // 100, f"{differing} of {num_rows} draws differ"
             assert torch.equal(drawn[greedy], chooser.greedy(AdjustedLogits(values))[greedy])
     assert not kernels.workspace.counters.any()
+
+
+def check_distribution(num_draws: int, vocab_size: int) -> None:
+    """Draws of each kind have the distribution that is left of the softmax, by a chi-square test."""
+    kernels = Kernels(torch.float32, seed=5)
+    logits = kernels.normal(1, vocab_size, scale=1.5)
+    rows, positions = torch.zeros(512, dtype=torch.int64, device=DEVICE), torch.arange(num_draws, device=DEVICE)
+    chooser = KernelTokenChoice(512, kernels.device, kernels.workspace)
+    for kind in ((0, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.6, 0.0), (0, 1.0, 0.1), (40, 0.8, 0.05)):
+        top_k, top_p, min_p = (torch.tensor([value], device=DEVICE) for value in kind)
+        truncation = (top_k.to(torch.int32), top_p, min_p)
+        temperature = torch.tensor([0.8], device=DEVICE)
+        tables = DrawTables(temperature, *truncation, torch.tensor([77], device=DEVICE))
+        of_draws = AdjustedLogits(logits.expand(512, -1).contiguous())
+        counts = torch.zeros(vocab_size, dtype=torch.int64, device=DEVICE)
+        for part in positions.split(512):
+            drawn = chooser.draw(of_draws, rows[: len(part)], part, tables)[: len(part)]
+            counts += torch.bincount(drawn, minlength=vocab_size)
+        is_left = mask_truncated(logits, temperature, truncation)[0].isfinite()
+        left = (logits[0].double() / 0.8).masked_fill(~is_left, -torch.inf).softmax(-1)
+        expected, observed = (left * num_draws).cpu().numpy(), counts.cpu().numpy()
+        assert observed[expected == 0].sum() == 0, "a token of probability 0 was drawn"
+        large = expected >= 5
+        observed = np.append(observed[large], observed[~large].sum())
+        expected = np.append(expected[large], expected[~large].sum())
+        some = expected > 0
+        p_value = stats.chisquare(observed[some], expected[some] * observed[some].sum() / expected[some].sum()).pvalue
+        print(f"{kind}: {some.sum()} groups of tokens, p = {p_value:.3f}")
+        assert p_value > 1e-4, kind
 
 
 def _some_tables(kernels: Kernels, num_rows: int, vocab_size: int, widths: Widths, word_len: int) -> RowTables:

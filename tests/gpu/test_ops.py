@@ -191,6 +191,10 @@ def test_sampling(dtype, num_rows, vocab_size):
     checks.check_sampling(dtype, num_rows, vocab_size)
 
 
+def test_the_distribution_of_draws():
+    checks.check_distribution(20480, 300)
+
+
 @pytest.mark.parametrize(("num_rows", "num_drafts", "vocab_size"), [(1, 0, 151936), (64, 0, 32000), (40, 4, 151936)])
 def test_adjusted_logits(num_rows, num_drafts, vocab_size):
     checks.check_adjust(num_rows, num_drafts, vocab_size)
