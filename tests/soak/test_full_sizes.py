@@ -32,4 +32,4 @@ def test_in_full(name: str, note: Callable[[str], None]) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     last = done.stdout.rstrip().rpartition("\n")[2]
     note(f"`{name}` with {', '.join(f'{key}={value}' for key, value in FULL[name].items())}: {last}")
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-8000:]}"  # where a test hung is in the latter
