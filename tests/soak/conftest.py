@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-_REPORT = Path(__file__).with_name("last_run.md")
-_ROOT = Path(__file__).parents[2]
+_FOLDER = Path(__file__).resolve().parent
+_REPORT = _FOLDER / "last_run.md"
+_ROOT = _FOLDER.parents[1]
 _figures = pytest.StashKey[list[str]]()
 _begun = pytest.StashKey[float]()
 
@@ -26,9 +27,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_figures], config.stash[_begun] = [], time.monotonic()
 
 
+def _runs_all(config: pytest.Config) -> bool:
+    option = config.option
+    if option.keyword or option.markexpr or option.deselect or option.ignore or option.collectonly:
+        return False
+    named = {(config.invocation_params.dir / arg).resolve() for arg in config.args}
+    return not named.isdisjoint({_FOLDER, *_FOLDER.parents})
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the report if all of soak was asked for."""
-    if config.option.keyword or config.option.markexpr or any("::" in arg for arg in config.args):
+    """Write the report if all of soak has run."""
+    if not _runs_all(config):
         return
     rows = []
     for outcome in ("passed", "failed", "skipped", "error"):
