@@ -64,7 +64,7 @@ class HeadDrafts:
         target = load_model_config(_MODELS / _TARGET)
         config = load_draft_head_config(_MODELS / name, target, is_dummy=True)
         self.config = replace(config, has_8_bit_weights=weights == "fp8")
-        kernels = choose_kernels(device, dtype, block_size=_BLOCK_SIZE, max_rows=most_rows)
+        kernels = choose_kernels(device, dtype, block_size=_BLOCK_SIZE)
         if workspace_floats:
             kernels._workspace.reserve(workspace_floats)
         self.head = DraftHead(

@@ -17,7 +17,6 @@ from raypp.ops import reference
 from raypp.ops.adjust import AdjustedLogits, DrawTables
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
-from raypp.ops.flashinfer_attention import XqaDecode
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import append_heads, rotation_table
@@ -140,11 +139,10 @@ class Cache:
 
 
 def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
-    """Decode attention: Triton as chosen, the best of other cuts, from the projection on, XQA, and the floor."""
+    """Decode attention: Triton as chosen, the best of other cuts, from the projection on, and the floor."""
     device, workspace, figures = _device(), Workspace(torch.device("cuda")), Figures()
     workspace.reserve(160 << 20)  # for 32 splits of 256 rows of 5 tokens
     decode = TritonDecode(shape.num_heads, shape.num_kv_heads, shape.head_dim, query_len, device, workspace)
-    xqa = XqaDecode(256, query_len, torch.device("cuda"))
     tried = [
         DecodeTuning(splits, tile, warps, stages)
         for splits, (tile, warps, stages) in itertools.product(
@@ -156,7 +154,7 @@ def measure_attention(shape: Shape, query_len: int = 1) -> Figures:
     compile_ahead([partial(decode, small.q, small.caches[0], *arguments, tuning) for tuning in tried])
     for rows, context in [(1, 640), (1, 8192), (16, 1024), (32, 640), (64, 1024), (128, 640), (256, 768)]:
         try:
-            figures[f"{rows} x {context}"] = _measure_decode(shape, rows, context, query_len, decode, xqa, tried)
+            figures[f"{rows} x {context}"] = _measure_decode(shape, rows, context, query_len, decode, tried)
         except Exception as error:
             print(f"{rows:>4} x {context:<5} {error!r}"[:300], flush=True)
             figures[f"{rows} x {context}"] = {"error": repr(error)[:300]}
@@ -169,7 +167,6 @@ def _measure_decode(
     context: int,
     query_len: int,
     decode: TritonDecode,
-    xqa: XqaDecode,
     tried: Sequence[DecodeTuning],
 ) -> Figures:
     device, cache = _device(), Cache(shape, rows, context, query_len)
@@ -183,9 +180,6 @@ def _measure_decode(
     def run_triton(kv: torch.Tensor, tuning: DecodeTuning | None = None) -> None:
         decode(cache.q, kv, lens, tables, query_len, heads.scale, out, tuning)
 
-    def run_xqa(kv: torch.Tensor) -> None:
-        xqa(cache.q, kv, lens, tables, query_len, heads.scale, out)
-
     def run_pair(kv: torch.Tensor) -> None:
         q = append_heads(qkv, heads, by, slots, kv, device)
         decode(q, kv, lens, tables, query_len, heads.scale, out)
@@ -193,14 +187,12 @@ def _measure_decode(
     def run_fused(kv: torch.Tensor) -> None:
         decode.from_projection(qkv, heads, by, slots, kv, lens, tables, query_len, out)
 
-    ways: dict[str, Callable[[torch.Tensor], None]] = {"triton": run_triton, "xqa": run_xqa}
     first = slice(0, 2 * query_len)
     expected = reference.decode_attention(cache.q[first], cache.caches[0], lens[:2], tables[:2], query_len, heads.scale)
-    errors = {}
-    for name, way in ways.items():
-        way(cache.caches[0])
-        errors[name] = round((out[: len(expected)] - expected).abs().max().item(), 5)
-    ways |= {"append_and_triton": run_pair, "fused": run_fused}
+    run_triton(cache.caches[0])
+    error = round((out[: len(expected)] - expected).abs().max().item(), 5)
+    ways: dict[str, Callable[[torch.Tensor], None]]
+    ways = {"triton": run_triton, "append_and_triton": run_pair, "fused": run_fused}
     times = {name: try_us([partial(way, kv) for kv in cache.caches]) for name, way in ways.items()}
     best = []
     for tuning in tried:
@@ -211,8 +203,8 @@ def _measure_decode(
     best = sorted(best)[:3]
     floor = round(cache.num_bytes / BYTES_PER_US, 2)
     chosen = decode.cut(rows, query_len)
-    print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} errors {errors}", flush=True)
-    return times | {"floor_us": floor, "best": best, "errors": errors}
+    print(f"{rows:>4} x {context:<5} {times} floor {floor} {chosen} best {best} error {error}", flush=True)
+    return times | {"floor_us": floor, "best": best, "error": error}
 
 
 def measure_small(shape: Shape) -> Figures:
@@ -280,13 +272,13 @@ def measure_sampling() -> Figures:
 
 
 class LibraryLayer:
-    """A layer as the libraries compose it: cuBLAS, FlashInfer's norms and gate, XQA; own only rotation and append."""
+    """A layer as the libraries compose it: cuBLAS, FlashInfer's norms and gate; heads and attention are own."""
 
-    def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], heads: Heads, xqa: XqaDecode) -> None:
+    def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], heads: Heads, decode: TritonDecode) -> None:
         from flashinfer.activation import silu_and_mul as gate
         from flashinfer.norm import fused_add_rmsnorm
 
-        self._weights, self._heads, self._xqa = weights, heads, xqa
+        self._weights, self._heads, self._decode = weights, heads, decode
         self._gate, self._norm = gate, fused_add_rmsnorm
         self._ones = torch.ones(shape.hidden, device="cuda", dtype=BF16)
         self._device = _device()
@@ -299,7 +291,7 @@ class LibraryLayer:
         self._norm(x, residual, self._ones, EPS)
         q = append_heads(F.linear(x, w["qkv"]), heads, by, batch.slot_mapping, kv, self._device)
         out = torch.empty_like(q)
-        self._xqa(q, kv, batch.seq_lens, batch.block_tables, 1, heads.scale, out)
+        self._decode(q, kv, batch.seq_lens, batch.block_tables, 1, heads.scale, out)
         x = F.linear(out.flatten(1), w["output"])
         self._norm(x, residual, self._ones, EPS)
         return F.linear(self._gate(F.linear(x, w["gate_up"])), w["down"])
@@ -308,10 +300,11 @@ class LibraryLayer:
 def measure_layers(shape: Shape, context: int = 640) -> Figures:
     """A chain of half of the model's layers in one graph, per layer: own kernels, libraries, floor."""
     figures, num_layers = Figures(), shape.num_layers // 2
-    kernels = CudaKernels(
-        torch.device("cuda"), BF16, block_size=BLOCK_SIZE, max_rows=256, max_query_len=1, num_ring_entries=2
+    kernels = CudaKernels(torch.device("cuda"), BF16, block_size=BLOCK_SIZE, max_query_len=1, num_ring_entries=2)
+    device = _device()
+    decode = TritonDecode(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, 1, device, Workspace(device.torch_device)
     )
-    xqa = XqaDecode(256, 1, torch.device("cuda"))
     norm = HeadNorm(*torch.ones(2, shape.head_dim, device="cuda", dtype=BF16), EPS)
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, norm)
     ones = torch.ones(shape.hidden, device="cuda", dtype=BF16)
@@ -331,7 +324,7 @@ def measure_layers(shape: Shape, context: int = 640) -> Figures:
                 kernels.add_linear(w["down"]),
             )
         )
-        library.append(LibraryLayer(shape, w, heads, xqa))
+        library.append(LibraryLayer(shape, w, heads, decode))
     weight_bytes = sum(2 * o * (1 + gate) * i for o, i, _, gate in shape.products.values())
     for rows in ROWS:
         width = math.ceil(context / BLOCK_SIZE)

@@ -110,7 +110,6 @@ def main() -> None:
         device,
         torch.bfloat16,
         block_size=BLOCK_SIZE,
-        max_rows=max_rows,
         max_query_len=args.query_len,
         num_ring_entries=2,
     )

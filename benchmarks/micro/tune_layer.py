@@ -138,7 +138,7 @@ class TunedLayers:
 
     def __init__(self, name: str, num_layers: int, context: int, most_rows: int) -> None:
         device, config = torch.device("cuda"), load_model_config(MODELS / name)
-        kernels = choose_kernels(device, BF16, block_size=BLOCK_SIZE, max_rows=most_rows, num_ring_entries=2)
+        kernels = choose_kernels(device, BF16, block_size=BLOCK_SIZE, num_ring_entries=2)
         kernels._workspace.reserve(WORKSPACE_FLOATS)
         layers = {"start_layer": 1, "end_layer": 1 + num_layers}  # neither embedding nor head
         self._model = build_model(config, **layers, dtype=BF16, device=device, kernels=kernels)

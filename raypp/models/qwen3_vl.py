@@ -91,11 +91,6 @@ class Qwen3VLVisionTower:
         self._inverse_frequencies = (1.0 / config.rope_theta**exponents).to(device)
 
     @property
-    def num_rows_per_token(self) -> int:
-        """1 + L: the embedding, and a row for each deepstack layer."""
-        return 1 + len(self._taps)
-
-    @property
     def out_hidden_size(self) -> int:
         """Of the rows: the language model's."""
         return self._config.out_hidden_size

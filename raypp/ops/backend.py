@@ -13,7 +13,7 @@ FlashInfer. `raypp.ops.device_kernels` chooses one, once at start.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -22,8 +22,6 @@ from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.rotary import Rotation
 from raypp.ops.step_masks import StepMasks, YieldedTokens
-
-DecodeKernel = Literal["triton", "xqa"]
 
 
 class Projection(Protocol):
@@ -79,7 +77,6 @@ class Attention(Protocol):
 class KernelSet(Protocol):
     """Makes operations of weights."""
 
-    name: str
     can_be_recorded: bool
     """Whether a decode step never waits for the device, so that a CUDA graph can hold it."""
 

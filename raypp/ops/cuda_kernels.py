@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, DecodeKernel, LMHead, Projection
+from raypp.ops.backend import AddedProjection, LMHead, Projection
 from raypp.ops.cuda_attention import CudaAttention
 from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.kernels.gate import silu_and_mul
@@ -30,13 +30,10 @@ class CudaKernels:
         device: A CUDA device.
         dtype: bfloat16 or float16.
         block_size: Of the KV cache.
-        max_rows: The most decode rows of a step.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
-        decode: Which kernel attends decode rows.
     """
 
-    name = "cuda"
     can_be_recorded = True
 
     def __init__(
@@ -45,19 +42,15 @@ class CudaKernels:
         dtype: torch.dtype,
         *,
         block_size: int,
-        max_rows: int,
         max_query_len: int,
         num_ring_entries: int,
-        decode: DecodeKernel = "triton",
     ) -> None:
         self._device = Device.of(device)
         self._dtype = dtype
         self._workspace = Workspace(device)
         self._block_size = block_size
-        self._max_rows = max_rows
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
-        self._decode: DecodeKernel = decode
         self._attention: list[CudaAttention] = []  # that of all layers, once there is one; copies share it
         self._most_own_rows = 0
         self._has_8_bits = False
@@ -139,12 +132,10 @@ class CudaKernels:
                 heads,
                 block_size=self._block_size,
                 dtype=self._dtype,
-                max_rows=self._max_rows,
                 max_query_len=self._max_query_len,
                 num_ring_entries=self._num_ring_entries,
                 device=self._device,
                 workspace=self._workspace,
-                decode=self._decode,
             )
             self._attention.append(attention)
         return LayerAttention(self._attention[0], heads, self._has_8_bits)

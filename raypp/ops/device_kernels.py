@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.ops.backend import DecodeKernel, KernelSet, TokenChoice
+from raypp.ops.backend import KernelSet, TokenChoice
 from raypp.ops.torch_kernels import TorchKernels, TorchTokenChoice
 
 _LOG = logging.getLogger(__name__)
@@ -18,10 +18,8 @@ def choose_kernels(
     dtype: torch.dtype,
     *,
     block_size: int = 16,
-    max_rows: int = 256,
     max_query_len: int = 1,
     num_ring_entries: int = 1,
-    decode: DecodeKernel = "triton",
     for_compiler: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
@@ -30,10 +28,8 @@ def choose_kernels(
         device: Where the stage computes.
         dtype: Of weights and activations.
         block_size: Of the KV cache.
-        max_rows: The most decode rows of a step.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
-        decode: Which kernel attends decode rows on a GPU; "xqa" only where FlashInfer has it for the heads.
         for_compiler: Whether torch.compile is to be given projections: weights stay in the form that it knows.
     """
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
@@ -45,10 +41,8 @@ def choose_kernels(
             device,
             dtype,
             block_size=block_size,
-            max_rows=max_rows,
             max_query_len=max_query_len,
             num_ring_entries=num_ring_entries,
-            decode=decode,
         )
     return TorchKernels(dtype, packs_weights=not for_compiler)
 

@@ -31,7 +31,6 @@ class TorchKernels:
         packs_weights: Whether products may keep their weights in a form of their own, see `Linear`.
     """
 
-    name = "torch"
     can_be_recorded = False
     library_from_tokens = 1
 

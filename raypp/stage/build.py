@@ -60,7 +60,6 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         device,
         dtype,
         block_size=spec.block_size,
-        max_rows=spec.max_step_rows,
         max_query_len=1 + spec.max_drafts,
         num_ring_entries=spec.num_ring_entries,
         for_compiler=spec.graphs.compile_backend is not None,
@@ -104,7 +103,7 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     kernels = model.kernels
     if heads != (config.num_heads, config.num_kv_heads, config.head_dim):
-        kernels = choose_kernels(device, dtype, block_size=spec.block_size, max_rows=spec.max_step_rows)
+        kernels = choose_kernels(device, dtype, block_size=spec.block_size)
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
         source = PickledWeights(Path(head.path) / PICKLED_FILE)

@@ -137,7 +137,7 @@ def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     folded = weight.clone()
     for columns, norm_weight in zip(folded.chunk(2, 1), norm_weights, strict=True):
         fold_norm(columns, norm_weight)
-    kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     got = kernel_set.joined_norms_linear(embedding, norm_weights, 1e-5, weight.clone(), bias)(token_ids, states)
     kernels.assert_close(got, reference.linear(joined, folded, bias=bias), 4)
     reads = input_type_in_8_bits(num_tokens, is_normed=True)
@@ -375,7 +375,7 @@ def check_projection(
 def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: int) -> None:
     """Some rows meet the rounded weight, into which the norm's was folded, more rows the exact one."""
     random = Kernels(dtype)
-    plain = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    plain = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     weight, norm_weight = random.normal(num_outputs, num_inputs, scale=num_inputs**-0.5), random.normal(num_inputs)
     folded = weight.clone()
     fold_norm(folded, norm_weight)
@@ -397,7 +397,7 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
 def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> None:
     """What a gate hands to the product behind it is of a type that both know."""
     random = Kernels(dtype)
-    plain = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    plain = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     gate_up, norm_weight = random.normal(2 * intermediate, hidden, scale=hidden**-0.5), random.normal(hidden)
     down = random.normal(hidden, intermediate, scale=intermediate**-0.5)
     folded = gate_up.clone()
@@ -426,7 +426,7 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
 def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: Sequence[int]) -> None:
     """Logits are float32 and not rounded before, whoever computes them; in a given place they are the same."""
     random = Kernels(dtype)
-    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     weight, norm_weight = random.normal(vocab_size, hidden, scale=hidden**-0.5), 1 + random.normal(hidden, scale=0.1)
     folded = weight.clone()
     fold_norm(folded, norm_weight)
@@ -449,7 +449,7 @@ def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: 
 
 def check_products_of_no_rows(dtype: torch.dtype) -> None:
     """A step that only begins prompts has no logits."""
-    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_rows=16, max_query_len=1, num_ring_entries=1)
+    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
     weight, norm = torch.ones(48, 32, dtype=dtype, device=DEVICE), torch.ones(32, dtype=dtype, device=DEVICE)
     x, residual = norm.new_zeros(0, 32), norm.new_zeros(0, 48)
     for of_set in (kernels, kernels.in_8_bits()):

@@ -19,7 +19,7 @@ from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.flashinfer_attention import FlashInferPrefill, XqaDecode
+from raypp.ops.flashinfer_attention import FlashInferPrefill
 from raypp.ops.kernels.choose import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.kernels.launch import Device
@@ -209,22 +209,6 @@ def test_rows_without_a_best():
     checks.check_rows_without_a_best(151936)
 
 
-@needs_flashinfer
-@pytest.mark.parametrize("heads", [HEADS_8B, (16, 8, 128)], ids=str)
-@pytest.mark.parametrize("query_len", [1, 2, 5])
-def test_xqa(heads, query_len):
-    kernels = checks.Kernels(BF16, seed=query_len)
-    decode = XqaDecode(64, query_len, CUDA)
-    for seq_lens in ([700], [query_len, 33, 1024, 2000], [200] * 40):
-        step = checks.decode_step(kernels, seq_lens, query_len, *heads, BLOCK_SIZE)
-        q, cache, lens, tables = step
-        expected = reference.decode_attention(q, cache, lens, tables, query_len, heads[2] ** -0.5)
-        for _ in range(2):
-            out = torch.full_like(q, torch.nan)
-            decode(q, cache, lens, tables, query_len, heads[2] ** -0.5, out)
-            kernels.assert_close(out, expected)
-
-
 def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
     """Return a batch of prefill rows, given as (tokens, length), behind one decode row, and its cache."""
     lengths = [40, *(length for _, length in prefill)]
@@ -303,9 +287,8 @@ def test_plans_that_follow_each_other_in_one_entry():
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("decode", ["triton", pytest.param("xqa", marks=needs_flashinfer)])
 @pytest.mark.parametrize("prefill", [[], *PREFILLS], ids=str)
-def test_attention_of_a_mixed_step(prefill, decode, has_norm):
+def test_attention_of_a_mixed_step(prefill, has_norm):
     """The kernel set's attention as a whole, against plain torch's on the same device."""
     kernels = checks.Kernels(BF16)
     norm = HeadNorm(kernels.normal(128), kernels.normal(128), 1e-6) if has_norm else None
@@ -320,7 +303,7 @@ def test_attention_of_a_mixed_step(prefill, decode, has_norm):
     k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mapping] for side in expected_cache)
     expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads.scale).flatten(1)
 
-    chosen = choose_kernels(CUDA, BF16, decode=decode)
+    chosen = choose_kernels(CUDA, BF16)
     assert isinstance(chosen, CudaKernels)
     attention = chosen.attention(heads)
     chosen.plan_attention(batch, 0)

@@ -90,8 +90,3 @@ class PagedPrefill:
             attended = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=self._scale)
             out.inner[tokens] = attended.transpose(0, 1).to(out.dtype)
         return out
-
-
-def xqa(*args: object, **kwargs: object) -> torch.Tensor:
-    """Not here: raypp's decode attention is its own."""
-    raise NotImplementedError("a dry run has no XQA")

@@ -47,18 +47,11 @@ def install_pynvml() -> None:
 
 def install_flashinfer() -> None:
     """Put attention in place that is imported when it is used."""
-    package, decode = _module("flashinfer"), _module("flashinfer.decode")
+    package = _module("flashinfer")
 
     def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
         import dry_flashinfer
 
         return dry_flashinfer.PagedPrefill(*args, **kwargs)
 
-    def xqa(*args, **kwargs):  # type: ignore[no-untyped-def]
-        import dry_flashinfer
-
-        return dry_flashinfer.xqa(*args, **kwargs)
-
     package.BatchPrefillWithPagedKVCacheWrapper = wrapper  # type: ignore[attr-defined]
-    decode.xqa_batch_decode_with_kv_cache = xqa  # type: ignore[attr-defined]
-    package.decode = decode  # type: ignore[attr-defined]

@@ -31,11 +31,6 @@ class Workspace:
             self._num_floats = num_floats
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes on the device, allocated or not."""
-        return 4 * (self._num_floats + _NUM_COUNTERS)
-
-    @property
     def floats(self) -> torch.Tensor:
         """Float32, of any content."""
         if self._floats is None:

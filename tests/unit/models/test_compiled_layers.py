@@ -75,7 +75,7 @@ def test_families(tmp_path, family):
 def test_own_kernels_stay_where_they_are_chosen(tmp_path):
     """A GPU's kernels, in Triton's interpreter: the compiler sees what surrounds the library's products."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    kernels = CudaKernels(CPU, torch.float16, block_size=16, max_rows=8, max_query_len=1, num_ring_entries=2)
+    kernels = CudaKernels(CPU, torch.float16, block_size=16, max_query_len=1, num_ring_entries=2)
     model, own, compiled = _layers(write_config(tmp_path, attention_bias=True), kernels, torch.float16)
     assert kernels.library_from_tokens == 65
     assert model.costs["compile"].num_graphs == 2

@@ -33,7 +33,7 @@ def test_every_cut_has_room_in_the_workspace(num_processors, num_kv_heads):
     for query_len in (1, 2, 5, 17):
         workspace = Workspace(torch.device("cpu"))
         decode = TritonDecode(4 * num_kv_heads, num_kv_heads, 128, query_len, device, workspace)
-        num_floats = workspace.num_bytes // 4 - workspace.counters.numel()
+        num_floats = workspace.floats.numel()
         for used_len in {1, query_len}:
             queries = 1 << (4 * used_len - 1).bit_length()
             for num_rows in range(1, 520):
