@@ -7,10 +7,10 @@ from copy import copy
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, LMHead, Projection
 from raypp.ops.cuda_attention import CudaAttention
+from raypp.ops.kernels import plain_torch
 from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.kernels.gate import silu_and_mul
 from raypp.ops.kernels.heads import rotation_table
@@ -317,6 +317,6 @@ class CudaProjection:
         weights = self._weights
         assert not self._is_float32, "an LM head is never compiled"
         if weights.norm_eps is not None:
-            x = reference.rms_norm(x, None, weights.norm_eps)
+            x = plain_torch.rms_norm(x, None, weights.norm_eps)
         y = F.linear(x, weights.weight, weights.bias)
-        return reference.silu_and_mul(y) if weights.is_gated else y
+        return plain_torch.silu_and_mul(y) if weights.is_gated else y

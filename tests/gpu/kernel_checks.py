@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import reference_ops as reference
 import torch
 from scipy import stats
 
-from raypp.ops import reference
+from raypp.ops import vision_rotary
 from raypp.ops.adjust import (
     AdjustedLogits,
     Asked,
@@ -163,7 +164,7 @@ def check_vision_heads(dtype: torch.dtype, num_patches: int, num_heads: int, hea
     kernels = Kernels(dtype, seed=num_patches)
     qkv = kernels.normal(num_patches, 3, num_heads, head_dim)
     angles = kernels.normal(num_patches, head_dim // 2, scale=30.0).float()
-    expected = reference.rotate_qk_(qkv.clone(), angles.cos(), angles.sin())
+    expected = vision_rotary.rotate_qk_(qkv.clone(), angles.cos(), angles.sin())
     values = qkv[:, 2].clone()
     assert rotate_qk_(qkv, angles.cos(), angles.sin(), kernels.device) is qkv
     kernels.assert_close(qkv, expected, 2)

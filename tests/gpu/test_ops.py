@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import kernel_checks as checks
+import reference_ops as reference
 
-from raypp.ops import reference
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.cuda_kernels import CudaKernels, CudaProjection

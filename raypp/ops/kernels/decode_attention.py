@@ -6,7 +6,9 @@
 
 Lengths and block tables are read on the device, so a captured launch serves rows of any length. The number of splits
 depends on the numbers of rows and of their query tokens alone. Sources: FlashAttention-2 (arXiv:2307.08691) for the
-running softmax, Flash-Decoding (Dao et al. 2023) for the splits. Twin: `raypp.ops.reference.decode_attention`.
+running softmax, Flash-Decoding (Dao et al. 2023) for the splits.
+
+Twin: `decode_attention` of tests/gpu/reference_ops.py.
 """
 
 from __future__ import annotations

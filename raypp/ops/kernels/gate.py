@@ -1,4 +1,4 @@
-"""The gate of a gated MLP in one launch. Twin: `raypp.ops.reference.silu_and_mul`."""
+"""The gate of a gated MLP in one launch. Twin: `plain_torch.silu_and_mul`."""
 
 from __future__ import annotations
 

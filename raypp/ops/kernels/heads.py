@@ -1,6 +1,6 @@
 """From a projection to attention in one launch: heads are normalized (Qwen3) and rotated, keys and values appended.
 
-Twin: `raypp.ops.reference.append_heads`.
+Twin: `append_heads` of tests/gpu/reference_ops.py.
 """
 
 from __future__ import annotations

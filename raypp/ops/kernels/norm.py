@@ -1,4 +1,4 @@
-"""RMSNorm of rows in one launch, also of two kinds of rows side by side. Twin: `raypp.ops.reference.rms_norm`."""
+"""RMSNorm of rows in one launch, also of two kinds of rows side by side. Twin: `plain_torch.rms_norm`."""
 
 from __future__ import annotations
 

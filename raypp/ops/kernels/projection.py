@@ -11,7 +11,7 @@ before the previous kernel has finished (see `raypp.ops.kernels.launch`). With a
 multiplied by its scale; element by element it is converted on the way, exactly, and tensor cores multiply it with x in
 8 bits: there converting would take longer than reading.
 
-Twin: `raypp.ops.reference.linear`.
+Twin: `linear` of tests/gpu/reference_ops.py.
 """
 
 from __future__ import annotations

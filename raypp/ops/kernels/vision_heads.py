@@ -1,4 +1,7 @@
-"""Queries and keys of a vision tower rotated where they are, in one launch. Twin: `raypp.ops.reference.rotate_qk_`."""
+"""Queries and keys of a vision tower rotated where they are, in one launch.
+
+Twin: `raypp.ops.vision_rotary.rotate_qk_`.
+"""
 
 from __future__ import annotations
 

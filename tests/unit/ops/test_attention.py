@@ -6,9 +6,10 @@ import itertools
 import random
 
 import pytest
+import reference_ops as reference
 import torch
 
-from raypp.ops import cpu_attention, reference
+from raypp.ops import cpu_attention
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cpu_attention import paged_attention
 from raypp.ops.kv_cache import allocate_kv_cache

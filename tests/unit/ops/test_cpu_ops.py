@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import reference_ops as reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops import reference
 from raypp.ops.activation import linear_gelu_tanh, silu_and_mul
 from raypp.ops.linear import Linear
 from raypp.ops.norm import RMSNorm

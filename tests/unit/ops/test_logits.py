@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import reference_ops as reference
 import torch
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
@@ -12,7 +13,6 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from raypp.ops import reference
 from raypp.ops.logits import (
     ANY_TOKEN,
     BANNED,

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import reference_ops as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from sampler_plans import VOCAB_SIZE, choose, commit, spec, start, start_plan
 from scipy import stats
 from transformers import TopPLogitsWarper
 
-from raypp.ops import reference
 from raypp.ops.adjust import Needs
 from raypp.ops.sampling import draw_scores
 from raypp.scheduler.ending import end_token_ids

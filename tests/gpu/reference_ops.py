@@ -1,9 +1,4 @@
-"""The twin of every operation: as plain as it can be said in torch, for tests to compare with, and for compilers.
-
-Never fast as they are.
-
-`raypp.ops.sampling` is its own twin.
-"""
+"""What operations of a layer compute, as plain as torch can say it: for tests to compare with."""
 
 from __future__ import annotations
 
@@ -12,20 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from raypp.ops.attention import Heads
+from raypp.ops.kernels.plain_torch import rms_norm, silu_and_mul
 from raypp.ops.logits import BANNED
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Return x [..., n] scaled to a root mean square of one, times weight [..., n] if there is one, in float32."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return (y if weight is None else y * weight.float()).to(x.dtype)
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up [T, I] of gate_up [T, 2 * I]; computed in float32."""
-    gate, up = gate_up.float().chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
 
 def apply_rotary(heads: torch.Tensor, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> torch.Tensor:
@@ -34,14 +17,6 @@ def apply_rotary(heads: torch.Tensor, positions: torch.Tensor, inverse_frequenci
     first, second = heads.float().chunk(2, -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(heads.dtype)
-
-
-def rotate_qk_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate queries and keys of qkv [P, 3, heads, D] in place, and return it; cos and sin [P, D / 2] float32."""
-    first, second = qkv[:, :2].float().chunk(2, -1)
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    qkv[:, :2] = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(qkv.dtype)
-    return qkv
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
