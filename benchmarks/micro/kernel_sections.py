@@ -13,18 +13,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from graph_timer import compile_ahead, time_us, try_us
 
-from raypp.ops.adjust import AdjustedLogits, DrawTables
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
-from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.kernels.gate import silu_and_mul
-from raypp.ops.kernels.heads import append_heads, rotation_table
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.norm import rms_norm
-from raypp.ops.kernels.projection import Weights
-from raypp.ops.kernels.sampling import TokenChooser
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.sampling import sample
+from raypp.ops.cuda.between_products import rms_norm, silu_and_mul
+from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.draw_kernels import TokenChooser
+from raypp.ops.cuda.heads import append_heads, rotation_table
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.projection import Weights
+from raypp.ops.sample.draw import sample
+from raypp.ops.sample.tables import AdjustedLogits, DrawTables
 
 ROWS = (1, 16, 32, 64, 128, 256)
 BYTES_PER_US = 4.3e6  # what an H200 reads in long stretches

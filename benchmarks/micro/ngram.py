@@ -91,7 +91,7 @@ def graph_us(call: Callable[[], object], flush: torch.Tensor, repeats: int = 30)
 
 def measure(kind: str, num_rows: int, length: int, flush: torch.Tensor, bytes_per_us: float) -> dict[str, object]:
     """Return the figures of one case."""
-    from raypp.ops.kernels.ngram import NgramKernel
+    from raypp.ops.cuda.ngram_kernel import NgramKernel
 
     tokens = make_text(kind, num_rows, length)
     rows = torch.randperm(num_rows, device="cuda")

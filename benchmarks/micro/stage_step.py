@@ -25,10 +25,10 @@ from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
-from raypp.ops.adjust import AdjustedLogits
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.sample.tables import AdjustedLogits
 
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 BLOCK_SIZE = 16

@@ -34,12 +34,11 @@ from report import print_report
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
-from raypp.ops.cuda_kernels import CudaProjection
+from raypp.ops.cuda.cuda_kernels import CudaProjection
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.product_tuning import OwnProduct, input_type_in_8_bits
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, project, quantize
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.kernels.choose import OwnProduct, input_type_in_8_bits
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, project, quantize
-from raypp.ops.kernels.workspace import Workspace
 from raypp.ops.kv_cache import allocate_kv_cache
 
 MODELS = Path(__file__).parents[1] / "models"

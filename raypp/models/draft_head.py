@@ -24,10 +24,11 @@ from raypp.models.draft_head_config import DraftHeadConfig
 from raypp.models.mlp import GatedMLP
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
-from raypp.ops.adjust import AdjustedLogits
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.backend import JoinedProjection, KernelSet, Projection, TokenChoice
+from raypp.ops.backend import JoinedProjection, KernelSet, Projection
 from raypp.ops.rotary import Rotation
+from raypp.ops.sample.tables import AdjustedLogits
+from raypp.ops.sample.token_choice import TokenChoice
 
 
 class HeadTarget(Protocol):

@@ -25,10 +25,8 @@ from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, 
 from raypp.models.vision_config import VisionConfig
 from raypp.models.vision_positions import grid_positions
 from raypp.models.weights import WeightReader, WeightSource
-from raypp.ops.activation import linear_gelu_tanh
 from raypp.ops.host_to_device import concatenated
-from raypp.ops.segment_attention import segment_attention
-from raypp.ops.vision_rotary import RotateQk, choose_rotate_qk
+from raypp.ops.vision import RotateQk, choose_rotate_qk, linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
 
 _PREFIX = "model.visual."

@@ -1,6 +1,6 @@
 """How many bytes a model's parts take, from its configuration alone: for planning without building anything.
 
-Weights are counted as the checkpoint holds them. On a CPU linear layers may keep more, see `raypp.ops.linear`.
+Weights are counted as the checkpoint holds them. On a CPU linear layers may keep more, see `raypp.ops.cpu.linear`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer is made of, the LM head and the choice of tokens: operations that each device has in a way of its own.
+"""The operations that layers and LM heads are made of; each device has them in a way of its own.
 
 A layer is five operations, and the LM head one. Each is made once, with its weights, and takes the fastest way for the
 rows it is given.
@@ -7,8 +7,8 @@ rows it is given.
               q, k, v        rotary,      + hidden      silu(gate) * up      + hidden                           float32
                              cache
 
-Two sets exist: `raypp.ops.torch_kernels` runs everywhere and is the CPU's, `raypp.ops.cuda_kernels` has Triton and
-FlashInfer. `raypp.ops.device_kernels` chooses one, once at start.
+Two sets exist: that of `raypp.ops.cpu.torch_kernels` runs everywhere, and is the CPU's; that of
+`raypp.ops.cuda.cuda_kernels` uses Triton and FlashInfer. `raypp.ops.device_kernels` chooses one at start.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from typing import Protocol
 
 import torch
 
-from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, HistoryTables, NewTokens
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.logprobs import TopLogprobs
 from raypp.ops.rotary import Rotation
-from raypp.ops.step_masks import StepMasks, YieldedTokens
 
 
 class Projection(Protocol):
@@ -166,61 +163,4 @@ class KernelSet(Protocol):
         Args:
             batch: Gets its `plan`.
             ring_entry: Which of the plan buffers to use; free again when the step that used it last has finished.
-        """
-
-
-class TokenChoice(Protocol):
-    """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
-
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
-        """Do to the logits what rows and masks ask for; see `raypp.ops.adjust.adjusted`. The model's own stay.
-
-        What it returns is valid until the next call.
-
-        Shapes: logits [N, V]; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
-        """
-
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
-        """Write tokens to the history of at least those rows whose needs ask for it.
-
-        Args:
-            tokens: What rows have generated, or drafts.
-            needs: By row; see `RowTables`.
-            history: Where to.
-            counts: Whether they are counted, or only among the last tokens.
-        """
-
-    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
-        """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
-
-        See `raypp.ops.step_masks.hold`.
-        """
-
-    def report(
-        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
-    ) -> TopLogprobs:
-        """Return the log-probabilities of the chosen tokens and of the most likely ones, valid until the next call.
-
-        Of a position whose row asks for n of the most likely, columns 0 to n count; of others, nothing does.
-
-        Shapes: logits [N, V], the model's own; rows, chosen [N] int64; num_reported by row, int32: 1 + n, at most
-        1 + `draw_sizes.MAX_REPORTED`; 0 for rows that do not ask.
-        """
-
-    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
-        """Return each position's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
-
-    def draw(
-        self,
-        logits: AdjustedLogits,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: DrawTables,
-        *,
-        truncates: bool = True,
-    ) -> torch.Tensor:
-        """Return a draw per position, int64 [N]; see `raypp.ops.sampling.sample`, whose draws these are.
-
-        Shapes: logits [N, V]; rows, positions [N] int64. `truncates` says whether any row does: kernels find that out
-        row by row, torch does it for all.
         """

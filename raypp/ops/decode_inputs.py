@@ -41,7 +41,7 @@ def decode_inputs(
     table's end counts as in its last block, a length past `max_len` as that.
     """
     if tables.is_cuda and find_spec("triton") is not None:
-        from raypp.ops.kernels.decode_inputs import decode_inputs as run
+        from raypp.ops.cuda.decode_inputs_kernel import decode_inputs as run
 
         return DecodeInputs(*run(tables, entries, rows, num_computed_tokens, query_len, block_size, max_len))
     tables.index_put_((entries.rows, entries.positions), entries.block_ids.to(torch.int32))

@@ -7,8 +7,9 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.ops.backend import KernelSet, TokenChoice
-from raypp.ops.torch_kernels import TorchKernels, TorchTokenChoice
+from raypp.ops.backend import KernelSet
+from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def choose_kernels(
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         _LOG.warning("%s on a GPU is computed by plain torch, without CUDA graphs: the kernels are for 16 bits", dtype)
     elif device.type == "cuda" and _has_triton():
-        from raypp.ops.cuda_kernels import CudaKernels
+        from raypp.ops.cuda.cuda_kernels import CudaKernels
 
         return CudaKernels(
             device,
@@ -51,9 +52,8 @@ def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice
     """Return the fastest choice of tokens on a device, for at most `max_positions` at a time."""
     if device.type != "cuda" or not _has_triton():
         return TorchTokenChoice()
-    from raypp.ops.kernels.launch import Device
-    from raypp.ops.kernels.token_choice import KernelTokenChoice
-    from raypp.ops.kernels.workspace import Workspace
+    from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
+    from raypp.ops.cuda.launch import Device, Workspace
 
     return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
 

@@ -80,7 +80,7 @@ def plan_encoders(
         device=device,
         seed=config.model.seed,
         num_threads=section.encoder_num_threads or num_threads,
-        # In float32 attention waits for the device, see `raypp.ops.segment_attention`.
+        # In float32 attention waits for the device, see `raypp.ops.vision`.
         captures=device == "cuda" and config.graphs.mode != "none" and dtype != "float32",
         token_budgets=None if section.token_budgets is None else tuple(section.token_budgets),
         max_images_per_batch=section.max_images_per_batch,

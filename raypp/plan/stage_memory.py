@@ -13,7 +13,7 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_weight_bytes, lm_head_bytes
-from raypp.ops.draw_sizes import draw_bytes
+from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.stage.sampler_sizes import sampler_table_bytes

@@ -48,7 +48,7 @@ class DraftTables:
         own tokens.
         """
         if self._uses_kernel:
-            from raypp.ops.kernels.verify import verify_and_append
+            from raypp.ops.cuda.verify import verify_and_append
 
             tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.tokens)
             num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)

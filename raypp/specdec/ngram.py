@@ -35,7 +35,7 @@ class NgramProposer:
         self._num_drafts = num_drafts
         self._kernel = None
         if tokens.is_cuda and find_spec("triton") is not None:
-            from raypp.ops.kernels.ngram import NgramKernel
+            from raypp.ops.cuda.ngram_kernel import NgramKernel
 
             self._kernel = NgramKernel(tokens, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows)
 

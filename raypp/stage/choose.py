@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from raypp.ops.adjust import Needs
-from raypp.ops.step_masks import StepMasks
+from raypp.ops.sample.step_masks import StepMasks
+from raypp.ops.sample.tables import Needs
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import torch
 
-from raypp.ops.adjust import Needs
+from raypp.ops.sample.tables import Needs
 from raypp.stage.padding_step import padding_step
 from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StartExtras, StepPlan
-from raypp.ops.adjust import PositionMasks
 from raypp.ops.host_to_device import to_device_together
-from raypp.ops.step_masks import FREE, StepMasks
+from raypp.ops.sample.step_masks import FREE, StepMasks
+from raypp.ops.sample.tables import PositionMasks
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 

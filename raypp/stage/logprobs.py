@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
-from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.host_to_device import to_device
-from raypp.ops.logprobs import TopLogprobs, top_logprobs
+from raypp.ops.sample.draw_sizes import MAX_REPORTED
+from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
 from raypp.stage.pending_result import to_host
 from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec

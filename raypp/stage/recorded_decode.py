@@ -21,11 +21,11 @@ import torch
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
-from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.decode_inputs import NewEntries
-from raypp.ops.logprobs import TopLogprobs
-from raypp.ops.step_masks import StepMasks
+from raypp.ops.sample.logprobs import TopLogprobs
+from raypp.ops.sample.step_masks import StepMasks
+from raypp.ops.sample.tables import Needs
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.checked_tokens import only, owned_tokens

@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
-from raypp.ops.adjust import AdjustedLogits, Asked, Needs, NewTokens, PositionMasks
 from raypp.ops.device_kernels import choose_token_choice
-from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
-from raypp.ops.logprobs import TopLogprobs
-from raypp.ops.step_masks import StepMasks, YieldedTokens
+from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.ops.sample.logprobs import TopLogprobs
+from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
+from raypp.ops.sample.tables import AdjustedLogits, Asked, Needs, NewTokens, PositionMasks
 from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_tokens import StepTokens
@@ -103,7 +103,7 @@ class Sampler:
     def report(self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor) -> TopLogprobs:
         """Return the log-probabilities of positions whose rows ask for some, until the next call.
 
-        Shapes: logits [N, V], the model's own; rows, chosen [N] int64. See `raypp.ops.backend.TokenChoice.report`.
+        Shapes: logits [N, V], the model's own; rows, chosen [N] int64. See `TokenChoice.report`.
         """
         return self._choice.report(logits, rows, chosen, self.rows.tables.num_reported)
 

@@ -11,10 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.messages import StartExtras, StepPlan
-from raypp.ops.adjust import DrawTables, Needs, RowTables, Widths
-from raypp.ops.draw_sizes import MAX_REPORTED
 from raypp.ops.host_to_device import to_device, to_device_together
-from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
+from raypp.ops.sample.draw_sizes import MAX_REPORTED
+from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN, DrawTables, Needs, RowTables, Widths
 from raypp.request_limits import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,
@@ -163,7 +162,7 @@ class SamplingRows:
 
 
 def bitmask_of(token_ids: NDArray[np.int32], vocab_size: int) -> NDArray[np.int32]:
-    """Return the tokens as bits, int32 [ceil(vocab_size / 32)]; see `raypp.ops.logits.allow_only`."""
+    """Return the tokens as bits, int32 [ceil(vocab_size / 32)]; see `raypp.ops.sample.adjust.allow_only`."""
     is_allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
     is_allowed[token_ids] = True
     return np.packbits(is_allowed, bitorder="little").view("<i4")

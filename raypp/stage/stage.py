@@ -17,8 +17,8 @@ import torch
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StartExtras, StepPlan, Unrecorded, unpack
 from raypp.models.decoder import Deepstack
-from raypp.ops.adjust import Needs
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.sample.tables import Needs
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.choose import Drafting, LastHidden, verify_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypp.ops.adjust import Needs
+from raypp.ops.sample.tables import Needs
 from raypp.stage.sampler import Sampler
 from raypp.stage.step_shape import StepShape
 

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.ops.adjust import NewTokens
 from raypp.ops.host_to_device import to_device
-from raypp.ops.logits import NO_TOKEN
+from raypp.ops.sample.tables import NO_TOKEN, NewTokens
 from raypp.request_limits import MAX_BAD_WORD_TOKENS
 from raypp.stage.spec import StageSpec
 
@@ -83,7 +82,7 @@ class TokenHistory:
             in_prompt[row].index_fill_(0, known[:prompt_len], True)
 
     def remember(self, tokens: NewTokens, *, counts: bool) -> None:
-        """Write tokens among the last ones; see `raypp.ops.backend.TokenChoice.remember`."""
+        """Write tokens among the last ones; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
         rows, positions, token_ids, num_valid = tokens.rows, tokens.positions, tokens.token_ids, tokens.num_valid
         self._write(rows, positions, token_ids)
         if not counts:

@@ -42,7 +42,10 @@ def test_breaches_are_found(tmp_path: Path) -> None:
     (package / "transport" / "host" / "breach.py").write_text(
         '"""Breaks one of the rooms."""\n\nimport raypp.transport.ipc.flags\n'
     )
-    (package / "driver" / "link_breach.py").write_text('"""Breaks the last."""\n\nimport raypp.transport.nccl.ends\n')
+    (package / "driver" / "link_breach.py").write_text('"""Breaks another."""\n\nimport raypp.transport.nccl.ends\n')
+    (package / "ops" / "cpu" / "breach.py").write_text(
+        '"""Breaks two more."""\n\nimport triton\nimport raypp.ops.cuda.launch\n'
+    )
     (package / "homeless.py").write_text('"""Is in no layer."""\n')
     result = lint_imports(tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
@@ -54,6 +57,8 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "serve_app.routes.breach -> ray",
         "raypp.transport.host.breach -> raypp.transport.ipc.flags",
         "raypp.driver.link_breach -> raypp.transport.nccl.ends",
+        "raypp.ops.cpu.breach -> raypp.ops.cuda.launch",
+        "raypp.ops.cpu.breach -> triton",
         "raypp.homeless",
     ):
         assert breach in result.stdout

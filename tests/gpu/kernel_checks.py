@@ -18,8 +18,28 @@ import reference_ops as reference
 import torch
 from scipy import stats
 
-from raypp.ops import vision_rotary
-from raypp.ops.adjust import (
+from raypp.ops import vision
+from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.cuda import between_products
+from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
+from raypp.ops.cuda.between_products import narrow, silu_and_mul
+from raypp.ops.cuda.cuda_kernels import CudaKernels
+from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.decode_inputs_kernel import decode_inputs as decode_inputs_kernel
+from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
+from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
+from raypp.ops.cuda.quantize import quantize_rows
+from raypp.ops.decode_inputs import NewEntries, decode_inputs
+from raypp.ops.sample.adjust import adjusted
+from raypp.ops.sample.draw import mask_truncated, sample, sample_greedy
+from raypp.ops.sample.draw_sizes import MAX_REPORTED
+from raypp.ops.sample.logprobs import top_logprobs
+from raypp.ops.sample.tables import (
+    ANY_TOKEN,
+    NO_TOKEN,
     AdjustedLogits,
     Asked,
     DrawTables,
@@ -28,29 +48,7 @@ from raypp.ops.adjust import (
     PositionMasks,
     RowTables,
     Widths,
-    adjusted,
 )
-from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.cuda_kernels import CudaKernels
-from raypp.ops.decode_inputs import NewEntries, decode_inputs
-from raypp.ops.draw_sizes import MAX_REPORTED
-from raypp.ops.kernels import norm as norm_kernels
-from raypp.ops.kernels.adjust import LogitAdjuster, remember
-from raypp.ops.kernels.choose import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
-from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.kernels.decode_inputs import decode_inputs as decode_inputs_kernel
-from raypp.ops.kernels.gate import silu_and_mul
-from raypp.ops.kernels.heads import append_heads, rotation_table
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.narrow import narrow
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
-from raypp.ops.kernels.token_choice import KernelTokenChoice
-from raypp.ops.kernels.vision_heads import rotate_qk_
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.logits import ANY_TOKEN, NO_TOKEN
-from raypp.ops.logprobs import top_logprobs
-from raypp.ops.quantize import quantize_rows
-from raypp.ops.sampling import mask_truncated, sample, sample_greedy
 from raypp.stage.token_history import TokenHistory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,15 +98,15 @@ def check_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     """Norm, with a weight and without, also as another type."""
     kernels = Kernels(dtype)
     x, weight = kernels.normal(num_tokens, size), kernels.normal(size)
-    got = norm_kernels.rms_norm(x, weight, 1e-5, kernels.device)
+    got = between_products.rms_norm(x, weight, 1e-5, kernels.device)
     kernels.assert_close(got, reference.rms_norm(x, weight, 1e-5), 4)
-    got = norm_kernels.rms_norm(x, None, 1e-5, kernels.device)
+    got = between_products.rms_norm(x, None, 1e-5, kernels.device)
     kernels.assert_close(got, reference.rms_norm(x, torch.ones_like(weight), 1e-5), 4)
-    got = norm_kernels.rms_norm(x, None, 1e-5, kernels.device, torch.float16)
+    got = between_products.rms_norm(x, None, 1e-5, kernels.device, torch.float16)
     assert got.dtype == torch.float16
     Kernels(torch.float16).assert_close(got, reference.rms_norm(x.float(), None, 1e-5).half())
     for narrow_type in NARROW:
-        got = norm_kernels.rms_norm(x, None, 1e-5, kernels.device, narrow_type)
+        got = between_products.rms_norm(x, None, 1e-5, kernels.device, narrow_type)
         kernels.assert_narrowed(got, reference.rms_norm(x.float(), None, 1e-5), narrow_type)
 
 
@@ -131,7 +129,7 @@ def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     embedding, states = kernels.normal(11, size), kernels.normal(num_tokens, size)
     token_ids = torch.randint(0, 11, (num_tokens,), device=DEVICE, dtype=torch.int32)
     sides = [reference.rms_norm(x, None, 1e-5) for x in (embedding[token_ids.long()], states)]
-    joined = norm_kernels.join_norms(embedding, token_ids, states, 1e-5, kernels.device)
+    joined = between_products.join_norms(embedding, token_ids, states, 1e-5, kernels.device)
     kernels.assert_close(joined, torch.cat(sides, 1), 4)
     norm_weights = kernels.normal(size), kernels.normal(size)
     weight, bias = kernels.normal(48, 2 * size, scale=size**-0.5), kernels.normal(48)
@@ -143,7 +141,7 @@ def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     kernels.assert_close(got, reference.linear(joined, folded, bias=bias), 4)
     reads = input_type_in_8_bits(num_tokens, is_normed=True)
     if reads is not None:
-        joined = norm_kernels.join_norms(embedding, token_ids, states, 1e-5, kernels.device, reads)
+        joined = between_products.join_norms(embedding, token_ids, states, 1e-5, kernels.device, reads)
         if reads in NARROW:
             kernels.assert_narrowed(joined, torch.cat(sides, 1), reads)
         folded, scale = quantize_rows(folded)
@@ -164,7 +162,7 @@ def check_vision_heads(dtype: torch.dtype, num_patches: int, num_heads: int, hea
     kernels = Kernels(dtype, seed=num_patches)
     qkv = kernels.normal(num_patches, 3, num_heads, head_dim)
     angles = kernels.normal(num_patches, head_dim // 2, scale=30.0).float()
-    expected = vision_rotary.rotate_qk_(qkv.clone(), angles.cos(), angles.sin())
+    expected = vision.rotate_qk_(qkv.clone(), angles.cos(), angles.sin())
     values = qkv[:, 2].clone()
     assert rotate_qk_(qkv, angles.cos(), angles.sin(), kernels.device) is qkv
     kernels.assert_close(qkv, expected, 2)
@@ -389,7 +387,7 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
         rounded, exact = reference.linear(normalized, quantized, scale=scale), reference.linear(normalized, folded)
         assert (rounded - exact).abs().max() > 0.05  # so that one is not taken for the other
         if FEW_ROWS < num_rows <= MAX_ROWS_IN_8_BITS:  # there x is rounded as well
-            read = norm_kernels.rms_norm(x, None, 1e-6, random.device, torch.float8_e4m3fn)
+            read = between_products.rms_norm(x, None, 1e-6, random.device, torch.float8_e4m3fn)
             rounded = reference.linear(read.to(dtype), quantized, scale=scale)
         random.assert_close(in_8_bits(x), rounded if num_rows <= MAX_ROWS_IN_8_BITS else exact, 4)
         random.assert_close(as_given(x), exact, 4)
@@ -410,7 +408,7 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         x, residual = random.normal(num_rows, hidden), random.normal(num_rows, hidden)
         normalized = reference.rms_norm(x, None, 1e-6)
         if num_rows > FEW_ROWS:
-            normalized = norm_kernels.rms_norm(x, None, 1e-6, random.device, torch.float8_e4m3fn).to(dtype)
+            normalized = between_products.rms_norm(x, None, 1e-6, random.device, torch.float8_e4m3fn).to(dtype)
         inner, expected = gated(x), reference.linear(normalized, gate_weight, scale=gate_scale, is_gated=True)
         if num_rows > FEW_ROWS:
             random.assert_narrowed(inner, expected, torch.float8_e5m2, 0.25)
@@ -437,7 +435,7 @@ def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: 
         x = random.normal(num_rows, hidden)
         exact = reference.linear(x.float(), weight)
         torch.testing.assert_close(plain(x), exact, atol=4 * TOLERANCE[torch.float32], rtol=TOLERANCE[torch.float32])
-        separate = norm_kernels.rms_norm(x, norm_weight, 1e-6, random.device)
+        separate = between_products.rms_norm(x, norm_weight, 1e-6, random.device)
         torch.testing.assert_close(shared(x), plain(separate), atol=0, rtol=0)
         expected = reference.linear(reference.rms_norm(x, None, 1e-6).float(), folded)
         random.assert_close(normed(x), expected, 4)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from raypp.ops.attention import Heads
-from raypp.ops.kernels.plain_torch import rms_norm, silu_and_mul
-from raypp.ops.logits import BANNED
+from raypp.ops.cuda.plain_torch import rms_norm, silu_and_mul
+from raypp.ops.sample.adjust import BANNED
 
 
 def apply_rotary(heads: torch.Tensor, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> torch.Tensor:

@@ -16,17 +16,15 @@ import kernel_checks as checks
 import reference_ops as reference
 
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
-from raypp.ops.cpu_attention import paged_attention
-from raypp.ops.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.cpu.paged_attention import paged_attention
+from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
+from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
+from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.flashinfer_attention import FlashInferPrefill
-from raypp.ops.kernels.choose import MAX_ROWS, choose_projection, input_type_in_8_bits
-from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, fold_norm
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.sdpa_prefill import SdpaPrefill
-from raypp.ops.torch_kernels import TorchKernels
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16

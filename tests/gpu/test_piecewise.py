@@ -17,7 +17,7 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import GraphMismatchError
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.ops.break_point import break_point
-from raypp.ops.cuda_attention import CudaAttention
+from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec, StageSpec

@@ -8,8 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from raypp.ops.kernels.ngram import NgramKernel
-from raypp.ops.kernels.verify import verify_and_append
+from raypp.ops.cuda.ngram_kernel import NgramKernel
+from raypp.ops.cuda.verify import verify_and_append
 from raypp.ops.ngram import propose_ngrams
 from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import verify_drafts

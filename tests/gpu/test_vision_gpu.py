@@ -16,11 +16,10 @@ from raypp.models.qwen3_vl import Qwen3VLVisionTower
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights
-from raypp.ops.activation import linear_gelu_tanh
+from raypp.ops.cuda.heads import rotation_table
+from raypp.ops.cuda.launch import Device
 from raypp.ops.host_to_device import concatenated
-from raypp.ops.kernels.heads import rotation_table
-from raypp.ops.kernels.launch import Device
-from raypp.ops.segment_attention import segment_attention
+from raypp.ops.vision import linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem
 
 CUDA = torch.device("cuda")

@@ -203,7 +203,7 @@ def _survey(a: SimpleNamespace) -> None:
 
 
 def _gather(a: SimpleNamespace) -> None:
-    from raypp.ops.sampling import sample
+    from raypp.ops.sample.draw import sample
 
     a.tokens.copy_(sample(a.logits, a.temperature, a.seeds, a.positions, (a.top_k, a.top_p, a.min_p)))
 

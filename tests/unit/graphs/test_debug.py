@@ -11,8 +11,8 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import GraphMismatchError
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
-from raypp.ops import torch_kernels
 from raypp.ops.break_point import break_point
+from raypp.ops.cpu import torch_kernels
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine, build_local_pipeline

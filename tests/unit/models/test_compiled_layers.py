@@ -16,8 +16,8 @@ from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
-from raypp.ops.cuda_kernels import CudaKernels
-from raypp.ops.torch_kernels import TorchKernels
+from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.spec import GraphSpec

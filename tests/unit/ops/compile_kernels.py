@@ -20,23 +20,22 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, Needs, NewTokens, PositionMasks, RowTables, Widths
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.kernels import (
-    decode_attention,
-    decode_inputs,
-    gate,
-    heads,
-    narrow,
-    norm,
-    projection,
-    vision_heads,
+from raypp.ops.cuda import between_products, decode_attention, decode_inputs_kernel, heads, projection
+from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
+from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
+from raypp.ops.sample.tables import (
+    AdjustedLogits,
+    Asked,
+    DrawTables,
+    Needs,
+    NewTokens,
+    PositionMasks,
+    RowTables,
+    Widths,
 )
-from raypp.ops.kernels.choose import input_type_in_8_bits, own_product
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.token_choice import KernelTokenChoice
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.step_masks import StepMasks, YieldedTokens
 from raypp.stage.token_history import TokenHistory
 
 CPU = torch.device("cpu")
@@ -102,16 +101,16 @@ def call_all(workspace: Workspace) -> None:
     cache = torch.zeros(2, 3, 8, 16, 128, dtype=BF16)
     integers = torch.zeros(32, dtype=torch.int64)
     hidden = torch.zeros(32, 4096, dtype=BF16)
-    norm.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
-    norm.rms_norm(hidden, None, 1e-6, DEVICE, torch.float8_e4m3fn)
+    between_products.rms_norm(hidden, hidden[0], 1e-6, DEVICE)
+    between_products.rms_norm(hidden, None, 1e-6, DEVICE, torch.float8_e4m3fn)
     for dtype in (torch.float16, torch.float8_e4m3fn):
-        norm.join_norms(hidden, integers, hidden, 1e-6, DEVICE, dtype)
-    narrow.narrow(hidden, torch.float8_e5m2, DEVICE)
-    gate.silu_and_mul(hidden, DEVICE)
+        between_products.join_norms(hidden, integers, hidden, 1e-6, DEVICE, dtype)
+    between_products.narrow(hidden, torch.float8_e5m2, DEVICE)
+    between_products.silu_and_mul(hidden, DEVICE)
     by = heads.rotation_table(integers, torch.ones(64), DEVICE)
     heads.append_heads(torch.zeros(32, 6144, dtype=BF16), layer_heads, by, integers, cache, DEVICE)
     angles = torch.zeros(32, 36)
-    vision_heads.rotate_qk_(torch.zeros(32, 3, 16, 72, dtype=BF16), angles, angles, DEVICE)
+    heads.rotate_qk_(torch.zeros(32, 3, 16, 72, dtype=BF16), angles, angles, DEVICE)
     for rows, query_len in ((1, 1), (16, 1), (32, 1), (32, 5)):
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
@@ -145,7 +144,7 @@ def call_all(workspace: Workspace) -> None:
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    decode_inputs.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
+    decode_inputs_kernel.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
     logits = torch.zeros(32, 5000)
     head = projection.Weights(torch.empty(5000, 4096, dtype=BF16), None, 1e-6)
     for rows in (1, 2):

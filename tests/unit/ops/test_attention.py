@@ -9,11 +9,11 @@ import pytest
 import reference_ops as reference
 import torch
 
-from raypp.ops import cpu_attention
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.cpu_attention import paged_attention
+from raypp.ops.cpu import paged_attention as attention_module
+from raypp.ops.cpu.paged_attention import paged_attention
+from raypp.ops.cuda.prefill_attention import SdpaPrefill
 from raypp.ops.kv_cache import allocate_kv_cache
-from raypp.ops.sdpa_prefill import SdpaPrefill
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -93,14 +93,14 @@ def test_one_row():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("group_bytes", [1, 2000, 6000])
 def test_decode_in_groups(monkeypatch, query_len, group_bytes):
-    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(attention_module, "GROUP_BYTES", group_bytes)
     step = Step((9, 30, 4, 17, 30, 3, 8, 12), ((5, 11),), query_len=query_len)
     step.check()
     assert len(step.batch.plan.decode_groups) > 1
 
 
 def test_groups_hold_rows_of_similar_length(monkeypatch):
-    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", 4096)
+    monkeypatch.setattr(attention_module, "GROUP_BYTES", 4096)
     step = Step((90, 3, 5, 88, 4, 91, 6))
     step.check()
     members = [sorted(group.tokens.tolist()) for group in step.batch.plan.decode_groups]
@@ -150,7 +150,7 @@ def _poison(step):
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("group_bytes", [1, 2000, 2 << 20])
 def test_what_lies_behind_a_rows_length_reaches_nobody(monkeypatch, query_len, group_bytes):
-    monkeypatch.setattr(cpu_attention, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(attention_module, "GROUP_BYTES", group_bytes)
     for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2e-2)):
         step = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)
         plain = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)

@@ -7,10 +7,11 @@ import reference_ops as reference
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.activation import linear_gelu_tanh, silu_and_mul
-from raypp.ops.linear import Linear
-from raypp.ops.norm import RMSNorm
+from raypp.ops.cpu.linear import Linear
+from raypp.ops.cpu.rms_norm import RMSNorm
+from raypp.ops.cpu.torch_kernels import silu_and_mul
 from raypp.ops.rotary import apply_rotary, rotation
+from raypp.ops.vision import linear_gelu_tanh
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

@@ -6,10 +6,11 @@ import logging
 
 import torch
 
-from raypp.ops import device_kernels, flashinfer_attention
+from raypp.ops import device_kernels
+from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.cuda import prefill_attention
+from raypp.ops.cuda.prefill_attention import missing_for_flashinfer
 from raypp.ops.device_kernels import choose_kernels
-from raypp.ops.flashinfer_attention import missing_for_flashinfer
-from raypp.ops.torch_kernels import TorchKernels
 
 CUDA = torch.device("cuda")
 
@@ -33,8 +34,8 @@ def test_float32_on_a_gpu_is_said_to_be_slow(caplog):
 
 
 def test_what_flashinfer_lacks(monkeypatch):
-    monkeypatch.setattr(flashinfer_attention, "find_spec", lambda name: object())
+    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: object())
     assert missing_for_flashinfer(128) is None
     assert "head_dim=80" in missing_for_flashinfer(80)
-    monkeypatch.setattr(flashinfer_attention, "find_spec", lambda name: None)
+    monkeypatch.setattr(prefill_attention, "find_spec", lambda name: None)
     assert "raypp[gpu]" in missing_for_flashinfer(128)

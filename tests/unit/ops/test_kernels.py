@@ -12,11 +12,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import kernel_checks as checks
 import torch
 
-from raypp.ops.kernels.choose import choose_projection
-from raypp.ops.kernels.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, shared_bytes
-from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.product_tuning import choose_projection
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
 EXACT = torch.float16 if checks.IS_GPU else torch.float32

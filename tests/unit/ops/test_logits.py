@@ -13,17 +13,9 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from raypp.ops.logits import (
-    ANY_TOKEN,
-    BANNED,
-    NO_TOKEN,
-    add_bias,
-    allow_only,
-    ban,
-    completes_bad_word,
-    penalize,
-)
-from raypp.ops.logprobs import top_logprobs
+from raypp.ops.sample.adjust import BANNED, add_bias, allow_only, ban, completes_bad_word, penalize
+from raypp.ops.sample.logprobs import top_logprobs
+from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN
 
 VOCAB_SIZE = 70
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from ngram_oracle import ngram_oracle, ring_table
 
-from raypp.ops.adjust import PositionMasks
-from raypp.ops.kernels import verify
-from raypp.ops.kernels.ngram import NgramKernel
-from raypp.ops.kernels.verify import verify_and_append
-from raypp.ops.step_masks import FREE, StepMasks, YieldedTokens, hold
+from raypp.ops.cuda import verify
+from raypp.ops.cuda.ngram_kernel import NgramKernel
+from raypp.ops.cuda.verify import verify_and_append
+from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
+from raypp.ops.sample.tables import PositionMasks
 from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import verify_drafts
 

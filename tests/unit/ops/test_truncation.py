@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from raypp.ops.truncation import WEIGHT_BITS, may_draw, weights
+from raypp.ops.sample.truncation import WEIGHT_BITS, may_draw, weights
 
 VOCAB_SIZE = 3000
 SETTINGS = [

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StartExtras, StepPlan, pack, unpack
-from raypp.ops.adjust import Needs
+from raypp.ops.sample.tables import Needs
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.in_flight import Chunk, InFlightStep

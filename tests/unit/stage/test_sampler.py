@@ -14,8 +14,8 @@ from sampler_plans import VOCAB_SIZE, choose, commit, spec, start, start_plan
 from scipy import stats
 from transformers import TopPLogitsWarper
 
-from raypp.ops.adjust import Needs
-from raypp.ops.sampling import draw_scores
+from raypp.ops.sample.draw import draw_scores
+from raypp.ops.sample.tables import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.stage.sampler import Sampler

@@ -9,17 +9,14 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, LMHead, Projection
-from raypp.ops.cuda_attention import CudaAttention
-from raypp.ops.kernels import plain_torch
-from raypp.ops.kernels.choose import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
-from raypp.ops.kernels.gate import silu_and_mul
-from raypp.ops.kernels.heads import rotation_table
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.narrow import narrow
-from raypp.ops.kernels.norm import join_norms, rms_norm
-from raypp.ops.kernels.projection import Weights, fold_norm, partial_floats, project, quantize
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.linear import linear_in_float32
+from raypp.ops.cuda import plain_torch
+from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
+from raypp.ops.cuda.heads import rotation_table
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
+from raypp.ops.cuda.projection import Weights, fold_norm, partial_floats, project, quantize
+from raypp.ops.cuda.step_attention import CudaAttention
+from raypp.ops.linear_in_float32 import linear_in_float32
 from raypp.ops.rotary import Rotation
 
 

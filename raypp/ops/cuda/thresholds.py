@@ -1,4 +1,4 @@
-"""Thresholds of truncated rows, found bit by bit. Twin: `raypp.ops.truncation`, which says what stays.
+"""Thresholds of truncated rows, found bit by bit. Twin: `raypp.ops.sample.truncation`, which says what stays.
 
 A logit is taken as an integer in the order of the logits. The threshold is the highest integer that enough tokens
 reach, or tokens of enough weight.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from raypp.ops import truncation as twin
+from raypp.ops.sample import truncation as twin
 
 _HIGHEST_BIT = tl.constexpr(1 << 31)
 _FIRST_UNIT = tl.constexpr(1 << 30)

@@ -1,7 +1,7 @@
 """What grammars say of one step: which tokens they allow at its positions, and how many tokens each row may keep.
 
 Y rows that the sampler chooses for, N positions at which it does, K drafts, W words of a bit mask. The kernel's twin is
-`raypp.ops.kernels.verify.hold`.
+`raypp.ops.cuda.verify.hold`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.ops.adjust import PositionMasks
+from raypp.ops.sample.tables import PositionMasks
 
 FREE = -1
 """The number of masks of a row without a grammar."""

@@ -8,34 +8,21 @@ prefill rows    FlashInfer's planned prefill, else torch        lengths from the
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
-from raypp.ops.flashinfer_attention import FlashInferPrefill, missing_for_flashinfer
-from raypp.ops.kernels.decode_attention import TritonDecode
-from raypp.ops.kernels.heads import append_heads
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.cuda.decode_attention import TritonDecode
+from raypp.ops.cuda.heads import append_heads
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.prefill_attention import FlashInferPrefill, Prefill, SdpaPrefill, missing_for_flashinfer
 from raypp.ops.rotary import Rotation
-from raypp.ops.sdpa_prefill import SdpaPrefill
 
 MAX_FUSED_TOKENS = 16
 """Up to so many tokens of decode rows, attention makes its heads itself: they are made once per split and KV head."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class Prefill(Protocol):
-    """Attention of prefill rows."""
-
-    def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
-        """Return the plan of the batch's prefill rows."""
-
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the output to `out`; see `raypp.ops.flashinfer_attention.FlashInferPrefill`."""
 
 
 class CudaAttention:

@@ -1,9 +1,4 @@
-"""What rows ask of their logits before a token is chosen, in tables of fixed width, and what torch makes of it.
-
-    logits --> bias --> penalties --> bans --> allowed tokens --> masks --> [ changed logits ]
-
-A row that asks for nothing keeps its logits, bit by bit, whatever its neighbours ask for. The kernels' twin is
-`raypp.ops.kernels.adjust`.
+"""Tables of fixed width with what rows ask of the choice of their tokens, and what a step asks of its positions.
 
 S rows of the tables, N positions at which a token is chosen (a row may have several), V vocabulary, W words of a mask.
 """
@@ -16,8 +11,14 @@ from typing import Protocol
 
 import torch
 
-from raypp.ops.logits import add_bias, allow_only, ban, completes_bad_word, penalize
-from raypp.ops.truncation import Truncation
+from raypp.ops.sample.truncation import Truncation
+
+ANY_TOKEN = -1
+"""Stands in `bad_words` before the beginning of a short word, and matches every token."""
+
+NO_TOKEN = -2
+"""Stands where there is no token: in a history before the beginning of a sequence, where it matches no word's token,
+and in a list of tokens behind the last one."""
 
 
 class Needs(IntFlag):
@@ -83,7 +84,7 @@ class RowTables:
     bad_words: torch.Tensor  # [S, P, L] int32, each at the end of its place, ANY_TOKEN in front of it
     num_bad_words: torch.Tensor  # [S] int32
     allowed: torch.Tensor  # [S, W] int32, a bit per token
-    num_reported: torch.Tensor  # [S] int32, see `raypp.ops.backend.TokenChoice.report`
+    num_reported: torch.Tensor  # [S] int32, see `raypp.ops.sample.token_choice.TokenChoice.report`
 
     def by_name(self) -> dict[str, torch.Tensor]:
         """Return all, for messages."""
@@ -125,7 +126,7 @@ class HistoryTables(Protocol):
         """Return the last tokens before each position, int32 [N, num_tokens]."""
 
     def remember(self, tokens: NewTokens, *, counts: bool) -> None:
-        """Write tokens; see `raypp.ops.backend.TokenChoice.remember`."""
+        """Write tokens; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,39 +178,3 @@ class Asked:
         """Return what is asked at some positions."""
         masks = None if self.masks is None else self.masks.part(positions)
         return replace(self, rows=self.rows[positions], positions=self.positions[positions], masks=masks)
-
-
-def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return the logits with everything done to them that needs and masks say, float32 [N, V].
-
-    What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
-
-    Shapes: logits [N, V], which stay as they are.
-    """
-    rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
-    needs, widths, masks = asked.needs, asked.widths, asked.masks
-    if not needs.changes and masks is None:
-        return logits
-    logits = logits.to(torch.float32, copy=True)
-    if Needs.BIAS in needs:
-        token_ids, bias = (
-            table[:, : widths.biased].index_select(0, rows) for table in (tables.bias_token_ids, tables.bias)
-        )
-        add_bias(logits, token_ids.to(torch.int64), bias)
-    if Needs.PENALTIES in needs:
-        weights = (table.index_select(0, rows) for table in (tables.repetition, tables.frequency, tables.presence))
-        penalize(logits, *history.counts(rows, positions), *weights)
-    if Needs.MIN_TOKENS in needs:
-        end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
-        is_early = positions < tables.min_lengths.index_select(0, rows)
-        ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
-    if Needs.BAD_WORDS in needs:
-        words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)
-        is_banned = completes_bad_word(words, history.before(rows, positions, words.shape[2] - 1))
-        ban(logits, words[:, :, -1].to(torch.int64), is_banned)
-    if Needs.ALLOWED in needs:
-        allow_only(logits, tables.allowed.index_select(0, rows))
-    if masks is not None:
-        bits = masks.bitmasks.index_select(0, masks.mask_of.clamp(min=0))
-        allow_only(logits, bits.masked_fill_((masks.mask_of < 0).unsqueeze(1), -1))
-    return logits

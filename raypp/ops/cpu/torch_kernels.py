@@ -8,19 +8,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.activation import silu_and_mul
-from raypp.ops.adjust import AdjustedLogits, Asked, DrawTables, HistoryTables, NewTokens, adjusted
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
-from raypp.ops.cpu_attention import paged_attention
-from raypp.ops.draw_sizes import MAX_REPORTED
+from raypp.ops.cpu.linear import Linear
+from raypp.ops.cpu.paged_attention import paged_attention
+from raypp.ops.cpu.rms_norm import RMSNorm
 from raypp.ops.kv_cache import cache_rows, write_kv_cache
-from raypp.ops.linear import Linear
-from raypp.ops.logprobs import TopLogprobs, top_logprobs
-from raypp.ops.norm import RMSNorm
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
-from raypp.ops.sampling import sample, sample_greedy
-from raypp.ops.step_masks import StepMasks, YieldedTokens, hold
 
 
 class TorchKernels:
@@ -107,46 +101,6 @@ class TorchKernels:
         batch.plan = None
 
 
-class TorchTokenChoice:
-    """See `raypp.ops.backend.TokenChoice`."""
-
-    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
-        """Do what needs and masks say to all rows."""
-        return AdjustedLogits(adjusted(logits, asked))
-
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
-        """Write tokens to the history of all rows."""
-        history.remember(tokens, counts=counts)
-
-    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
-        """Let each row keep at most as many tokens as it has masks for."""
-        return hold(tokens, masks)
-
-    def report(
-        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
-    ) -> TopLogprobs:
-        """Return the log-probabilities of all rows, as many as any may ask for."""
-        return top_logprobs(logits, chosen, min(MAX_REPORTED, logits.shape[1]))
-
-    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
-        """Return each position's most likely token."""
-        return sample_greedy(logits.own)
-
-    def draw(
-        self,
-        logits: AdjustedLogits,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        tables: DrawTables,
-        *,
-        truncates: bool = True,
-    ) -> torch.Tensor:
-        """Return a draw per position."""
-        temperature, seeds = (table.index_select(0, rows) for table in (tables.temperature, tables.seeds))
-        top_k, top_p, min_p = (table.index_select(0, rows) for table in tables.truncation)
-        return sample(logits.own, temperature, seeds, positions, (top_k, top_p, min_p) if truncates else None)
-
-
 class JoinedNormsLinear:
     """Tokens and states side by side, each normalized, then product."""
 
@@ -184,6 +138,12 @@ class TorchLMHead:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32. Shapes: x [N, H]."""
         return self._linear.in_float32(x if self._norm is None else self._norm(x), out)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], the gate first; returns [T, I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
 
 
 class NormGatedLinear:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.kernels.launch import Device, start
+from raypp.ops.cuda.launch import Device, start
 
 _TILE = 1024
 _MIN_ENTRIES = 128

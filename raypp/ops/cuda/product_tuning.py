@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.projection import FEW_ROWS, Tuning, Weights, shared_bytes
+from raypp.ops.cuda.launch import Device
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 
 MAX_ROWS = 64
 """Beyond, the library computes."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from raypp.ops.linear_in_float32 import linear_in_float32
+
 
 class Linear:
     """y = x W^T + b.
@@ -39,19 +41,6 @@ class Linear:
             return linear_in_float32(x, self._weight, out)
         y = self(x).to(torch.float32)
         return y if out is None else out.copy_(y)
-
-
-def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T, [T, N] float32, in `out` if that is given; not rounded to x's type before, but on a CPU.
-
-    Shapes: x [T, K]; weight [N, K]; out [T, N] float32.
-    """
-    if x.dtype == torch.float32:
-        return torch.mm(x, weight.t(), out=out)
-    if x.is_cuda:
-        return torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-    y = F.linear(x, weight).to(torch.float32)
-    return y if out is None else out.copy_(y)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

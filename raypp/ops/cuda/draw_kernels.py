@@ -1,4 +1,4 @@
-"""Choosing a token per row. Twins: `raypp.ops.sampling`, whose draws these are, and `raypp.ops.truncation`.
+"""Choosing a token per row. Twins: `raypp.ops.sample.draw`, whose draws these are, and `raypp.ops.sample.truncation`.
 
 Greedy tokens take one launch, in which the last program of a row compares what all have found. Draws take four:
 
@@ -25,12 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops import truncation as twin
-from raypp.ops.adjust import AdjustedLogits, DrawTables
-from raypp.ops.draw_sizes import MAX_NUM_BLOCKS, ROOM
-from raypp.ops.kernels.launch import Device, arrives_last, start
-from raypp.ops.kernels.noise import gumbel, key_of
-from raypp.ops.kernels.truncation import (
+from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.noise import gumbel, key_of
+from raypp.ops.cuda.thresholds import (
     amount_of_row,
     least_of_row,
     least_of_vector,
@@ -41,7 +38,9 @@ from raypp.ops.kernels.truncation import (
     value_of,
     weights,
 )
-from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.sample import truncation as twin
+from raypp.ops.sample.draw_sizes import MAX_NUM_BLOCKS, ROOM
+from raypp.ops.sample.tables import AdjustedLogits, DrawTables
 
 _TILE = 2048
 _MIN_PART = 4096

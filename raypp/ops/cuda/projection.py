@@ -7,7 +7,7 @@
 With a norm, which one or two rows alone may have, the norm's weight g is part of the product's weight already
 (`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
 rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.kernels.launch`). With a weight in 8 bits each output is
+before the previous kernel has finished (see `raypp.ops.cuda.launch`). With a weight in 8 bits each output is
 multiplied by its scale; element by element it is converted on the way, exactly, and tensor cores multiply it with x in
 8 bits: there converting would take longer than reading.
 
@@ -22,11 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.kernels.gate import silu
-from raypp.ops.kernels.launch import Device, arrives_last, start
-from raypp.ops.kernels.narrow import as_stored
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.quantize import quantize_rows
+from raypp.ops.cuda.between_products import as_stored, silu
+from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.quantize import quantize_rows
 
 FEW_ROWS = 2
 """Up to so many are multiplied element by element, and may be normalized on the way."""
@@ -54,7 +52,7 @@ class Weights:
 
 
 def quantize(weights: Weights) -> Weights:
-    """Return the same with the weight in 8 bits; see `raypp.ops.quantize`."""
+    """Return the same with the weight in 8 bits; see `raypp.ops.cuda.quantize`."""
     weight, scale = quantize_rows(weights.weight)
     return replace(weights, weight=weight, scale=scale)
 

@@ -1,4 +1,4 @@
-"""Attention of prefill rows by FlashInfer (arXiv:2501.01005; flashinfer-python 0.6).
+"""Attention of prefill rows: by FlashInfer (arXiv:2501.01005; flashinfer-python 0.6), or by torch where it cannot.
 
 The host knows the rows' lengths. It plans their work into one of a ring of buffers, which are copied to the device
 without waiting. Kernels are compiled when first used and cached on disk.
@@ -7,15 +7,28 @@ without waiting. Kernels are compiled when first used and cached on disk.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
 
 PREFILL_HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _LAYOUT = "HND"  # heads before tokens in a block, see raypp.ops.kv_cache
+
+
+class Prefill(Protocol):
+    """Attention of prefill rows."""
+
+    def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
+        """Return the plan of the batch's prefill rows."""
+
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the output to `out`; see `FlashInferPrefill`."""
 
 
 def missing_for_flashinfer(head_dim: int) -> str | None:
@@ -89,6 +102,56 @@ class FlashInferPrefill:
         step's tokens included.
         """
         plan.run(q, (kv_cache[0], kv_cache[1]), out=out)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SdpaRow:
+    """One prefill row: its tokens [start, end) of the queries, its blocks, and what each token sees."""
+
+    start: int
+    end: int
+    seq_len: int
+    blocks: torch.Tensor  # [blocks] int64
+    mask: torch.Tensor  # [query_len, seq_len] bool
+
+
+class SdpaPrefill:
+    """Attention of prefill rows by torch alone, row by row; see `FlashInferPrefill`, whose interface this has."""
+
+    def __init__(self, heads: Heads, block_size: int) -> None:
+        self._scale = heads.scale
+        self._block_size = block_size
+
+    def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
+        """Return the plan of the batch's prefill rows, for `run`."""
+        rows, start, block_size = [], 0, self._block_size
+        tables = batch.block_tables[batch.num_decode_rows :]
+        for table, query_len, seq_len in zip(
+            tables.unbind(0), batch.prefill_query_lens, batch.prefill_seq_lens, strict=False
+        ):
+            positions = torch.arange(seq_len, device=table.device)
+            mask = positions <= positions[seq_len - query_len :].unsqueeze(1)
+            rows.append(SdpaRow(start, start + query_len, seq_len, table[: -(-seq_len // block_size)].long(), mask))
+            start += query_len
+        return rows
+
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention's output to `out`. Shapes: q, out [T, Hq, D]; kv_cache as everywhere."""
+        assert isinstance(plan, list)
+        for row in plan:
+            keys, values = (
+                side.index_select(0, row.blocks).transpose(0, 1).flatten(1, 2)[:, : row.seq_len].unsqueeze(0)
+                for side in kv_cache
+            )
+            attended = F.scaled_dot_product_attention(
+                q[row.start : row.end].transpose(0, 1).unsqueeze(0),
+                keys,
+                values,
+                attn_mask=row.mask,
+                scale=self._scale,
+                enable_gqa=q.shape[1] != keys.shape[1],
+            )
+            out[row.start : row.end] = attended.squeeze(0).transpose(0, 1)
 
 
 def _prefix_sums(counts: list[int]) -> torch.Tensor:

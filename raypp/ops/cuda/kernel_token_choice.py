@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from raypp.ops.adjust import AdjustedLogits, Asked, HistoryTables, NewTokens
-from raypp.ops.draw_sizes import MAX_CHANGED_POSITIONS
-from raypp.ops.kernels.adjust import LogitAdjuster, remember
-from raypp.ops.kernels.launch import Device
-from raypp.ops.kernels.logprobs import Reporter
-from raypp.ops.kernels.sampling import TokenChooser
-from raypp.ops.kernels.verify import hold
-from raypp.ops.kernels.workspace import Workspace
-from raypp.ops.logprobs import TopLogprobs
-from raypp.ops.step_masks import StepMasks, YieldedTokens
+from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
+from raypp.ops.cuda.draw_kernels import TokenChooser
+from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.logprobs_kernel import Reporter
+from raypp.ops.cuda.verify import hold
+from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
+from raypp.ops.sample.logprobs import TopLogprobs
+from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
+from raypp.ops.sample.tables import AdjustedLogits, Asked, HistoryTables, NewTokens
 
 
 class KernelTokenChoice(TokenChooser):
-    """See `raypp.ops.backend.TokenChoice`. Buffers appear with their first use, which recordings come after.
+    """See `raypp.ops.sample.token_choice.TokenChoice`. Buffers are made at first use, before recording.
 
     Args:
         max_positions: The most positions of a call.
@@ -50,7 +49,7 @@ class KernelTokenChoice(TokenChooser):
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
     ) -> TopLogprobs:
-        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.kernels.logprobs`."""
+        """Return the log-probabilities of positions whose rows ask; see `raypp.ops.cuda.logprobs_kernel`."""
         if self._reporter is None:
             self._reporter = Reporter(self._max_positions, logits.shape[1], self._device)
         return self._reporter.report(logits, rows, chosen, num_reported)

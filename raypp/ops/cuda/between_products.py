@@ -1,4 +1,7 @@
-"""RMSNorm of rows in one launch, also of two kinds of rows side by side. Twin: `plain_torch.rms_norm`."""
+"""What a layer computes between its products, in one launch each: norms, the gate of an MLP, numbers of fewer bits.
+
+Twins of norm and gate: `raypp.ops.cuda.plain_torch`.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.kernels.launch import Device, start
-from raypp.ops.kernels.narrow import as_stored
+from raypp.ops.cuda.launch import Device, start
+
+_BLOCK = 1024  # elements of a program that takes rows in pieces
 
 
 def rms_norm(
@@ -65,6 +69,39 @@ def join_norms(
     return y
 
 
+def silu_and_mul(gate_up: torch.Tensor, device: Device) -> torch.Tensor:
+    """Return silu(gate) * up, [T, I]. Shapes: gate_up [T, 2 * I] contiguous, the gate first. Computed in float32."""
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    if num_tokens:
+        _silu_and_mul[(num_tokens, triton.cdiv(size, _BLOCK))](
+            gate_up,
+            y,
+            size,
+            BLOCK=_BLOCK,
+            OVERLAPS=device.has_dependent_launch,
+            num_warps=4,
+            **device.launch_options,
+        )
+    return y
+
+
+def narrow(x: torch.Tensor, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    """Return x as float16 or in 8 bits, as `narrowed` does. Shapes: x contiguous."""
+    y = torch.empty_like(x, dtype=dtype)
+    num_elements = x.numel()
+    if num_elements:
+        _narrow[(triton.cdiv(num_elements, _BLOCK),)](
+            x,
+            y,
+            num_elements,
+            BLOCK=_BLOCK,
+            OVERLAPS=device.has_dependent_launch,
+            **device.launch_options,
+        )
+    return y
+
+
 def _of_rows(size: int, device: Device) -> dict[str, Any]:
     """Return the options of a launch with a program per row."""
     block = triton.next_power_of_2(size)
@@ -74,6 +111,46 @@ def _of_rows(size: int, device: Device) -> dict[str, Any]:
         "num_warps": min(16, max(1, block // 512)),
         **device.launch_options,
     }
+
+
+@triton.jit
+def narrowed(value, dtype: tl.constexpr):
+    """Return float32 as float16 or in 8 bits; beyond the range it becomes its end, and what is no number stays none."""
+    tl.static_assert(dtype == tl.float16 or dtype == tl.float8e5 or dtype == tl.float8e4nv, "nothing to be cut for")
+    largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 57344.0 if dtype == tl.float8e5 else 448.0
+    return tl.clamp(value, -largest, largest, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def as_stored(value, y, CLAMPS: tl.constexpr):
+    """Return float32 as the type of what it is stored to; CLAMPS: its range is smaller than the model's type's."""
+    return narrowed(value, y.dtype.element_ty) if CLAMPS else value.to(y.dtype.element_ty)
+
+
+@triton.jit
+def _narrow(x, y, num_elements, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    start(OVERLAPS)
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < num_elements
+    value = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + element, narrowed(value, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def silu(x):
+    """Return x * sigmoid(x), float32."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _silu_and_mul(gate_up, y, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    start(OVERLAPS)
+    gate = tl.load(gate_up + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * size + column, (silu(gate) * up).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What rows ask of their logits, in one pass over those that ask. Twin: `raypp.ops.adjust`, whose tables these are.
+"""Changes the logits of rows that ask for it, in one pass over them. In plain torch: `raypp.ops.sample.adjust`.
 
     adjust (position, part)   copies and changes the part's logits; nothing where the row asks for nothing
     remember (row)            takes in what was generated
@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops import logits as twin
-from raypp.ops.adjust import AdjustedLogits, Asked, HistoryTables, Needs, NewTokens
-from raypp.ops.kernels.launch import Device, start
+from raypp.ops.cuda.launch import Device, start
+from raypp.ops.sample.adjust import BANNED
+from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN, AdjustedLogits, Asked, HistoryTables, Needs, NewTokens
 
 _TILE = 2048
 _MIN_PART = 8192
@@ -28,9 +28,9 @@ _BAD_WORDS = tl.constexpr(int(Needs.BAD_WORDS))
 _ALLOWED = tl.constexpr(int(Needs.ALLOWED))
 _CHANGES = tl.constexpr(int(Needs.CHANGES))
 _HISTORY = tl.constexpr(int(Needs.HISTORY))
-_BANNED = tl.constexpr(twin.BANNED)
-_ANY_TOKEN = tl.constexpr(twin.ANY_TOKEN)
-_NO_TOKEN = tl.constexpr(twin.NO_TOKEN)
+_BANNED = tl.constexpr(BANNED)
+_ANY_TOKEN = tl.constexpr(ANY_TOKEN)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
 class LogitAdjuster:
@@ -102,7 +102,7 @@ class LogitAdjuster:
 
 
 def remember(tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, device: Device, *, counts: bool) -> None:
-    """Write tokens to the history of rows that need it; see `raypp.ops.backend.TokenChoice.remember`."""
+    """Write tokens to the history of rows that need it; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
     rows, positions, num_valid, width = tokens.rows, tokens.positions, tokens.num_valid, tokens.token_ids.shape[1]
     if not len(rows):
         return

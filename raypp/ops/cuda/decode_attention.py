@@ -21,9 +21,8 @@ import triton
 import triton.language as tl
 
 from raypp.ops.attention import Heads
-from raypp.ops.kernels.launch import Device, arrives_last, start
-from raypp.ops.kernels.narrow import as_stored
-from raypp.ops.kernels.workspace import Workspace
+from raypp.ops.cuda.between_products import as_stored
+from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
 from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16

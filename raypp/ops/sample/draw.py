@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from raypp.ops.truncation import Truncation, may_draw
+from raypp.ops.sample.truncation import Truncation, may_draw
 
 _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _MIX_1 = -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9

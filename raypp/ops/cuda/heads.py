@@ -1,6 +1,6 @@
-"""From a projection to attention in one launch: heads are normalized (Qwen3) and rotated, keys and values appended.
+"""Heads in one launch: from a projection to attention (norm of heads in Qwen3, rotation, append), and a vision tower's.
 
-Twin: `append_heads` of tests/gpu/reference_ops.py.
+Twins: `append_heads` of tests/gpu/reference_ops.py, `raypp.ops.vision.rotate_qk_`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from raypp.ops.attention import Heads
-from raypp.ops.kernels.launch import Device, start
+from raypp.ops.cuda.launch import Device, start
 from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4
+_VISION_HEADS_PER_PROGRAM = 8
 
 
 def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, device: Device) -> Rotation:
@@ -85,6 +86,28 @@ def append_heads(
         **device.launch_options,
     )
     return q
+
+
+def rotate_qk_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, device: Device) -> torch.Tensor:
+    """Rotate queries and keys in place, in float32, and return `qkv`.
+
+    Shapes: qkv [P, 3, heads, D] contiguous: queries, keys, values; cos and sin [P, D / 2] float32.
+    """
+    num_patches, _, num_heads, head_dim = qkv.shape
+    if num_patches:
+        _rotate_qk[(num_patches, triton.cdiv(2 * num_heads, _VISION_HEADS_PER_PROGRAM))](
+            qkv,
+            cos,
+            sin,
+            NUM_HEADS=num_heads,
+            HALF=head_dim // 2,
+            BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+            HEADS=_VISION_HEADS_PER_PROGRAM,
+            OVERLAPS=device.has_dependent_launch,
+            num_warps=2,
+            **device.launch_options,
+        )
+    return qkv
 
 
 @triton.jit
@@ -160,3 +183,29 @@ def _append_heads(
     tl.store(kv_cell + HALF, turned_second, mask=inside & is_key[:, None])
     tl.store(kv_cell, first_in, mask=inside & is_value[:, None])
     tl.store(kv_cell + HALF, second_in, mask=inside & is_value[:, None])
+
+
+@triton.jit
+def _rotate_qk(
+    qkv,
+    cos,
+    sin,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    patch = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    pair = tl.arange(0, BLOCK_HALF)
+    inside = (head < 2 * NUM_HEADS)[:, None] & (pair < HALF)[None, :]
+    cell = qkv + patch * (6 * NUM_HEADS * HALF) + head[:, None] * (2 * HALF) + pair[None, :]
+    start(OVERLAPS)
+    c = tl.load(cos + patch * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    s = tl.load(sin + patch * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    first = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(cell + HALF, mask=inside, other=0.0).to(tl.float32)
+    dtype = qkv.dtype.element_ty
+    tl.store(cell, (first * c - second * s).to(dtype), mask=inside)
+    tl.store(cell + HALF, (second * c + first * s).to(dtype), mask=inside)

@@ -1,4 +1,4 @@
-"""How kernels are launched: the device's size, and the overlap of a kernel's start with the end of the one before.
+"""What all kernels are launched with: the device's size, shared scratch memory, and the overlap of their starts.
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9 and later)
 lets a kernel start while its predecessor still runs. What it may do before `start` returns is read what no kernel
@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_NUM_COUNTERS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,43 @@ class Device:
     def launch_options(self) -> dict[str, bool]:
         """Keyword arguments of every launch."""
         return {"launch_pdl": True} if self.has_dependent_launch else {}
+
+
+class Workspace:
+    """Scratch memory that kernels share: partial results of split work, and counters of who has finished.
+
+    One compute stream uses it, kernel after kernel, so all can have the same bytes. It is allocated at first use, as
+    large as the most that was reserved until then. Addresses never change after that: graphs hold them.
+
+    Args:
+        device: Where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._num_floats = 0
+        self._floats: torch.Tensor | None = None
+        self._counters: torch.Tensor | None = None
+
+    def reserve(self, num_floats: int) -> None:
+        """Say that a kernel will need so many. All reserve before any runs."""
+        if num_floats > self._num_floats:
+            assert self._floats is None, "reserved after the first use"
+            self._num_floats = num_floats
+
+    @property
+    def floats(self) -> torch.Tensor:
+        """Float32, of any content."""
+        if self._floats is None:
+            self._floats = torch.empty(self._num_floats, dtype=torch.float32, device=self._device)
+        return self._floats
+
+    @property
+    def counters(self) -> torch.Tensor:
+        """Int32, all zero between kernels; one per piece of work that several programs share."""
+        if self._counters is None:
+            self._counters = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=self._device)
+        return self._counters
 
 
 @triton.jit

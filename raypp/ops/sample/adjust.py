@@ -1,8 +1,10 @@
-"""What a request's parameters make of its logits before a token is chosen: bias, penalties, bans.
+"""What is done to logits before a token is chosen: bias, penalties, bans, allowed tokens, masks.
 
-All functions work in place on float32 logits and leave a row as it is, bit by bit, when its parameters are neutral: so
-rows with different parameters share a call, and a row's tokens do not depend on its neighbours. None synchronizes with
-the host, and all shapes are known to it, so any of them may be recorded in a CUDA graph.
+    logits --> bias --> penalties --> bans --> allowed tokens --> masks --> changed logits
+
+A row that asks for nothing keeps its logits, bit by bit, whatever other rows ask for: so rows with different parameters
+share a call. No function waits for the device, and the host knows all shapes, so a CUDA graph can hold each of them.
+Those that return nothing change float32 logits in place. `raypp.ops.cuda.adjust_kernel` does the same in one launch.
 
 N positions at which a token is chosen (a row may have several), V vocabulary.
 """
@@ -11,16 +13,47 @@ from __future__ import annotations
 
 import torch
 
+from raypp.ops.sample.tables import ANY_TOKEN, Asked, Needs
+
 BANNED = -1e30
 """The logit of a banned token. Finite, and still above a token that is not allowed at all: when bans leave nothing of
 what is allowed, the choice is made among that, not among everything."""
 
-ANY_TOKEN = -1
-"""Stands in `bad_words` before the beginning of a short word, and matches every token."""
 
-NO_TOKEN = -2
-"""Stands where there is no token: in a history before the beginning of a sequence, where it matches no word's token,
-and in a list of tokens behind the last one."""
+def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """Return the logits with everything done to them that needs and masks say, float32 [N, V].
+
+    What the needs name is done to all rows: it is neutral, bit by bit, for those that do not ask for it.
+
+    Shapes: logits [N, V], which stay as they are.
+    """
+    rows, positions, tables, history = asked.rows, asked.positions, asked.tables, asked.history
+    needs, widths, masks = asked.needs, asked.widths, asked.masks
+    if not needs.changes and masks is None:
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    if Needs.BIAS in needs:
+        token_ids, bias = (
+            table[:, : widths.biased].index_select(0, rows) for table in (tables.bias_token_ids, tables.bias)
+        )
+        add_bias(logits, token_ids.to(torch.int64), bias)
+    if Needs.PENALTIES in needs:
+        weights = (table.index_select(0, rows) for table in (tables.repetition, tables.frequency, tables.presence))
+        penalize(logits, *history.counts(rows, positions), *weights)
+    if Needs.MIN_TOKENS in needs:
+        end_token_ids = tables.end_token_ids[:, : widths.end_tokens].index_select(0, rows).to(torch.int64)
+        is_early = positions < tables.min_lengths.index_select(0, rows)
+        ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
+    if Needs.BAD_WORDS in needs:
+        words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)
+        is_banned = completes_bad_word(words, history.before(rows, positions, words.shape[2] - 1))
+        ban(logits, words[:, :, -1].to(torch.int64), is_banned)
+    if Needs.ALLOWED in needs:
+        allow_only(logits, tables.allowed.index_select(0, rows))
+    if masks is not None:
+        bits = masks.bitmasks.index_select(0, masks.mask_of.clamp(min=0))
+        allow_only(logits, bits.masked_fill_((masks.mask_of < 0).unsqueeze(1), -1))
+    return logits
 
 
 def add_bias(logits: torch.Tensor, token_ids: torch.Tensor, bias: torch.Tensor) -> None:

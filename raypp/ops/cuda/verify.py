@@ -1,7 +1,7 @@
 """How many tokens rows keep.
 
 verify    as many as drafts equal the model's tokens; remembers them. Twin: `raypp.specdec.draft_tables.DraftTables`
-hold      under a grammar, as many as there are masks for. Twin: `raypp.ops.step_masks.hold`
+hold      under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.step_masks import FREE, StepMasks, YieldedTokens
+from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens
 
 _FREE = tl.constexpr(FREE)
 
@@ -58,7 +58,7 @@ def verify_and_append(
 
 
 def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
-    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.step_masks.hold`."""
+    """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.step_masks.hold`."""
     rows, positions, token_ids, draft_ids = tokens.rows, tokens.positions, tokens.token_ids, tokens.draft_ids
     num_rows, width = token_ids.shape
     assert rows.is_contiguous()

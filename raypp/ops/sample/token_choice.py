@@ -1,0 +1,114 @@
+"""The choice of tokens: what the last stage's sampler calls, and how plain torch does it on any device.
+
+`raypp.ops.cuda.kernel_token_choice` has it in kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from raypp.ops.sample.adjust import adjusted
+from raypp.ops.sample.draw import sample, sample_greedy
+from raypp.ops.sample.draw_sizes import MAX_REPORTED
+from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
+from raypp.ops.sample.step_masks import StepMasks, YieldedTokens, hold
+from raypp.ops.sample.tables import AdjustedLogits, Asked, DrawTables, HistoryTables, NewTokens
+
+
+class TokenChoice(Protocol):
+    """Chooses tokens from logits; never waits for the device. N positions, V vocabulary."""
+
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+        """Do to the logits what rows and masks ask for; see `raypp.ops.sample.adjust.adjusted`. The model's own stay.
+
+        What it returns is valid until the next call.
+
+        Shapes: logits [N, V]; N at most `draw_sizes.MAX_CHANGED_POSITIONS`.
+        """
+
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
+        """Write tokens to the history of at least those rows whose needs ask for it.
+
+        Args:
+            tokens: What rows have generated, or drafts.
+            needs: By row; see `RowTables`.
+            history: Where to.
+            counts: Whether they are counted, or only among the last tokens.
+        """
+
+    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+        """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
+
+        See `raypp.ops.sample.step_masks.hold`.
+        """
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of the chosen tokens and of the most likely ones, valid until the next call.
+
+        Of a position whose row asks for n of the most likely, columns 0 to n count; of others, nothing does.
+
+        Shapes: logits [N, V], the model's own; rows, chosen [N] int64; num_reported by row, int32: 1 + n, at most
+        1 + `draw_sizes.MAX_REPORTED`; 0 for rows that do not ask.
+        """
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
+        """Return each position's most likely token, the lowest of equals, int64 [N]. Shapes: logits [N, V]."""
+
+    def draw(
+        self,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: DrawTables,
+        *,
+        truncates: bool = True,
+    ) -> torch.Tensor:
+        """Return a draw per position, int64 [N]; see `raypp.ops.sample.draw.sample`, whose draws these are.
+
+        Shapes: logits [N, V]; rows, positions [N] int64. `truncates` says whether any row does: kernels find that out
+        row by row, torch does it for all.
+        """
+
+
+class TorchTokenChoice:
+    """See `TokenChoice`."""
+
+    def adjust(self, logits: torch.Tensor, asked: Asked) -> AdjustedLogits:
+        """Do what needs and masks say to all rows."""
+        return AdjustedLogits(adjusted(logits, asked))
+
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
+        """Write tokens to the history of all rows."""
+        history.remember(tokens, counts=counts)
+
+    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+        """Let each row keep at most as many tokens as it has masks for."""
+        return hold(tokens, masks)
+
+    def report(
+        self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor
+    ) -> TopLogprobs:
+        """Return the log-probabilities of all rows, as many as any may ask for."""
+        return top_logprobs(logits, chosen, min(MAX_REPORTED, logits.shape[1]))
+
+    def greedy(self, logits: AdjustedLogits) -> torch.Tensor:
+        """Return each position's most likely token."""
+        return sample_greedy(logits.own)
+
+    def draw(
+        self,
+        logits: AdjustedLogits,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tables: DrawTables,
+        *,
+        truncates: bool = True,
+    ) -> torch.Tensor:
+        """Return a draw per position."""
+        temperature, seeds = (table.index_select(0, rows) for table in (tables.temperature, tables.seeds))
+        top_k, top_p, min_p = (table.index_select(0, rows) for table in tables.truncation)
+        return sample(logits.own, temperature, seeds, positions, (top_k, top_p, min_p) if truncates else None)
