@@ -1,4 +1,4 @@
-"""What attention over the paged KV cache must know, for a step that mixes decode and prefill rows.
+"""The heads of a layer, and a step's decode and prefill rows as attention over the paged KV cache sees them.
 
 A step's tokens lie in one dimension, decode rows first. All decode rows have the same number of query tokens, 1 + K;
 prefill rows have any. Queries attend causally to their row's cache, this step's tokens included.
@@ -31,16 +31,16 @@ class Heads:
 
     @property
     def scale(self) -> float:
-        """What multiplies the scores."""
+        """The factor of the scores."""
         return float(self.head_dim**-0.5)
 
 
 @dataclass(eq=False, slots=True)
 class AttentionBatch:
-    """What attention must know of a step; the same for all layers. R rows, T tokens.
+    """A step as attention sees it; the same for all layers. R rows, T tokens.
 
-    Tensors are the truth and live on the device; the integers are what the host knows when it plans, upper bounds where
-    a row's length depends on steps still in flight.
+    Tensors are exact, and on the device. Integers are what the host knows when it plans: upper bounds where a row's
+    length depends on steps still in flight.
     """
 
     num_decode_rows: int
@@ -53,7 +53,7 @@ class AttentionBatch:
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
     plan: object = None
-    """What the kernel set made ready of this for all layers; see `raypp.ops.backend.KernelSet.plan_attention`."""
+    """What the kernel set prepared for all layers; see `raypp.ops.backend.KernelSet.plan_attention`."""
     padded_out: torch.Tensor | None = None
     """[P, Hq * D] for a step that is padded to P tokens: where every layer's attention writes its T rows. Padding lies
     behind the step's tokens, belongs to no row, and `slot_mapping` [P] sends it to the null block."""
@@ -64,7 +64,7 @@ class AttentionBatch:
         return self.num_decode_rows * self.decode_query_len + sum(self.prefill_query_lens)
 
     def follow(self, step: AttentionBatch) -> None:
-        """Become that step, but for what has an address of its own: `slot_mapping` and `padded_out`."""
+        """Take over that step's fields, all but `slot_mapping` and `padded_out`, whose addresses stay."""
         self.num_decode_rows = step.num_decode_rows
         self.decode_query_len = step.decode_query_len
         self.query_start_loc = step.query_start_loc

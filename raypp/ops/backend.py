@@ -1,4 +1,4 @@
-"""The operations that layers and LM heads are made of; each device has them in a way of its own.
+"""Protocols of the operations that layers and LM heads are made of, and of the kernel sets that make them.
 
 A layer is five operations, and the LM head one. Each is made once, with its weights, and takes the fastest way for the
 rows it is given.
@@ -22,7 +22,7 @@ from raypp.ops.rotary import Rotation
 
 
 class Projection(Protocol):
-    """A product with a weight, and what goes before or after."""
+    """A product with a weight, with what is computed before and after it."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N]. Shapes: x [T, K] contiguous."""
@@ -80,13 +80,13 @@ class KernelSet(Protocol):
     def in_8_bits(self) -> KernelSet:
         """Return a set that shares its attention with this one, and reads fewer bytes where products have few rows.
 
-        There it rounds weights to 8 bits, where the device has kernels for that, and often what they multiply; for more
-        rows both stay as they are. For what may be slightly wrong.
+        For few rows it rounds weights to 8 bits, and often their inputs, where the device has kernels for that. For
+        more rows neither is rounded. Meant for draft heads, whose mistakes cost drafts and change no text.
         """
 
     @property
     def library_from_tokens(self) -> int:
-        """The number of tokens from which on no product that was made so far is computed by own kernels.
+        """The number of tokens from which on the library computes every product that was made so far.
 
         From there on a compiler may be given the projections: it sees the products and plain torch around them.
         """
@@ -152,7 +152,7 @@ class KernelSet(Protocol):
         """Return the attention of a layer with these heads."""
 
     def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
-        """Return what `Attention` rotates a step's tokens by, once for all layers; see `raypp.ops.rotary`.
+        """Return the rotation of a step's tokens for `Attention`, once for all layers; see `raypp.ops.rotary`.
 
         Shapes: positions [T] int64 and inverse_frequencies [D / 2]; or, along axes, [T, A] and [A, D / 2].
         """

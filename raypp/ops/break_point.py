@@ -1,12 +1,12 @@
-"""The mark of operations that no CUDA graph may hold: what they launch depends on what the host knows of the step.
+"""Marks operations that no CUDA graph may hold, because what they launch depends on what the host knows of the step.
 
     @break_point
     def attend(q, batch, out): ...
 
 A call of such an operation ends the graph that is being recorded, runs, and begins the next one. At every replay it is
 called again, with the same arguments: so what differs from step to step must be in an object or a buffer that is passed
-and changed, and what it writes must be a buffer that is passed. An operation that must be a break point and is not
-replays what it was told at the time of recording; see `raypp.graphs.debug`.
+and changed, and what it writes must be a buffer that is passed. An operation that should be marked
+and is not replays what the host knew at the time of recording; `raypp.graphs.debug` finds it.
 
 The idea is SGLang's breakable CUDA graph (2026).
 """
@@ -30,12 +30,12 @@ class Breakable(Protocol):
         """End the graph, call the operation now and at every replay, begin the next graph."""
 
 
-# Like the stream that torch records: a property of what the thread is doing, set by whoever records.
+# Per thread, like the stream that torch records to. Whoever records sets it.
 _in_progress: ContextVar[Breakable | None] = ContextVar("recording", default=None)
 
 
 def break_point(op: Callable[P, R]) -> Callable[P, R]:
-    """Mark an operation. Outside of a breakable recording it is called as ever."""
+    """Mark an operation. Outside of a breakable recording it is simply called."""
 
     @wraps(op)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

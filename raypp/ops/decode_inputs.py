@@ -1,4 +1,4 @@
-"""What a decode step's rows say to its layers: positions, KV slots, lengths, block tables. One launch on a GPU."""
+"""Makes the inputs of a decode step's layers: positions, KV slots, lengths, block tables. On a GPU in one launch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def decode_inputs(
     block_size: int,
     max_len: int,
 ) -> DecodeInputs:
-    """Write new entries into the tables, and return the inputs of the rows. Waits for nothing; graphs can hold it.
+    """Write new entries into the tables, and return the inputs of the rows. Never waits; a graph can hold it.
 
     Shapes: tables [max_rows, W] int32, of all rows; rows [R] int64; num_computed_tokens [R] int32. A position past a
     table's end counts as in its last block, a length past `max_len` as that.

@@ -1,4 +1,4 @@
-"""The fastest kernels that a device and an installation have, chosen once at start."""
+"""Chooses the fastest kernels that a device and an installation have, once at start."""
 
 from __future__ import annotations
 

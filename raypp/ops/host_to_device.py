@@ -1,8 +1,8 @@
-"""Copies from the host to the device that nobody waits for.
+"""Copies from the host to a device without waiting for them.
 
-A copy from ordinary memory makes the host wait until the stream has done all that it was given before: on a step's
-path that is the end of the step, and the neighbour's. From page-locked memory it is queued like a kernel. torch keeps
-such memory, and gives it out again only when the copies from it are done.
+A copy from ordinary memory makes the host wait until the stream has done all earlier work: within a step, until the
+end of that step and of the neighbour's. A copy from page-locked memory is queued like a kernel. torch keeps such
+memory, and gives it out again only when the copies from it are done.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def to_device_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """Return copies of several arrays: on a GPU parts of one, so that there is only one transfer."""
+    """Return copies of several arrays. On a GPU they are parts of one tensor, so there is only one transfer."""
     if device.type != "cuda":
         return [_copy(array) for array in arrays]
     starts, num_bytes = [], 0
@@ -63,7 +63,7 @@ def to_device_together(arrays: Sequence[NDArray[Any]], device: torch.device) -> 
 
 
 def _copy(array: NDArray[Any]) -> torch.Tensor:
-    """Return a copy in memory of torch's own: an empty array of numpy's has strides of 0, which views refuse."""
+    """Return a copy in torch's memory: an empty numpy array has strides of 0, which views refuse."""
     copied = torch.empty(array.shape, dtype=_TORCH_TYPES[array.dtype])
     copied.numpy()[...] = array
     return copied

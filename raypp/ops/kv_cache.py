@@ -34,7 +34,7 @@ def allocate_kv_cache(
 
 
 def _zeros_on_demand(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that the system finds memory for when they are first written; torch would write all of them now."""
+    """Return zeros whose memory the system allocates when they are first written; torch would write all of them now."""
     num_bytes = count * dtype.itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT

@@ -1,4 +1,4 @@
-"""The product behind the LM head: float32 logits of weights and states that may be in 16 bits."""
+"""A product of weights and states in 16 bits whose result is float32: the logits of an LM head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 
 def linear_in_float32(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x W^T, [T, N] float32, in `out` if that is given; not rounded to x's type before, but on a CPU.
+    """Return x W^T, [T, N] float32, in `out` if that is given. Only a CPU rounds it to x's type first.
 
     Shapes: x [T, K]; weight [N, K]; out [T, N] float32.
     """

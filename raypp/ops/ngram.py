@@ -1,4 +1,4 @@
-"""N-gram drafts: what followed the last occurrence of a row's newest tokens in its own text.
+"""Proposes n-gram drafts: the tokens that followed the last occurrence of a row's newest tokens in its own text.
 
 The idea is prompt lookup decoding (A. Saxena, 2023). Of all earlier places whose last n tokens equal the row's last n
 tokens, the one with the longest n from `min_n` to `max_n` wins, and among equals the newest. The row's end itself is
@@ -69,7 +69,7 @@ def propose_ngrams(
 def propose_ngrams_by_row(
     tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `propose_ngrams` returns. Everything lies in main memory."""
+    """Return what `propose_ngrams` returns, row by row, of tensors in main memory."""
     window = tokens.shape[1]
     table: NDArray[np.int32] = tokens.numpy()
     draft_ids = np.empty((len(rows), num_drafts), np.int32)

@@ -11,7 +11,7 @@ import torch
 
 
 class Rotation(NamedTuple):
-    """What a step's tokens are rotated by. T tokens, D head_dim.
+    """Cosines and sines of a step's tokens. T tokens, D head_dim.
 
     Of `rotation`: cos [T, 1, 1, D / 2]; sin [T, 1, 2, D / 2], minus the sine for the first half of a head, the sine for
     the second. Kernels have shapes of their own, see `raypp.ops.cuda.heads`.

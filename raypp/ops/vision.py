@@ -1,4 +1,4 @@
-"""What vision towers compute beside plain products: attention within pictures, rotation of heads, GELU by tanh."""
+"""Operations of vision towers: attention within each picture, rotation of queries and keys, a product with GELU."""
 
 from __future__ import annotations
 

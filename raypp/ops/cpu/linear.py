@@ -1,7 +1,7 @@
-"""Linear layers: the weight is kept in the form that is fastest on its device.
+"""A linear layer whose weight is kept in oneDNN's blocked form where the CPU has that.
 
-On a CPU that is oneDNN's own blocked form, packed once at load and instead of the plain one. It is read from memory at
-twice the rate, and from two rows on computes 2 to 5 times as fast, see docs/design/0002-cpu-attention.md.
+The weight is packed once at load, in place of the plain one. It is read from memory at twice the rate, and from two
+rows on computes 2 to 5 times as fast, see docs/design/0002-cpu-attention.md.
 """
 
 from __future__ import annotations

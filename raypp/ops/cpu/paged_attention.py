@@ -1,4 +1,4 @@
-"""The CPU path of attention: plain torch, few calls per layer, everything shared by the layers computed once.
+"""Attention over the paged KV cache in plain torch, for CPUs: few calls per layer; what layers share is computed once.
 
     decode rows   in groups of similar length whose gathered KV fits the CPU's cache:
                   one gather per group, then batched products with a query head group per KV head
@@ -148,7 +148,7 @@ def _attend_decode(
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_rows, length = group.num_rows, group.length
     gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks)
-    # What others left there may be infinite or no number, and that times a weight of 0 is no number either.
+    # Other rows may have left infinity or NaN there, and a weight of 0 times that is NaN.
     gathered.view(-1, head_dim).index_fill_(0, group.behind, 0)
     if gathered.dtype != group.mask.dtype:
         gathered = gathered.to(group.mask.dtype)

@@ -1,6 +1,6 @@
-"""Plain torch, on any device: the CPU's kernels, and what a GPU falls back to.
+"""The kernel set in plain torch, for any device: the CPU's, and a GPU's in float32 or without Triton.
 
-On a GPU attention asks the device for lengths in every step, so these cannot be captured in a CUDA graph.
+On a GPU its attention asks the device for lengths in every step, so a CUDA graph cannot hold it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Changes the logits of rows that ask for it, in one pass over them. In plain torch: `raypp.ops.sample.adjust`.
+"""Changes the logits of rows that ask for it, in one pass over them. Twin: `raypp.ops.sample.adjust`.
 
     adjust (position, part)   copies and changes the part's logits; nothing where the row asks for nothing
-    remember (row)            takes in what was generated
+    remember (row)            writes tokens to the history of a row that needs it
 
-A program has a part of the vocabulary to itself: what it changes token by token (biases, bans) it writes and reads
-again between barriers of its own.
+Each part of the vocabulary belongs to one program. It changes single tokens (biases, bans) by writing and reading them
+between barriers of its own.
 """
 
 from __future__ import annotations

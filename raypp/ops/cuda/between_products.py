@@ -1,6 +1,6 @@
-"""What a layer computes between its products, in one launch each: norms, the gate of an MLP, numbers of fewer bits.
+"""Kernels between a layer's products: norms, the gate of an MLP, conversion to fewer bits. One launch each.
 
-Twins of norm and gate: `raypp.ops.cuda.plain_torch`.
+Twins: `raypp.ops.cuda.plain_torch`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _of_rows(size: int, device: Device) -> dict[str, Any]:
 
 @triton.jit
 def narrowed(value, dtype: tl.constexpr):
-    """Return float32 as float16 or in 8 bits; beyond the range it becomes its end, and what is no number stays none."""
+    """Return float32 as float16 or in 8 bits. What is beyond the range is set to its end; NaN stays NaN."""
     tl.static_assert(dtype == tl.float16 or dtype == tl.float8e5 or dtype == tl.float8e4nv, "nothing to be cut for")
     largest: tl.constexpr = 65504.0 if dtype == tl.float16 else 57344.0 if dtype == tl.float8e5 else 448.0
     return tl.clamp(value, -largest, largest, propagate_nan=tl.PropagateNan.ALL).to(dtype)
@@ -123,7 +123,7 @@ def narrowed(value, dtype: tl.constexpr):
 
 @triton.jit
 def as_stored(value, y, CLAMPS: tl.constexpr):
-    """Return float32 as the type of what it is stored to; CLAMPS: its range is smaller than the model's type's."""
+    """Return float32 as y's type. CLAMPS says that its range is smaller than that of the model's type."""
     return narrowed(value, y.dtype.element_ty) if CLAMPS else value.to(y.dtype.element_ty)
 
 
@@ -155,7 +155,7 @@ def _silu_and_mul(gate_up, y, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr)
 
 @triton.jit
 def _normalized(row, column, inside, size, eps):
-    """Return a row, float32, over its root mean square."""
+    """Return a row divided by its root mean square, float32."""
     value = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
     return value * tl.rsqrt(tl.sum(value * value, 0) / size + eps)
 

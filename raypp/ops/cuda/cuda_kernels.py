@@ -1,4 +1,4 @@
-"""The kernels of an NVIDIA GPU: own Triton kernels where fusion pays, FlashInfer for prefill, cuBLAS for many rows."""
+"""The kernel set of an NVIDIA GPU: Triton kernels where fusion pays, FlashInfer for prefill, cuBLAS for many rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CudaKernels:
         self._block_size = block_size
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
-        self._attention: list[CudaAttention] = []  # that of all layers, once there is one; copies share it
+        self._attention: list[CudaAttention] = []  # empty, or that of all layers; copies share the list
         self._most_own_rows = 0
         self._has_8_bits = False
 
@@ -60,7 +60,7 @@ class CudaKernels:
 
     @property
     def library_from_tokens(self) -> int:
-        """One more than the most rows that own kernels multiply."""
+        """One more than the most rows that own kernels ever multiply."""
         return 1 + self._most_own_rows
 
     def norm_linear(
@@ -154,7 +154,7 @@ class CudaKernels:
 
 
 class LayerAttention:
-    """One layer's part of the attention that all share."""
+    """One layer's view of the attention that all layers share."""
 
     def __init__(self, attention: CudaAttention, heads: Heads, is_before_8_bits: bool) -> None:
         self._attention = attention
@@ -207,7 +207,7 @@ class JoinedNormsLinear:
 
 
 class SeparateNorm:
-    """A norm before an LM head whose weight others use too, so that the norm's own cannot be folded into it."""
+    """A norm before an LM head whose weight others use as well, so the norm's weight cannot be folded into it."""
 
     def __init__(self, norm: Norm, head: LMHead) -> None:
         self._norm = norm
@@ -219,16 +219,16 @@ class SeparateNorm:
 
 
 class CudaProjection:
-    """A product with what goes before and after, by own kernels or the library, as its rows are few or many.
+    """A product with its norm before it and its gate or sum after it: by own kernels for few rows, else by the library.
 
-    While a compiler looks, it is the library's product with plain torch around: there is nothing to fuse in kernels.
+    While torch.compile traces it, it is the library's product with plain torch around, which the compiler can fuse.
 
     Args:
         weights: Of the product.
         device: Where it runs.
         workspace: For products that are split.
-        in_8_bits: The same for own kernels to read; None: `weights`.
-        is_float32: Whether the product, without bias or gate, is float32, else it is of the weight's type.
+        in_8_bits: The same in 8 bits, for own kernels; None: they read `weights`.
+        is_float32: Whether the result is float32, for products without bias or gate; else it has the weight's type.
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class CudaProjection:
         return max(self._own, default=0)
 
     def input_type(self, num_rows: int, *, is_normed: bool) -> torch.dtype:
-        """Return the type of which so many rows had best come."""
+        """Return the type that the inputs of so many rows should have."""
         dtype = input_type_in_8_bits(num_rows, is_normed=is_normed) if self._is_in_8_bits else None
         return dtype or self._weights.weight.dtype
 
@@ -293,7 +293,7 @@ class CudaProjection:
         return residual if weights.bias is None else residual.add_(weights.bias)
 
     def _output_type(self, num_rows: int) -> torch.dtype:
-        if self._weights.is_gated:  # what comes behind has as many rows, and is in 8 bits if this is
+        if self._weights.is_gated:  # the next product has as many rows, and is in 8 bits if this one is
             return self.input_type(num_rows, is_normed=False)
         return torch.float32 if self._is_float32 else self._weights.weight.dtype
 

@@ -71,7 +71,7 @@ def tune_decode(
 
 
 def _power_of_2(wanted: float, most: int) -> int:
-    """Return how many splits to make where so many would be best: a tenth too few are enough."""
+    """Return the power of two next to the wanted number of splits; a tenth too few are enough."""
     return min(most, 1 << max(0, math.ceil(math.log2(wanted / 1.1))))
 
 
@@ -220,12 +220,12 @@ class TritonDecode:
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
     def _filled(self, query_len: int) -> int:
-        """Return the queries of a program, without those that only fill a tile."""
+        """Return the number of a program's queries, without those that only fill a tile."""
         return int(triton.next_power_of_2(query_len * self._group))
 
 
 def _parts_at_once(num_splits: int, num_elements: int) -> int:
-    """Return how many splits' results are added at once: registers for fewer programs where there are many."""
+    """Return how many splits' results are added at once. More take more registers of each program."""
     at_once = min(num_splits, max(1, max(2048, 256 * num_splits) // num_elements))
     return 1 << (at_once.bit_length() - 1)  # an arrangement's size is a power of two
 
@@ -337,7 +337,7 @@ def _decode_attention(
         begin = split * split_len
         for tile in range(begin, tl.minimum(begin + split_len, context), TILE):
             token = tile + token_in_tile
-            # Past the length may be anything, also what is no number: its scores are replaced, its values not read.
+            # Past the length there may be anything, NaN included: its scores are replaced, and its values are not read.
             in_context = (token < context)[:, None]
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
             offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D

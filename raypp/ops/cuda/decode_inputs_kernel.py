@@ -1,6 +1,6 @@
-"""The inputs of a decode step in one launch. Twin: the torch half of `raypp.ops.decode_inputs`.
+"""Makes the inputs of a decode step in one launch. Twin: the torch half of `raypp.ops.decode_inputs`.
 
-Every program writes all new entries before it reads its own row: what the others write is the same.
+Every program writes all new entries of the block tables before it reads its own row; all write the same.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from raypp.ops.cuda.launch import Device, start
 
 _TILE = 1024
 _MIN_ENTRIES = 128
-"""Fewer are padded: each power of two is a kernel to be compiled, and a program has as many threads anyway."""
+"""Fewer entries are padded to this number: each power of two would be one more kernel to compile."""
 _OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "positions", "slot_mapping"]
-"""Arguments of which a program touches a few elements: where they begin is not worth a kernel of its own."""
+"""Arguments of which a program reads a few elements. Their alignment is not worth one more compiled kernel."""
 
 
 def decode_inputs(

@@ -1,4 +1,4 @@
-"""Choosing a token per row. Twins: `raypp.ops.sample.draw`, whose draws these are, and `raypp.ops.sample.truncation`.
+"""Chooses a token per row, greedily or by a draw. Twins: `raypp.ops.sample.draw`, `raypp.ops.sample.truncation`.
 
 Greedy tokens take one launch, in which the last program of a row compares what all have found. Draws take four:
 
@@ -14,7 +14,7 @@ So logits are read twice and never sorted, and noise is computed for tokens that
 highest of the blocks' highest logits: k tokens reach it, and mostly few more. The lowest logit that stays is found bit
 by bit, as an integer in the order of the logits: the highest one that enough tokens reach, or tokens of enough weight.
 
-Of equal tokens the lowest wins, whatever the order in which parts finish.
+Of equally likely tokens the one with the lowest id wins, in whatever order the parts finish.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class TokenChooser:
 
 
 class _Truncated:
-    """What the three launches of a draw hand on, by row."""
+    """Buffers by row through which the launches of a draw hand results on."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         self.block = max(triton.next_power_of_2(triton.cdiv(vocab_size, MAX_NUM_BLOCKS - 1)), _MIN_BLOCK)
@@ -182,7 +182,7 @@ class _Truncated:
 
 
 def _tensors(logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what kernels take; without changed logits, anything in their place."""
+    """Return the kernels' arguments. Without changed logits they read none, and any tensor takes their place."""
     if logits.changed is None or logits.is_changed is None:
         return logits.own, logits.own, logits.own
     return logits.own, logits.changed, logits.is_changed

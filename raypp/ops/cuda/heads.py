@@ -1,4 +1,4 @@
-"""Heads in one launch: from a projection to attention (norm of heads in Qwen3, rotation, append), and a vision tower's.
+"""Kernels that prepare heads for attention: norm (Qwen3), rotation and append to the cache; a vision tower's rotation.
 
 Twins: `append_heads` of tests/gpu/reference_ops.py, `raypp.ops.vision.rotate_qk_`.
 """

@@ -1,4 +1,4 @@
-"""The kernels that choose tokens, together: what the last stage's sampler calls on a GPU."""
+"""The choice of tokens by kernels: what the last stage's sampler calls on a GPU."""
 
 from __future__ import annotations
 

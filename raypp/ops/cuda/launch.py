@@ -1,4 +1,4 @@
-"""What all kernels are launched with: the device's size, shared scratch memory, and the overlap of their starts.
+"""What every launch needs: the device's size, shared scratch memory, and the overlap with the kernel before.
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9 and later)
 lets a kernel start while its predecessor still runs. What it may do before `start` returns is read what no kernel
@@ -20,7 +20,7 @@ _NUM_COUNTERS = 1 << 16
 
 @dataclass(frozen=True)
 class Device:
-    """What kernels must know of where they run.
+    """The properties of a device that launches depend on.
 
     Args:
         torch_device: Where tensors are.

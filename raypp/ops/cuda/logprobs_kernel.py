@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones. Twin: `raypp.ops.sample.logprobs`.
+"""Computes log-probabilities of chosen tokens and of the most likely ones. Twin: `raypp.ops.sample.logprobs`.
 
     report (position, part)   the part's most likely tokens, the sum of its probabilities, and how many are likelier
                               than the chosen token; the last part of a position joins what all have found

@@ -1,4 +1,4 @@
-"""N-gram drafts in one launch, over the whole token table at memory speed. Twin: `raypp.ops.ngram.propose_ngrams`.
+"""Proposes n-gram drafts in one launch, by reading the whole token table. Twin: `raypp.ops.ngram.propose_ngrams`.
 
     program (row, part): look through a part of the row for the newest longest match -> atomic maximum over the parts
     whoever of a row's programs comes last gathers the drafts, and leaves the scratch as it found it

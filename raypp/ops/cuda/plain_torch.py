@@ -1,4 +1,4 @@
-"""What a compiler sees in the place of kernels: a norm and a gate in plain torch, which tests compare kernels with."""
+"""A norm and a gate in plain torch: what torch.compile gets in place of kernels, and tests compare kernels with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention of prefill rows: by FlashInfer (arXiv:2501.01005; flashinfer-python 0.6), or by torch where it cannot.
+"""Attention of prefill rows by FlashInfer (arXiv:2501.01005; flashinfer-python 0.6), or by torch where that is missing.
 
-The host knows the rows' lengths. It plans their work into one of a ring of buffers, which are copied to the device
-without waiting. Kernels are compiled when first used and cached on disk.
+The host knows the rows' lengths, and plans their work. FlashInfer's plans lie in a ring of buffers, which are copied to
+the device without waiting; its kernels are compiled when they are first used, and cached on disk.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def missing_for_flashinfer(head_dim: int) -> str | None:
 class FlashInferPrefill:
     """Attention of prefill rows, planned on the host: a break point of graphs.
 
-    A plan is written to pinned memory and copied from there by the device. Whoever plans anew in the same entry waits
-    for that copy; steps that take entries in turn find it done.
+    A plan is written to pinned memory and copied from there by the device. Planning anew in the same entry waits for
+    that copy; steps take entries in turn, and find it done.
 
     Args:
         heads: Of all layers.
@@ -136,7 +136,7 @@ class SdpaPrefill:
         return rows
 
     def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the attention's output to `out`. Shapes: q, out [T, Hq, D]; kv_cache as everywhere."""
+        """Write the attention's output to `out`. Shapes: see `FlashInferPrefill.run`."""
         assert isinstance(plan, list)
         for row in plan:
             keys, values = (

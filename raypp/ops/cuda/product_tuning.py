@@ -1,4 +1,4 @@
-"""Which way a product takes, by its rows and shape. Figures: docs/design/0130-products-of-few-rows.md.
+"""Chooses how a product is computed, by its rows and shape. Figures: docs/design/0130-products-of-few-rows.md.
 
 The library (cuBLAS) reads weights at about 80 % of the memory's rate when rows are few, and takes 5 us however small
 the weight; from some number of rows on it is compute that counts, and cuBLAS is better at that.
@@ -15,20 +15,20 @@ from raypp.ops.cuda.launch import Device
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 
 MAX_ROWS = 64
-"""Beyond, the library computes."""
+"""With more rows, the library computes."""
 
 MAX_ROWS_IN_8_BITS = 64
-"""Beyond, the library multiplies weights as they were before they were rounded."""
+"""With more rows, the library multiplies the weights that were not rounded."""
 
 _SMALL_WEIGHT_BYTES = 16 << 20
-"""With more than 32 rows the library is as good from here on; below, its fixed time per product counts."""
+"""With more than 32 rows the library is as fast for weights of this size. For smaller ones its fixed time counts."""
 
 _LARGE_WEIGHT_BYTES = 128 << 20
-"""An LM head: with more than few rows it is the library's, but for a draft head's in 8 bits."""
+"""Weights of this size are LM heads: the library's from three rows on, but for those in 8 bits."""
 
-_PIECE = 8192  # elements of the weight that one row's program has a sum of each for
-_PIECE_BYTES = 16 << 10  # that it asks for at once
-_WHOLE_ROW_BYTES = 8 << 10  # of the weight's rows that it asks for as a whole
+_PIECE = 8192  # elements of the weight with a sum of each, in a program of one row
+_PIECE_BYTES = 16 << 10  # of the weight that such a program loads at once
+_WHOLE_ROW_BYTES = 8 << 10  # the longest row of the weight that it loads as a whole
 _MAX_SPLITS = 4
 
 
@@ -37,7 +37,7 @@ class OwnProduct:
     """How own kernels compute a product.
 
     Args:
-        weights: That they read; without a norm where they do not normalize.
+        weights: What they read, without a norm where they do not normalize.
         tuning: How the work is cut.
     """
 
@@ -46,15 +46,15 @@ class OwnProduct:
 
     @classmethod
     def of(cls, weights: Weights, num_rows: int, tuning: Tuning) -> OwnProduct:
-        """Return a product that normalizes itself where so many rows may."""
+        """Return a product that normalizes its input itself where rows are few enough."""
         return cls(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
 
 
 def input_type_in_8_bits(num_rows: int, *, is_normed: bool = False) -> torch.dtype | None:
-    """Return the type of which x of a product in 8 bits had best come; None: of the model's.
+    """Return the type that the input x of a product in 8 bits should have; None: the model's.
 
-    Where tensor cores multiply, in 8 bits as well: with a bit more of precision where a norm has just given it a root
-    mean square of 1, else with float16's range.
+    Tensor cores take x in 8 bits as well: in the more precise format after a norm, whose root mean square is 1, else in
+    the format with float16's range.
     """
     if num_rows > MAX_ROWS_IN_8_BITS:
         return None
@@ -83,7 +83,7 @@ def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning
 
 
 def _tune_strips(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
-    """With tensor cores."""
+    """Return the cut of a product by tensor cores; None where the library is faster."""
     if weights.scale is not None:
         return _tune_rows_in_8_bits(num_rows, weights, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
     if weights.is_gated:
@@ -96,7 +96,7 @@ def _tune_strips(num_rows: int, weights: Weights, device: Device) -> Tuning | No
 
 
 def _tune_row(weights: Weights) -> Tuning:
-    """Whole rows of the weight at once where they are short enough: all is asked for before the input is there."""
+    """Return the cut for one row: short rows of the weight are loaded as a whole, before the input is there."""
     inputs, element_bytes = triton.next_power_of_2(weights.num_inputs), weights.weight.element_size()
     piece = _PIECE_BYTES // element_bytes
     if inputs * element_bytes > _WHOLE_ROW_BYTES:
@@ -106,14 +106,14 @@ def _tune_row(weights: Weights) -> Tuning:
 
 
 def _tune_few(weights: Weights) -> Tuning:
-    """Smaller pieces than of one row: every row has sums of its own."""
+    """Return the cut for few rows: smaller pieces than for one, since every row has sums of its own."""
     if weights.is_gated:
         return Tuning(outputs=8, inputs=256)
     return Tuning(outputs=4, inputs=512 if weights.num_inputs >= 4096 else 1024)
 
 
 def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 64 outputs at least, which tensor cores take as they are; wider ones where there are enough of them.
+    """Return the cut in 8 bits: strips of at least 64 outputs, wider where there are enough of them.
 
     Others are split along K until every processor has three programs, for half the bytes of 16 bits take half the
     time; with more than 32 rows, one.
@@ -129,7 +129,7 @@ def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tun
 
 
 def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
-    """Strips of 64 outputs, split along K until every processor has a program, or two where rows leave room for them.
+    """Return the cut: strips of 64 outputs, split along K until every processor has a program, with few rows two.
 
     The parts of a split go through memory, and one program waits for all of them.
     """

@@ -1,15 +1,15 @@
-"""Products with few rows, as fast as their weights can be read: norm before, gate or sum after, all in one launch.
+"""Products with few rows, with the norm before and the gate or sum after them in one launch.
 
     1 or 2 rows   each program multiplies some rows of the weight with x element by element, and sums at the end
     more          each program multiplies a strip of the weight with all of x by tensor cores; the strip may be split
                   along K, then the last part to finish adds the parts, in their order: the same bits every time
 
-With a norm, which one or two rows alone may have, the norm's weight g is part of the product's weight already
-(`fold_norm`), the squares of x are summed beside, and the result is scaled at the end: norm(x) W^T = (x (W * g)^T) /
-rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight is asked for
-before the previous kernel has finished (see `raypp.ops.cuda.launch`). With a weight in 8 bits each output is
-multiplied by its scale; element by element it is converted on the way, exactly, and tensor cores multiply it with x in
-8 bits: there converting would take longer than reading.
+One or two rows may be normalized in the same launch. The norm's weight g is folded into the product's weight before
+(`fold_norm`); the kernel sums the squares of x beside the product, and scales the result at the end: norm(x) W^T =
+(x (W * g)^T) / rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight
+is loaded before the previous kernel has finished (see `raypp.ops.cuda.launch`). With a weight in 8 bits each output is
+multiplied by its scale. The first way converts the weight element by element, exactly; tensor cores multiply it with x
+in 8 bits, since converting would take longer than reading.
 
 Twin: `linear` of tests/gpu/reference_ops.py.
 """
@@ -27,7 +27,7 @@ from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.quantize import quantize_rows
 
 FEW_ROWS = 2
-"""Up to so many are multiplied element by element, and may be normalized on the way."""
+"""Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Weights:
 
 
 def quantize(weights: Weights) -> Weights:
-    """Return the same with the weight in 8 bits; see `raypp.ops.cuda.quantize`."""
+    """Return these weights in 8 bits; see `raypp.ops.cuda.quantize`."""
     weight, scale = quantize_rows(weights.weight)
     return replace(weights, weight=weight, scale=scale)
 
@@ -181,13 +181,13 @@ def project(
 
 
 def _padded(num_rows: int, weights: Weights) -> int:
-    """Return the rows of a tile: the least on that side of a product that tensor cores take of this type."""
+    """Return the rows of a tile: the smallest number that tensor cores take of this type."""
     return max(8 if weights.scale is None else 16, int(triton.next_power_of_2(num_rows)))
 
 
 @triton.jit
 def _load(pointer, inside, IS_EVEN: tl.constexpr):
-    """Return what lies inside, 0 elsewhere; with no mask at all where all pieces are whole."""
+    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
     if IS_EVEN:
         return tl.load(pointer)
     return tl.load(pointer, mask=inside, other=0.0)
@@ -231,8 +231,8 @@ def _squared(squares, values, ROWS: tl.constexpr):
 def _multiplied(totals, piece, values, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
     """Return each row's products with those of one more piece of the weight.
 
-    TOGETHER inputs, which lie side by side and so with one thread, have one sum: with several rows there are no
-    registers for more.
+    TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
+    more.
     """
     sums, weight = (), piece.to(tl.float32)
     shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)

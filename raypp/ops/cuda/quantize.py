@@ -1,4 +1,4 @@
-"""Weights in 8 bits: float8_e4m3fn with a float32 scale per output, so that each row uses all of the format's range."""
+"""Rounds weights to 8 bits: float8_e4m3fn with a float32 scale per output, so that each uses the whole range."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from raypp.ops.cuda.prefill_attention import FlashInferPrefill, Prefill, SdpaPre
 from raypp.ops.rotary import Rotation
 
 MAX_FUSED_TOKENS = 16
-"""Up to so many tokens of decode rows, attention makes its heads itself: they are made once per split and KV head."""
+"""Up to so many tokens of decode rows, the attention kernel makes the heads itself, once per split and KV head."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class CudaAttention:
         out: torch.Tensor | None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return one layer's output, [T, Hq * D], as `dtype` where one of own kernels makes all of it.
+        """Return one layer's output, [T, Hq * D], as `dtype` where there are decode rows alone.
 
         See `raypp.ops.backend.Attention`.
         """
@@ -106,7 +106,7 @@ class CudaAttention:
     def _attend_any_rows(
         self, q: torch.Tensor, scale: float, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
-        """Attend rows whose number and lengths are the host's to know: what is launched depends on them."""
+        """Attend rows whose number and lengths only the host knows: what is launched depends on them."""
         self._attend_rows(q, scale, kv_cache, batch, out)
 
     def _attend_rows(

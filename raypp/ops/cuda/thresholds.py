@@ -1,7 +1,7 @@
-"""Thresholds of truncated rows, found bit by bit. Twin: `raypp.ops.sample.truncation`, which says what stays.
+"""Functions for kernels that find the threshold of a truncated row bit by bit. Twin: `raypp.ops.sample.truncation`.
 
-A logit is taken as an integer in the order of the logits. The threshold is the highest integer that enough tokens
-reach, or tokens of enough weight.
+Logits are turned into integers of the same order. The threshold is the highest integer that enough tokens reach, or
+tokens of enough weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def logits_of(row, logits, changed, is_changed, vocab_size, HAS_CHANGED: tl.cons
 
 @triton.jit
 def load_logits(of_row, token, vocab_size):
-    """Return a row's logits of some tokens, float32; -inf behind the vocabulary, and infinity for what is no number."""
+    """Return a row's logits of some tokens, float32: -inf behind the vocabulary, infinity for NaN."""
     value = tl.load(of_row + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
     return tl.where(value != value, float("inf"), value)
 

@@ -1,7 +1,8 @@
-"""How many tokens rows keep.
+"""Kernels that decide how many tokens a row keeps.
 
-verify    as many as drafts equal the model's tokens; remembers them. Twin: `raypp.specdec.draft_tables.DraftTables`
-hold      under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
+verify   as many as its drafts equal the model's tokens; writes them to the token table.
+         Twin: `raypp.specdec.draft_tables.DraftTables`
+hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosing a token per row from logits, so that a request's text depends on its own seed alone.
+"""Draws a token per row from its logits, so that a request's text depends on its own seed alone.
 
 A draw is the argmax of `logits / temperature + Gumbel noise`, which has exactly the softmax distribution (the
 Gumbel-max trick, E. J. Gumbel 1954). The noise is a pure function of (seed, position, token id): not of the batch, not
@@ -103,7 +103,7 @@ def draw_scores(
     positions: torch.Tensor,
     truncation: Truncation | None = None,
 ) -> torch.Tensor:
-    """Return what a draw takes the largest of, float32 [R, V]: tempered, truncated logits with noise.
+    """Return the scores of a draw, float32 [R, V], whose largest wins: tempered, truncated logits with noise.
 
     Shapes: logits [R, V]; temperature [R] float32; seeds, positions [R] int64; truncation, or None when no row
     truncates. No noise where the temperature is 0.

@@ -1,4 +1,4 @@
-"""What choosing tokens keeps on a GPU. Known to the plan, so without torch."""
+"""Sizes of the buffers that a GPU keeps for the choice of tokens. The plan asks for them, so this imports no torch."""
 
 from __future__ import annotations
 

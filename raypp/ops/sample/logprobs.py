@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most likely ones. N positions, V vocabulary."""
+"""Computes log-probabilities of chosen tokens and of the most likely ones. N positions, V vocabulary."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What grammars say of one step: which tokens they allow at its positions, and how many tokens each row may keep.
+"""The masks of grammars in one step: the tokens that they allow, and how many tokens each row may keep.
 
-Y rows that the sampler chooses for, N positions at which it does, K drafts, W words of a bit mask. The kernel's twin is
+Y rows that the sampler chooses for, N positions at which it does, K drafts, W words of a bit mask. The kernel is
 `raypp.ops.cuda.verify.hold`.
 """
 
@@ -42,8 +42,7 @@ class YieldedTokens:
 def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
     """Let each row keep at most as many tokens as it has masks for; return the rows' lengths, int64 [Y].
 
-    A row that keeps none has its last token in front of what it yields, so that whoever looks for the last one there
-    finds it.
+    A row that keeps none gets its last token as the first that it yields, where others look for its last one.
     """
     rows, token_ids, num_drafts = tokens.rows, tokens.token_ids, masks.draft_ids.shape[1]
     allowed, is_free = masks.num_masks, masks.num_masks == FREE

@@ -1,4 +1,4 @@
-"""Tables of fixed width with what rows ask of the choice of their tokens, and what a step asks of its positions.
+"""Tables of rows' parameters for the choice of tokens, of fixed width, and what a step asks at its positions.
 
 S rows of the tables, N positions at which a token is chosen (a row may have several), V vocabulary, W words of a mask.
 """
@@ -39,12 +39,12 @@ class Needs(IntFlag):
 
     @property
     def history(self) -> bool:
-        """Whether it matters what was generated before."""
+        """Whether earlier tokens matter."""
         return bool(self & Needs.HISTORY)
 
     @property
     def changes(self) -> Needs:
-        """Those that change the logits themselves, before the grammar and the temperature; in their order."""
+        """Those that change the logits themselves, before grammar and temperature, in this order."""
         return self & Needs.CHANGES
 
 
@@ -102,7 +102,7 @@ class NewTokens:
 
 
 class HistoryTables(Protocol):
-    """What was seen so far, by row. See `raypp.stage.token_history.TokenHistory`."""
+    """Tokens that were seen so far, by row. See `raypp.stage.token_history.TokenHistory`."""
 
     last: torch.Tensor
     """[S, H] int32, the token at position p in column p % H."""

@@ -1,6 +1,6 @@
-"""The choice of tokens: what the last stage's sampler calls, and how plain torch does it on any device.
+"""The choice of tokens as the last stage's sampler calls it: the protocol, and plain torch for any device.
 
-`raypp.ops.cuda.kernel_token_choice` has it in kernels.
+`raypp.ops.cuda.kernel_token_choice` does it by kernels.
 """
 
 from __future__ import annotations

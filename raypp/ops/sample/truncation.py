@@ -1,4 +1,4 @@
-"""Which tokens a row may draw: top-k, then top-p of what is left, and min-p.
+"""Finds the tokens that a row may draw: top-k, then top-p of what is left, and min-p.
 
 All three are defined by what is likelier than a token, so equally likely tokens stay or go together. Probabilities are
 integers, so their sums do not depend on the order of addition: a CPU and a GPU keep exactly the same tokens.
