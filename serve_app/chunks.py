@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raypp.errors import RayppError
-from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
+from raypp.openai_api.from_outputs import ResponseHead, reason_of
 from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
@@ -52,6 +52,7 @@ class ChunkWriter:
         self._make_parser = prepared.make_parser if isinstance(prepared, PreparedChat) else None
         self._is_echoed = isinstance(prepared, PreparedCompletion) and prepared.echo
         self._shown = prepared.shown
+        self._usage_of = prepared.usage
         name = "text_completion" if self._make_parser is None else "chat.completion.chunk"
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
         self._head = json.dumps(fields, separators=(",", ":"))[:-1]
@@ -78,7 +79,7 @@ class ChunkWriter:
             yield error_event(error)
             return
         if self._with_usage:
-            yield self._chunk("", usage_of(list(self._last.values())).model_dump_json())
+            yield self._chunk("", self._usage_of(list(self._last.values())).model_dump_json())
         yield DONE
 
     def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
@@ -110,7 +111,9 @@ class ChunkWriter:
             fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
         choice.num_tokens = len(completion.token_ids)
         choice.is_begun, choice.is_finished = True, completion.finish_reason is not None
-        usage = usage_of([output]).model_dump_json() if self._with_every_usage else "null" if self._with_usage else ""
+        usage = (
+            self._usage_of([output]).model_dump_json() if self._with_every_usage else "null" if self._with_usage else ""
+        )
         return self._chunk(json.dumps(fields, separators=(",", ":")), usage)
 
     def _chunk(self, choice: str, usage: str) -> str:
@@ -121,7 +124,7 @@ class ChunkWriter:
         self, index: int, choice: _Choice, text: str, output: RequestOutput, delta: MessageDelta | None
     ) -> dict[str, Any]:
         if delta is not None:
-            new = delta.plain()
+            new = delta.plain(as_function_call=choice.parser is not None and choice.parser.as_function_call)
             if not choice.is_begun:
                 new = {"role": "assistant", "content": ""} | new
             return {"index": index, "delta": new}

@@ -58,7 +58,8 @@ class Tokenizer:
         )
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
         self._max_tokens = max_tokens
-        self._max_token_chars = max(map(len, self._hf.get_vocab()), default=1)
+        self._vocabulary: dict[str, int] = self._hf.get_vocab()
+        self._max_token_chars = max(map(len, self._vocabulary), default=1)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32s]:
         """Return each text's token ids, int32 [T].
@@ -142,10 +143,13 @@ class Tokenizer:
             text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
         return text
 
+    def token_id(self, text: str) -> int | None:
+        """Return the token that a text is, if it is one of its own."""
+        return self._vocabulary.get(text)
+
     def has_tokens(self, *texts: str) -> bool:
         """Return whether each of these texts is a token of its own."""
-        vocabulary = self._hf.get_vocab()
-        return all(text in vocabulary for text in texts)
+        return all(text in self._vocabulary for text in texts)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token as the vocabulary has it; ids that it does not know are empty."""
@@ -161,11 +165,10 @@ class Tokenizer:
     @cached_property
     def byte_token_ids(self) -> frozenset[int]:
         """The tokens of a byte fallback, `<0x00>` to `<0xFF>`; empty where they are no bytes to the decoder."""
-        vocabulary = self._hf.get_vocab()
-        found = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
-        if None in found or self.decode([found[ord("A")]]) != "A":
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        if not self.has_tokens(*names) or self.decode([self._vocabulary[names[ord("A")]]]) != "A":
             return frozenset()
-        return frozenset(found)
+        return frozenset(self._vocabulary[name] for name in names)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

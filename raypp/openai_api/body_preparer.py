@@ -18,8 +18,7 @@ from raypp.errors import RequestError
 from raypp.messages import Int32s
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.conventions import ChatConventions
-from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.conventions import ChatConventions, begins_in_thought, num_thought_tokens
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import NO_DEFAULTS
 from raypp.pictures.content import has_pictures
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 _MAX_INLINE_CHARS = 16_384
 """About a millisecond of tokenizing. More would hold up every stream of the replica."""
-_PROMPT_END = 40
-"""Characters that tell whether a prompt leaves off inside of a thought."""
 
 
 class BodyPreparer:
@@ -157,13 +154,16 @@ class BodyPreparer:
         prompt = await self.conversation(request)
         check_context_length(len(prompt.token_ids), self._max_model_len, param="messages")
         # The text as it was rendered: tokens that are special have none any more when it is decoded.
-        prompt_end = (prompt.text or "")[-_PROMPT_END:]
-        params = request.sampling_params(self._max_model_len, self.conventions, prompt_end, self._sampling_defaults)
-
-        def make_parser() -> MessageParser:
-            return request.parser(self.conventions, prompt_end)
-
-        return PreparedChat(prompt, params, make_parser)
+        is_thinking = self.conventions.has_thoughts and begins_in_thought(prompt.text or "")
+        params = request.sampling_params(
+            self._max_model_len, self.conventions, is_thinking=is_thinking, defaults=self._sampling_defaults
+        )
+        return PreparedChat(
+            prompt,
+            params,
+            make_parser=partial(request.parser, self.conventions, is_thinking=is_thinking),
+            num_reasoning=partial(num_thought_tokens, self.tokenizer, is_begun=is_thinking),
+        )
 
     async def _completion(
         self, request: CompletionRequest, check_tokens: Callable[[int, int], None]

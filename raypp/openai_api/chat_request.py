@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
-from raypp.openai_api.conventions import ChatConventions, begins_in_thought
+from raypp.openai_api.chat_messages import Message, conversation_of
+from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
     Entries,
     Integer,
-    LenientModel,
     RequestFields,
     RequestModel,
     make_sampling_params,
     naming_form,
 )
-from raypp.openai_api.tools import Tool, ToolChoice, ToolUse, tool_use
+from raypp.openai_api.tools import (
+    FunctionDefinition,
+    FunctionName,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    function_use,
+    tool_use,
+    tools_of,
+)
 from raypp.types import SamplingParams
 
 _PLAIN = ChatConventions()
@@ -47,66 +55,6 @@ _NOT_FOR_TEMPLATES = frozenset(
     }
 )
 """Arguments of the rendering itself. Whoever sends a request must not bring the template: it is a program."""
-
-
-class TextPart(LenientModel):
-    """A piece of text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ImageUrl(LenientModel):
-    """Where an image is."""
-
-    url: str
-    """`data:image/...;base64,...` or an address."""
-    detail: Literal["auto", "low", "high"] | None = None
-    """Taken and ignored: images keep their size."""
-
-
-class ImagePart(LenientModel):
-    """An image between the texts."""
-
-    type: Literal["image_url"]
-    image_url: ImageUrl
-
-
-ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
-
-
-class FunctionCall(LenientModel):
-    """A call that the model made."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-    """A JSON object as text, as OpenAI has it; or the object itself."""
-
-
-class ToolCall(LenientModel):
-    """A call that the model made, and its id."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class Message(LenientModel):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Entries[ContentPart] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: Any = None
-    """Another name of `reasoning_content`, if it is text."""
-    tool_calls: Entries[ToolCall] | None = None
-    tool_call_id: str | None = None
-    function_call: Any = None
-    """Only null: calls are in `tool_calls`."""
-    audio: Any = None
-    """Only null."""
 
 
 class ResponseFormat(RequestModel):
@@ -137,6 +85,10 @@ class ChatRequest(RequestFields):
     """`auto`, the default, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several times; by default it may."""
+    functions: Entries[FunctionDefinition] | None = None
+    """The older form of `tools`; calls then come back as `function_call`, at most one."""
+    function_call: Literal["none", "auto"] | FunctionName | None = None
+    """The older form of `tool_choice`, beside `functions`."""
     modalities: Entries[Literal["text", "audio"]] | None = None
     """Only text."""
     reasoning_effort: str | None = None
@@ -148,8 +100,8 @@ class ChatRequest(RequestFields):
     @property
     def form_param(self) -> str:
         """The field that holds the answer to a form, where one does."""
-        if self.structured_outputs is not None and self.structured_outputs.given():
-            return "structured_outputs"
+        if self.constraint():
+            return super().form_param
         wanted = self.response_format
         return "response_format" if wanted is not None and wanted.type != "text" else "tools"
 
@@ -162,15 +114,14 @@ class ChatRequest(RequestFields):
         Raises:
             RequestError: images for a model that takes none, or something else that the template would not be shown.
         """
-        for index, message in enumerate(self.messages):
-            _check_message(message, f"messages[{index}]", takes_images=takes_images)
-        return plain_conversation([_fields_of(message) for message in self.messages])
+        return conversation_of(self.messages, takes_images=takes_images)
 
     def sampling_params(
         self,
         max_model_len: int,
         conventions: ChatConventions = _PLAIN,
-        prompt_end: str = "",
+        *,
+        is_thinking: bool = False,
         defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> SamplingParams:
         """Return how to sample; without a limit, here or among the defaults, up to the engine's `max_model_len`.
@@ -178,7 +129,7 @@ class ChatRequest(RequestFields):
         Args:
             max_model_len: The most tokens of a request, prompt and output together.
             conventions: How the model writes thoughts and calls.
-            prompt_end: The end of the rendered conversation.
+            is_thinking: Whether the prompt leaves off inside of a thought.
             defaults: Fields of `SamplingParams` that hold where the body says nothing.
 
         Raises:
@@ -186,12 +137,12 @@ class ChatRequest(RequestFields):
         """
         self._check_supported()
         given = self.given_params(defaults)
-        if (constraint := self._form(conventions, prompt_end).constraint()) is not None:
+        if (constraint := self._form(conventions, is_thinking).constraint()) is not None:
             if given.get("structured_outputs"):
                 raise RequestError(
-                    "structured_outputs beside response_format or tools that hold the answer to a form",
+                    f"{self.form_param} beside response_format or tools that hold the answer to a form",
                     expected="one of them",
-                    param="structured_outputs",
+                    param=self.form_param,
                 )
             given["structured_outputs"] = constraint
         if self.max_completion_tokens is not None:
@@ -228,22 +179,23 @@ class ChatRequest(RequestFields):
             )
         kwargs = {**self._effort_kwargs(conventions, given), **given}
         if self._tool_use() is not None:
-            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or tools_of(self.functions)]
         return kwargs
 
-    def parser(self, conventions: ChatConventions, prompt_end: str = "") -> MessageParser:
+    def parser(self, conventions: ChatConventions, *, is_thinking: bool = False) -> MessageParser:
         """Return a parser for one of the answers.
 
         Args:
             conventions: How the model writes thoughts and calls.
-            prompt_end: The end of the rendered conversation.
+            is_thinking: Whether the prompt leaves off inside of a thought.
         """
         use = self._tool_use()
         return MessageParser(
             has_thoughts=conventions.has_thoughts,
             calls=None if use is None else conventions.calls,
-            begins_in_thought=conventions.has_thoughts and begins_in_thought(prompt_end),
+            begins_in_thought=is_thinking,
             must_call=use is not None and use.must_call,
+            as_function_call=self._has_functions,
         )
 
     def _effort_kwargs(self, conventions: ChatConventions, given: dict[str, Any]) -> dict[str, Any]:
@@ -264,10 +216,23 @@ class ChatRequest(RequestFields):
             )
         return kwargs
 
-    def _tool_use(self) -> ToolUse | None:
-        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+    @property
+    def _has_functions(self) -> bool:
+        return self.functions is not None or self.function_call is not None
 
-    def _form(self, conventions: ChatConventions, prompt_end: str) -> AnswerForm:
+    def _tool_use(self) -> ToolUse | None:
+        if not self._has_functions:
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools is not None or self.tool_choice is not None:
+            raise RequestError(
+                "functions or function_call beside tools or tool_choice",
+                expected="the one or the other",
+                hint="functions are the older form of tools: leave them out",
+                param="functions",
+            )
+        return function_use(self.functions, self.function_call)
+
+    def _form(self, conventions: ChatConventions, is_thinking: bool) -> AnswerForm:
         use = self._tool_use()
         if use is not None and conventions.calls is None:
             raise RequestError(
@@ -278,7 +243,6 @@ class ChatRequest(RequestFields):
                 param="tools",
             )
         wanted = self.response_format
-        is_thinking = conventions.has_thoughts and begins_in_thought(prompt_end)
         may_think = conventions.has_thoughts and self.template_kwargs(conventions).get("enable_thinking") is not False
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),
@@ -300,28 +264,3 @@ class ChatRequest(RequestFields):
             raise RequestError(
                 "modalities other than text", got=self.modalities, expected='["text"]', param="modalities"
             )
-
-
-def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
-    for name, hint in (("function_call", "send calls as tool_calls"), ("audio", "send its transcript as content")):
-        if (value := getattr(message, name)) is not None:
-            raise RequestError(
-                f"a message with {name}", got=repr(value)[:80], expected="null", hint=hint, param=f"{where}.{name}"
-            )
-    if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
-        raise RequestError(
-            "this model takes no images",
-            got="a part of type image_url",
-            expected="text only",
-            param=f"{where}.content",
-        )
-
-
-def _fields_of(message: Message) -> dict[str, Any]:
-    fields = message.model_dump(exclude_none=True)
-    reasoning = fields.pop("reasoning", None)
-    if isinstance(reasoning, str):
-        fields.setdefault("reasoning_content", reasoning)
-    if not fields.get("tool_calls", True):
-        del fields["tool_calls"]
-    return fields

@@ -92,6 +92,27 @@ class ChatConventions:
         )
 
 
-def begins_in_thought(prompt_end: str) -> bool:
-    """Return whether a prompt leaves off inside of a thought, by the end of its text."""
-    return prompt_end.rstrip().endswith(THINK)
+def begins_in_thought(prompt: str) -> bool:
+    """Return whether a prompt leaves off inside of a thought: at the beginning of one, as templates leave it."""
+    return prompt.rstrip().endswith(THINK)
+
+
+def num_thought_tokens(tokenizer: Tokenizer, token_ids: list[int], *, is_begun: bool = False) -> int:
+    """Return how many tokens of an answer are the thought in front of it, its tags included.
+
+    Args:
+        tokenizer: The model's.
+        token_ids: The answer.
+        is_begun: Whether the prompt leaves off inside of the thought.
+    """
+    begin, end = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+    if begin is None or end is None:
+        return 0
+    start = 0
+    if not is_begun:
+        at = (index for index, token in enumerate(token_ids) if not tokenizer.token_text(token).isspace())
+        start = next(at, len(token_ids))
+        if token_ids[start : start + 1] != [begin]:
+            return 0
+    behind = token_ids.index(end, start) + 1 if end in token_ids else len(token_ids)
+    return behind - start

@@ -16,6 +16,7 @@ from raypp.openai_api.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    CompletionTokensDetails,
     FinishReason,
     PromptTokensDetails,
     Usage,
@@ -46,16 +47,25 @@ class ResponseHead:
         return cls(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model)
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return how many tokens the requests had, together."""
+def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[list[int]], int] | None = None) -> Usage:
+    """Return how many tokens the requests had, together.
+
+    Args:
+        outputs: The engine's.
+        num_reasoning: Returns how many of a continuation's tokens are thoughts; None: nobody asks.
+    """
+    texts = [completion.token_ids for output in outputs for completion in output.outputs]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    num_output = sum(map(len, texts))
     num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_output,
         total_tokens=num_prompt + num_output,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        completion_tokens_details=None
+        if num_reasoning is None
+        else CompletionTokensDetails(reasoning_tokens=sum(map(num_reasoning, texts))),
     )
 
 
@@ -64,6 +74,7 @@ def chat_completion(
     output: RequestOutput,
     params: SamplingParams,
     make_parser: Callable[[], MessageParser] = _no_conventions,
+    num_reasoning: Callable[[list[int]], int] | None = None,
 ) -> ChatCompletion:
     """Return a finished conversation's answers.
 
@@ -72,6 +83,7 @@ def chat_completion(
         output: The engine's.
         params: How it was sampled.
         make_parser: Of a parser for each answer.
+        num_reasoning: As of `usage_of`.
     """
     parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
     return ChatCompletion(
@@ -90,7 +102,7 @@ def chat_completion(
             )
             for completion, (message, finish_reason) in zip(output.outputs, parsed, strict=True)
         ],
-        usage=usage_of([output]),
+        usage=usage_of([output], num_reasoning),
         prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
     )
 
@@ -98,19 +110,23 @@ def chat_completion(
 def _parsed(completion: CompletionOutput, parser: MessageParser) -> tuple[AssistantMessage, FinishReason | None]:
     """Return the message that an answer's text is, and why it ended."""
     delta = parser.feed(completion.text, is_last=True)
-    calls = [{name: value for name, value in call.plain().items() if name != "index"} for call in delta.calls]
+    plain = delta.plain(as_function_call=parser.as_function_call)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in plain.get("tool_calls", ())]
     message = AssistantMessage(
-        content=delta.content or (None if calls else ""),
+        content=delta.content or (None if delta.calls else ""),
         reasoning_content=delta.reasoning or None,
         tool_calls=calls or None,
+        function_call=plain.get("function_call"),
     )
     return message, reason_of(completion, parser)
 
 
 def reason_of(completion: CompletionOutput, parser: MessageParser) -> FinishReason | None:
-    """Return why an answer ended; `tool_calls` when it ended by itself and calls something."""
+    """Return why an answer ended; `tool_calls` (or `function_call`) when it ended by itself and calls something."""
     reason = completion.finish_reason
-    return "tool_calls" if reason == "stop" and parser.num_calls else reason
+    if reason != "stop" or not parser.num_calls:
+        return reason
+    return "function_call" if parser.as_function_call else "tool_calls"
 
 
 def completion(

@@ -40,14 +40,21 @@ class MessageDelta:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
-    def plain(self) -> dict[str, Any]:
-        """Return it in OpenAI's shape, without what is empty."""
+    def plain(self, *, as_function_call: bool = False) -> dict[str, Any]:
+        """Return it in OpenAI's shape, without what is empty.
+
+        Args:
+            as_function_call: Name the first call in the older form; it has no room for others.
+        """
         fields: dict[str, Any] = {}
         if self.reasoning:
             fields["reasoning_content"] = self.reasoning
         if self.content:
             fields["content"] = self.content
-        if self.calls:
+        if as_function_call:
+            if (first := next((call for call in self.calls if call.index == 0), None)) is not None:
+                fields["function_call"] = first.plain()["function"]
+        elif self.calls:
             fields["tool_calls"] = [call.plain() for call in self.calls]
         return fields
 
@@ -72,6 +79,7 @@ class MessageParser:
         calls: CallSyntax | None,
         begins_in_thought: bool = False,
         must_call: bool = False,
+        as_function_call: bool = False,
     ) -> None:
         """Begin before the first character.
 
@@ -80,7 +88,9 @@ class MessageParser:
             calls: How the calls that are looked for are written; None: what looks like one is content.
             begins_in_thought: Whether the prompt has begun one.
             must_call: Whether the text is held to calls: what is none is the beginning of one that was cut off.
+            as_function_call: Whether calls are told in the older form; see `MessageDelta.plain`.
         """
+        self.as_function_call = as_function_call
         self._calls = calls
         self._must_call = must_call
         self._place = _Place.THOUGHT if begins_in_thought else _Place.START if has_thoughts else self._behind_thoughts

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from raypp.api.picture_prompts import EncodedPrompt
-from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion, usage_of
 from raypp.openai_api.message_parser import MessageParser
-from raypp.openai_api.responses import ChatCompletion, Completion
+from raypp.openai_api.responses import ChatCompletion, Completion, Usage
 from raypp.types import RequestOutput, SamplingParams
 
 
@@ -23,6 +23,8 @@ class PreparedChat:
     params: SamplingParams
     make_parser: Callable[[], MessageParser]
     """Of a parser for each answer."""
+    num_reasoning: Callable[[list[int]], int] = lambda _: 0
+    """Returns how many of an answer's tokens are thoughts."""
 
     @property
     def prompts(self) -> list[EncodedPrompt]:
@@ -36,7 +38,11 @@ class PreparedChat:
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         """Return the response of the finished output."""
         [output] = outputs
-        return chat_completion(head, output, self.params, self.make_parser)
+        return chat_completion(head, output, self.params, self.make_parser, self.num_reasoning)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """Return how many tokens the answers have so far."""
+        return usage_of(outputs, self.num_reasoning)
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,10 @@ class PreparedCompletion:
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> Completion:
         """Return the response of the finished outputs, one per prompt."""
         return completion(head, [self.shown(output) for output in outputs], self.params, echo=self.echo)
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
+        """Return how many tokens the continuations have so far."""
+        return usage_of(outputs)
 
 
 Prepared = PreparedChat | PreparedCompletion

@@ -175,6 +175,14 @@ class RequestFields(RequestModel):
     """Log-probabilities of the prompt's tokens, and of this many alternatives."""
     structured_outputs: StructuredOutputsFields | None = None
     """What the text has to be, all of it (vLLM)."""
+    guided_json: dict[str, Any] | str | None = None
+    """`structured_outputs` with `json_schema`, by vLLM's older name."""
+    guided_regex: str | None = None
+    """`structured_outputs` with `regex`, likewise."""
+    guided_choice: Entries[str] | None = None
+    """`structured_outputs` with `choice`, likewise."""
+    guided_grammar: str | None = None
+    """`structured_outputs` with `grammar`, likewise."""
     priority: Integer | None = Field(default=None, ge=-(2**31), lt=2**31)
     """Smaller is earlier, where the engine schedules by priority."""
     request_id: str | None = Field(default=None, min_length=1, max_length=128, pattern=_NO_CONTROLS)
@@ -199,16 +207,41 @@ class RequestFields(RequestModel):
     @property
     def form_param(self) -> str:
         """The field that holds the text to a form, where one does."""
-        return "structured_outputs"
+        return next((name for name in _GUIDED if getattr(self, name) is not None), "structured_outputs")
+
+    def constraint(self) -> dict[str, Any]:
+        """Return what `structured_outputs` or one of its other names asks for, by the engine's names; maybe nothing.
+
+        Raises:
+            RequestError: it is asked for by two names.
+        """
+        given = {} if self.structured_outputs is None else self.structured_outputs.given()
+        by_name = {name: value for name in _GUIDED if (value := getattr(self, name)) is not None}
+        if len(names := [*(["structured_outputs"] if given else []), *by_name]) > 1:
+            raise RequestError(
+                "the form of the text is given twice",
+                got=" and ".join(names),
+                expected="one of them",
+                hint="the guided_ fields are other names of structured_outputs: send that alone",
+                param=names[-1],
+            )
+        return given | {_GUIDED[name]: value for name, value in by_name.items()}
 
     def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
         given = {**defaults, **given}
-        if self.structured_outputs is not None:
-            given["structured_outputs"] = self.structured_outputs.given()
+        if constraint := self.constraint():
+            given["structured_outputs"] = constraint
         return given
 
+
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 _SAMPLING_FIELDS = (
     "max_tokens",

@@ -6,14 +6,21 @@ from typing import Any, Literal
 
 from raypp.openai_api.request_fields import OpenAIModel
 
-FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
-"""OpenAI has `stop`, `length` and `tool_calls`; a request that was aborted says so."""
+FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
+"""OpenAI has all but the last two; a request that was aborted says so."""
 
 
 class PromptTokensDetails(OpenAIModel):
     """Where the prompt's tokens came from."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(OpenAIModel):
+    """What the generated tokens were."""
+
+    reasoning_tokens: int
+    """Tokens of thoughts, their tags included."""
 
 
 class Usage(OpenAIModel):
@@ -23,6 +30,8 @@ class Usage(OpenAIModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+    """Of a chat."""
 
 
 class TopLogprob(OpenAIModel):
@@ -75,6 +84,8 @@ class AssistantMessage(OpenAIModel):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    """The older form, for requests with `functions`."""
 
 
 class ChatChoice(OpenAIModel):
@@ -132,6 +143,7 @@ class Delta(OpenAIModel):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
 
 
 class ChunkChoice(OpenAIModel):

@@ -126,5 +126,26 @@ def tool_use(
     return ToolUse(tuple(tools), must_call=choice == "required", may_call_several=several)
 
 
+def tools_of(functions: Sequence[FunctionDefinition] | None) -> list[Tool]:
+    """Return functions, the older form of tools, as tools."""
+    return [Tool(type="function", function=function) for function in functions or ()]
+
+
+def function_use(
+    functions: Sequence[FunctionDefinition] | None, choice: Literal["none", "auto"] | FunctionName | None
+) -> ToolUse | None:
+    """Return `tool_use` of functions; one answer calls one of them.
+
+    Raises:
+        RequestError: a choice that the functions do not have.
+    """
+    named = NamedToolChoice(type="function", function=choice) if isinstance(choice, FunctionName) else choice
+    try:
+        return tool_use(tools_of(functions), named, parallel_tool_calls=False)
+    except RequestError as error:
+        error.param = "functions" if error.param == "tools" else "function_call"
+        raise
+
+
 def _plain(choice: ToolChoice | None) -> object:
     return choice.function.name if isinstance(choice, NamedToolChoice) else choice

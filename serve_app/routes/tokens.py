@@ -8,7 +8,8 @@ from fastapi import APIRouter
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.chat_request import ChatRequest, Message
+from raypp.openai_api.chat_messages import Message
+from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.request_fields import Entries, OpenAIModel, RequestModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext

@@ -71,7 +71,11 @@ def complete(tokenizer: Tokenizer, *, max_model_len: int = 1000, **fields: Any) 
 def answered(prepared: PreparedChat | PreparedCompletion, text: str, **more: Any) -> dict[str, Any]:
     """Return the first choice of the response to an engine that wrote this."""
     completion = CompletionOutput(
-        index=0, text=text, token_ids=[5], finish_reason="length", **more.pop("of_choice", {})
+        index=0,
+        text=text,
+        token_ids=[5],
+        finish_reason=more.pop("reason", "length"),
+        **more.pop("of_choice", {}),
     )
     output = RequestOutput(
         request_id="r",
@@ -175,6 +179,44 @@ def test_a_forced_call_that_is_cut_off_is_no_content(tiny: Tokenizer, choice: An
     free = answered(prepare(tiny, tools=tools), cut)["message"]
     assert cut.endswith(free["content"])
     assert free["content"]
+
+
+def test_functions_are_answered_in_their_own_form(tiny: Tokenizer) -> None:
+    prepared = prepare(tiny, functions=[PING])
+    choice = answered(prepared, '<tool_call>\n{"name": "ping", "arguments": {"n": 1}}\n</tool_call>', reason="stop")
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"] == {"name": "ping", "arguments": '{"n": 1}'}
+    assert (choice["message"]["content"], choice["message"]["tool_calls"]) == (None, None)
+    assert answered(prepared, "no", reason="stop")["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_thoughts"),
+    [
+        ("<think>\nso\n</think>\n\nhello", "<think>\nso\n</think>"),
+        ("\n<think>so it never ends", "<think>so it never ends"),
+        ("hello <think>so</think>", ""),
+        ("hello", ""),
+    ],
+)
+def test_thoughts_are_counted(tiny: Tokenizer, text: str, num_thoughts: str) -> None:
+    ids, thought = (ids.tolist() for ids in tiny.encode([text, num_thoughts]))
+    completion = CompletionOutput(index=0, text=text, token_ids=ids, finish_reason="stop")
+    metrics = RequestMetrics(arrival_time_s=0.0)
+    output = RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=True, metrics=metrics
+    )
+    usage = prepare(tiny).response(ResponseHead("id", 0, "tiny"), [output]).usage
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens == len(thought)
+    assert usage.completion_tokens == len(ids)
+    assert complete(tiny, prompt="a").usage([output]).completion_tokens_details is None
+
+
+def test_thoughts_are_counted_from_where_the_prompt_has_begun_one(thinker: Tokenizer) -> None:
+    ids = thinker.encode(["so\n</think>\n\nhello"])[0].tolist()
+    end = thinker.token_id("</think>")
+    assert prepare(thinker).num_reasoning(ids) == ids.index(end) + 1
 
 
 def test_too_long_a_prompt_is_told_in_the_words_that_clients_look_for(tiny: Tokenizer) -> None:

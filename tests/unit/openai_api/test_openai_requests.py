@@ -9,6 +9,7 @@ import pytest
 from raypp.errors import EngineDeadError, RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.conventions import QWEN3_CALLS, ChatConventions
 from raypp.openai_api.errors import BodyError, describe_error, parse_body
 from raypp.types import SamplingParams
 
@@ -202,6 +203,68 @@ def test_what_is_refused_later_names_the_field_too(fields: dict[str, Any], param
 def test_what_cannot_be_served_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         chat(**fields).sampling_params(100)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "value"),
+    [
+        ("guided_json", "json_schema", {"type": "integer"}),
+        ("guided_regex", "regex", "a+"),
+        ("guided_choice", "choice", ["a", "b"]),
+        ("guided_grammar", "grammar", 'root ::= "a"'),
+    ],
+)
+def test_guided_fields_are_structured_outputs(name: str, kind: str, value: Any) -> None:
+    for make in (chat, complete):
+        same = make(structured_outputs={kind: value}).sampling_params(100)
+        assert make(**{name: value}).sampling_params(100) == same
+        assert same.structured_outputs is not None
+        with pytest.raises(RequestError, match="given twice") as caught:
+            make(**{name: value}, structured_outputs={"regex": "b"}).sampling_params(100)
+        assert caught.value.param == name
+    with pytest.raises(RequestError, match=f"{name} beside response_format") as caught:
+        chat(**{name: value}, response_format={"type": "json_object"}).sampling_params(100)
+    assert chat(**{name: value}).form_param == complete(**{name: value}).form_param == caught.value.param == name
+
+
+def test_functions_are_tools() -> None:
+    functions = [FUNCTION["function"], {"name": "g"}]
+    request = chat(functions=functions)
+    tools = [{"type": "function", "function": function} for function in functions]
+    assert request.template_kwargs() == chat(tools=tools).template_kwargs()
+    forced, tool = chat(functions=functions, function_call={"name": "g"}), {"name": "g"}
+    conventions = ChatConventions(calls=QWEN3_CALLS)
+    same = chat(tools=tools, tool_choice={"type": "function", "function": tool}).sampling_params(100, conventions)
+    assert forced.sampling_params(100, conventions) == same
+    assert chat(functions=functions, function_call="none").template_kwargs() == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "f"}], "tools": [FUNCTION]}, "functions"),
+        ({"functions": [{"name": "f"}, {"name": "f"}]}, "functions"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "function_call"),
+        ({"function_call": {"name": "g"}}, "function_call"),
+    ],
+)
+def test_functions_that_contradict_are_refused(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**fields).template_kwargs()
+    assert caught.value.param == param
+
+
+def test_the_older_form_of_calls_in_messages() -> None:
+    call = {"name": "f", "arguments": '{"x": 1}'}
+    older = [*HELLO, {"role": "assistant", "content": None, "function_call": call}]
+    older += [{"role": "function", "name": "f", "content": "2"}]
+    newer = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}]
+    newer += [{"role": "tool", "name": "f", "content": "2"}]
+    plain = [chat(messages=messages).conversation(takes_images=False) for messages in (older, newer)]
+    assert plain[0] == plain[1]
+    both = {"role": "assistant", "function_call": call, "tool_calls": [{"function": call}]}
+    with pytest.raises(RequestError, match="beside tool_calls"):
+        chat(messages=[both]).conversation(takes_images=False)
 
 
 def test_a_body_that_is_no_object() -> None:

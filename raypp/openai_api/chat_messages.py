@@ -1,0 +1,128 @@
+"""The messages of a chat request, as clients send them, and what chat templates are shown of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from raypp.api.conversation import plain_conversation
+from raypp.errors import RequestError
+from raypp.openai_api.request_fields import Entries, LenientModel
+
+
+class TextPart(LenientModel):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ImageUrl(LenientModel):
+    """Where an image is."""
+
+    url: str
+    """`data:image/...;base64,...` or an address."""
+    detail: Literal["auto", "low", "high"] | None = None
+    """Taken and ignored: images keep their size."""
+
+
+class ImagePart(LenientModel):
+    """An image between the texts."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class FunctionCall(LenientModel):
+    """A call that the model made."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+    """A JSON object as text, as OpenAI has it; or the object itself."""
+
+
+class ToolCall(LenientModel):
+    """A call that the model made, and its id."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(LenientModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    """`function` is the older word for `tool`."""
+    content: str | Entries[ContentPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None
+    """Another name of `reasoning_content`, if it is text."""
+    tool_calls: Entries[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    """The older form of `tool_calls`, with one call."""
+    audio: Any = None
+    """Only null."""
+
+
+def conversation_of(messages: Sequence[Message], *, takes_images: bool) -> list[dict[str, Any]]:
+    """Return messages as a chat template reads them: texts joined, empty fields left out.
+
+    Args:
+        messages: The conversation.
+        takes_images: Whether the engine's model does.
+
+    Raises:
+        RequestError: images for a model that takes none, or something else that the template would not be shown.
+    """
+    for index, message in enumerate(messages):
+        _check_message(message, f"messages[{index}]", takes_images=takes_images)
+    return plain_conversation([_fields_of(message) for message in messages])
+
+
+def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
+    if message.audio is not None:
+        raise RequestError(
+            "a message with audio",
+            got=repr(message.audio)[:80],
+            expected="null",
+            hint="send its transcript as content",
+            param=f"{where}.audio",
+        )
+    if message.function_call is not None and message.tool_calls:
+        raise RequestError(
+            "a message with function_call beside tool_calls",
+            got=f"{message.function_call.name} and {len(message.tool_calls)} tool calls",
+            expected="one of them",
+            hint="function_call is the older form: send all calls as tool_calls",
+            param=f"{where}.function_call",
+        )
+    if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
+        raise RequestError(
+            "this model takes no images",
+            got="a part of type image_url",
+            expected="text only",
+            param=f"{where}.content",
+        )
+
+
+def _fields_of(message: Message) -> dict[str, Any]:
+    fields = message.model_dump(exclude_none=True)
+    reasoning = fields.pop("reasoning", None)
+    if isinstance(reasoning, str):
+        fields.setdefault("reasoning_content", reasoning)
+    if not fields.get("tool_calls", True):
+        del fields["tool_calls"]
+    if (call := fields.pop("function_call", None)) is not None:
+        fields["tool_calls"] = [{"type": "function", "function": call}]
+    if fields["role"] == "function":
+        fields["role"] = "tool"
+    return fields
