@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 from starlette.responses import Response, StreamingResponse
@@ -16,6 +16,8 @@ from raypp.openai_api.errors import describe_error
 
 T = TypeVar("T")
 Events = AsyncGenerator[str, None]
+TellError = Callable[[RayppError], str]
+"""Returns the event that tells an error and ends its stream."""
 
 KEEP_ALIVE_S = 15.0
 """Proxies mostly cut a connection after 60 s of silence, some after 30."""
@@ -62,6 +64,12 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
+def error_event(error: RayppError) -> str:
+    """Return the event that tells an error and ends its stream."""
+    _, response = describe_error(error)
+    return f"data: {response.model_dump_json()}\n\n"
+
+
 class EventStream(StreamingResponse):
     """Server-sent events, from a generator that is closed as soon as the client disconnects.
 
@@ -71,7 +79,11 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: Events, first: asyncio.Future[str] | None = None, keep_alive_s: float = KEEP_ALIVE_S
+        self,
+        events: Events,
+        first: asyncio.Future[str] | None = None,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        tell_error: TellError = error_event,
     ) -> None:
         """Begin to answer.
 
@@ -79,17 +91,21 @@ class EventStream(StreamingResponse):
             events: Complete events, each ended by an empty line.
             first: The first of them, if it was asked for already; its error becomes an event.
             keep_alive_s: The longest silence.
+            tell_error: Makes an event of an error that came in place of the first one.
         """
         # A proxy between us and the client must not gather what is meant to be seen at once.
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
         self._first = first
         self._keep_alive_s = keep_alive_s
+        self._tell_error = tell_error
         self._last_sent_s = -math.inf if first is not None and not first.done() else time.monotonic()
         self._is_sending = False
 
     @classmethod
-    async def opened(cls, receive: Receive, events: Events, keep_alive_s: float) -> Self:
+    async def opened(
+        cls, receive: Receive, events: Events, keep_alive_s: float, tell_error: TellError = error_event
+    ) -> Self:
         """Return the response once nothing speaks against the request: that is told by a status of its own.
 
         A request that only has to wait is not waited for: its stream begins without an event.
@@ -98,6 +114,7 @@ class EventStream(StreamingResponse):
             receive: The request's ASGI channel.
             events: Of the response; they are closed when this raises.
             keep_alive_s: The longest silence.
+            tell_error: Makes an event of an error that comes later, in place of the first event.
 
         Raises:
             RayppError: the request is refused.
@@ -111,7 +128,7 @@ class EventStream(StreamingResponse):
         except BaseException:
             await _close(events, first)
             raise
-        return cls(events, first, keep_alive_s)
+        return cls(events, first, keep_alive_s, tell_error)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all events, or as many as the client stays for."""
@@ -137,7 +154,7 @@ class EventStream(StreamingResponse):
             try:
                 event = await self._first
             except RayppError as error:  # it was admitted, and something came up while it waited
-                event = error_event(error)
+                event = self._tell_error(error)
             await self._send_text(send, event)
         async for event in self._events:
             await self._send_text(send, event)
@@ -156,12 +173,6 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self._keep_alive_s)
             else:
                 await self._send_text(send, KEEP_ALIVE)
-
-
-def error_event(error: RayppError) -> str:
-    """Return the event that tells an error and ends its stream."""
-    _, response = describe_error(error)
-    return f"data: {response.model_dump_json()}\n\n"
 
 
 async def _close(events: Events, first: asyncio.Future[str] | None) -> None:

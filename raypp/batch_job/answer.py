@@ -88,8 +88,8 @@ class Answerer:
             outputs = await self._llm.complete(
                 prepared.prompts, prepared.params, request_ids, priority=request.priority or 0
             )
-        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        return prepared.response(ResponseHead.new(kind, request.model or self._served[0]), outputs)
+        prefix = "chatcmpl-" if isinstance(request, ChatRequest) else "cmpl-"
+        return prepared.response(ResponseHead.new(prefix, request.model or self._served[0]), outputs)
 
     def _seeded(self, params: SamplingParams, line: Line) -> SamplingParams:
         """Give a line without a seed one that follows from its name: its text is the same in whatever run it falls."""

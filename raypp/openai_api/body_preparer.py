@@ -21,6 +21,8 @@ from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.conventions import ChatConventions, begins_in_thought, num_thought_tokens
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import NO_DEFAULTS
+from raypp.openai_api.response_answer import PreparedResponse
+from raypp.openai_api.response_request import ResponseRequest
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
@@ -149,6 +151,18 @@ class BodyPreparer:
         return await _beside_if_long(
             len(token_ids), lambda: tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
+
+    async def response(self, request: ResponseRequest) -> PreparedResponse:
+        """Return what a body of `/v1/responses` becomes: the chat that it asks for, prepared.
+
+        Raises:
+            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+        """
+        num_items = len(request.input)  # or characters, of a single text
+        chat = await _beside_if_long(num_items, request.chat)
+        with chat.naming():
+            prepared = await self._chat(chat.request)
+        return PreparedResponse(request, prepared)
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:
         prompt = await self.conversation(request)

@@ -14,9 +14,9 @@ from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
+    CompletionFields,
     Entries,
     Integer,
-    RequestFields,
     RequestModel,
     make_sampling_params,
     naming_form,
@@ -64,7 +64,7 @@ class ResponseFormat(RequestModel):
     json_schema: dict[str, Any] | None = None
 
 
-class ChatRequest(RequestFields):
+class ChatRequest(CompletionFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Entries[Message] = Field(min_length=1)

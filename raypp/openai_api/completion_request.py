@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from raypp.errors import RequestError
 from raypp.openai_api.errors import END_OF_TOKEN_IDS, BodyError
-from raypp.openai_api.request_fields import NO_DEFAULTS, Entries, Integer, RequestFields, make_sampling_params
+from raypp.openai_api.request_fields import NO_DEFAULTS, CompletionFields, Entries, Integer, make_sampling_params
 from raypp.types import Prompt, SamplingParams
 
 _DEFAULT_MAX_TOKENS = 16
@@ -38,7 +38,7 @@ def _of_one_kind(prompt: Any) -> Any:
     )
 
 
-class CompletionRequest(RequestFields):
+class CompletionRequest(CompletionFields):
     """The body of `/v1/completions`."""
 
     prompt: Annotated[str | Entries[TokenId] | Entries[str] | Entries[Entries[TokenId]], BeforeValidator(_of_one_kind)]

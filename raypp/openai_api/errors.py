@@ -29,6 +29,8 @@ END_OF_TOKEN_IDS = 2**31  # they are int32
 
 _LISTS = {
     "content": 'a list of parts like {"type": "text", "text": "..."}',
+    "input": 'a list of items like {"role": "user", "content": "..."}',
+    "output": 'a list of parts like {"type": "input_text", "text": "..."}',
     "prompt": "a list of texts, of token ids, or of lists of token ids",
     "stop": "a list of texts",
 }

@@ -37,14 +37,15 @@ class ResponseHead:
     model: str
 
     @classmethod
-    def new(cls, kind: str, model: str) -> ResponseHead:
-        """Make one up.
+    def new(cls, prefix: str, model: str, name: str | None = None) -> ResponseHead:
+        """Name a response.
 
         Args:
-            kind: `chatcmpl` or `cmpl`.
+            prefix: What its id begins with: `chatcmpl-`, `cmpl-` or `resp_`.
             model: The served model's name.
+            name: What follows; by default something random.
         """
-        return cls(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model)
+        return cls(f"{prefix}{name or uuid.uuid4().hex}", int(time.time()), model)
 
 
 def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[list[int]], int] | None = None) -> Usage:

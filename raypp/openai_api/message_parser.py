@@ -20,6 +20,7 @@ class CallDelta:
     id: str | None = None  # with the first one
     name: str | None = None  # likewise
     arguments: str = ""
+    num_chars_before: int = 0  # of the content that is new with it
 
     def plain(self) -> dict[str, Any]:
         """Return it in OpenAI's shape."""
@@ -185,7 +186,7 @@ class MessageParser:
 
     def _read_head(self, delta: MessageDelta, opened: OpenedCall, is_last: bool) -> bool:
         if (head := HEAD.match(self._rest)) is not None:
-            delta.calls.append(self._new_call(json.loads(head[1])))
+            delta.calls.append(self._new_call(delta, json.loads(head[1])))
             self._enter(_Place.ARGUMENTS, self._rest[head.end() :], after_tag=False)
             return True
         whole = opened.take_whole(self._rest)
@@ -197,7 +198,7 @@ class MessageParser:
             delta.content += self._without_leading_space(opened.opening + inside)
             self._enter(_Place.CONTENT, after, after_tag=False)
         else:
-            new = self._new_call(call[0])
+            new = self._new_call(delta, call[0])
             new.arguments = call[1]
             delta.calls.append(new)
             self._enter(self._behind_thoughts, after)
@@ -210,7 +211,8 @@ class MessageParser:
             if delta.calls and delta.calls[-1].index == self.num_calls - 1:
                 delta.calls[-1].arguments += arguments
             else:
-                delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments))
+                before = len(delta.content)
+                delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments, num_chars_before=before))
         if opened.arguments.is_complete:
             self._place = _Place.CALL_END
         return opened.arguments.is_complete
@@ -221,9 +223,10 @@ class MessageParser:
             self._enter(self._behind_thoughts, after)
         return after is not None
 
-    def _new_call(self, name: str) -> CallDelta:
+    def _new_call(self, delta: MessageDelta, name: str) -> CallDelta:
         self.num_calls += 1
-        return CallDelta(self.num_calls - 1, f"call_{uuid.uuid4().hex[:24]}", name)
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        return CallDelta(self.num_calls - 1, call_id, name, num_chars_before=len(delta.content))
 
     def _enter(self, place: _Place, rest: str, *, after_tag: bool = True) -> None:
         self._place, self._rest, self._is_after_tag = place, rest, after_tag

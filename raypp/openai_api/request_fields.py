@@ -1,4 +1,4 @@
-"""What the bodies of chat and of plain completions have in common: how to sample, and what is taken and ignored.
+"""What the bodies of all routes that generate have in common: how to sample, and what is taken and ignored.
 
 Names, types and defaults are OpenAI's published ones; the fields that only vLLM's server has keep the names they have
 there. A field that nobody knows is refused, unless it is null: a misspelt one would change the text silently. Inside of
@@ -121,20 +121,16 @@ class StructuredOutputsFields(RequestModel):
 
 
 class RequestFields(RequestModel):
-    """The fields that both endpoints have."""
+    """The fields of every route that generates."""
 
     model: str | None = Field(default=None, min_length=1)
     """The name of the served model; by default the one there is."""
 
     # How to sample, OpenAI's part.
-    max_tokens: Integer | None = Field(default=None, ge=1)
-    """The most tokens to generate."""
     temperature: float | None = Field(default=None, ge=0)
     """Divides the logits; 0 is greedy, 1 the default."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the smallest set of tokens whose probabilities sum to at least this."""
-    n: Integer | None = Field(default=None, ge=1, le=128)
-    """Continuations per prompt."""
     stop: Annotated[str, Field(min_length=1)] | Entries[Annotated[str, Field(min_length=1)]] | None = None
     """The text ends before the first of these."""
     seed: Integer | None = Field(default=None, ge=-_INT64, lt=_INT64)
@@ -147,8 +143,6 @@ class RequestFields(RequestModel):
     """Token id (as text, since JSON has no other keys) to what is added to its logit."""
     stream: bool | None = None
     """Send the text as it comes."""
-    stream_options: StreamOptions | None = None
-    """Only with `stream`."""
 
     # How to sample, vLLM's part.
     top_k: Integer | None = Field(default=None, ge=-1)
@@ -171,8 +165,6 @@ class RequestFields(RequestModel):
     """Leave special tokens out of the text; the default."""
     include_stop_str_in_output: bool | None = None
     """Let the text end behind the stop string, not before it."""
-    prompt_logprobs: Integer | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
-    """Log-probabilities of the prompt's tokens, and of this many alternatives."""
     structured_outputs: StructuredOutputsFields | None = None
     """What the text has to be, all of it (vLLM)."""
     guided_json: dict[str, Any] | str | None = None
@@ -229,11 +221,34 @@ class RequestFields(RequestModel):
 
     def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name, None)) is not None}
         given = {**defaults, **given}
         if constraint := self.constraint():
             given["structured_outputs"] = constraint
         return given
+
+    @property
+    def num_continuations(self) -> int:
+        """How many texts each prompt gets."""
+        return 1
+
+
+class CompletionFields(RequestFields):
+    """The further fields of chat and of plain completions."""
+
+    max_tokens: Integer | None = Field(default=None, ge=1)
+    """The most tokens to generate."""
+    n: Integer | None = Field(default=None, ge=1, le=128)
+    """Continuations per prompt."""
+    stream_options: StreamOptions | None = None
+    """Only with `stream`."""
+    prompt_logprobs: Integer | None = Field(default=None, ge=0, le=_MAX_TOP_LOGPROBS)
+    """Log-probabilities of the prompt's tokens, and of this many alternatives."""
+
+    @property
+    def num_continuations(self) -> int:
+        """How many texts each prompt gets."""
+        return self.n or 1
 
 
 _GUIDED = {

@@ -1,7 +1,9 @@
-"""`/v1/chat/completions` and `/v1/completions`."""
+"""`/v1/chat/completions`, `/v1/completions` and `/v1/responses`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,22 +12,31 @@ from starlette.responses import Response
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.request_fields import RequestFields
+from raypp.openai_api.request_fields import OpenAIModel, RequestFields
+from raypp.openai_api.response_object import ResponseObject
+from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.responses import ChatCompletion, Completion
+from raypp.types import RequestOutput
 from serve_app.chunks import ChunkWriter
 from serve_app.client_connection import (
     ClientGoneError,
+    Events,
     EventStream,
+    TellError,
     client_gone_response,
+    error_event,
     given_request_id,
     while_connected,
 )
 from serve_app.context import AppContext
 from serve_app.errors import AsciiJSONResponse, documented, event_stream
 from serve_app.json_route import JsonRoute
+from serve_app.response_events import ResponseEventWriter
 from serve_app.runner import Job
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503, 504)
+_CHUNKS = "with its chunks, ended by `[DONE]`"
+_TYPED_EVENTS = "from `response.created` to `response.completed`, `response.incomplete` or `response.failed`"
 
 
 def generation_routes(context: AppContext) -> APIRouter:
@@ -35,51 +46,71 @@ def generation_routes(context: AppContext) -> APIRouter:
     @router.post("/v1/chat/completions", responses={200: _ok(ChatCompletion), **_ERRORS})
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of server-sent events."""
-        return await _answer(context, body, request, "chatcmpl")
+        return await _answer(context, body, request, "chatcmpl-")
 
     @router.post("/v1/completions", responses={200: _ok(Completion), **_ERRORS})
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one prompt or several, at once or as a stream of server-sent events."""
-        return await _answer(context, body, request, "cmpl")
+        return await _answer(context, body, request, "cmpl-")
+
+    @router.post("/v1/responses", responses={200: _ok(ResponseObject, _TYPED_EVENTS), **_ERRORS})
+    async def create_response(body: ResponseRequest, request: Request) -> Response:
+        """Answer a conversation with the items of a response, at once or as a stream of server-sent events."""
+        context.check_model(body.model)
+        context.admission.check(1, 1)
+        prepared = await context.preparer.response(body)
+        head = _head("resp_", body, request, context)
+        job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0, body.form_param)
+        if body.stream:
+            writer = ResponseEventWriter(head, prepared)
+            return await _stream(context, request, writer.events(context.runner.run(job)), writer.failure)
+        return await _whole(context, request, job, partial(prepared.response, head))
 
     return router
 
 
-async def _answer(context: AppContext, body: ChatRequest | CompletionRequest, request: Request, kind: str) -> Response:
+async def _answer(
+    context: AppContext, body: ChatRequest | CompletionRequest, request: Request, prefix: str
+) -> Response:
     context.check_model(body.model)
     num_prompts = 1 if isinstance(body, ChatRequest) else len(body.prompts())
-    context.admission.check(num_prompts, body.n or 1)
+    context.admission.check(num_prompts, body.num_continuations)
     prepared = await context.preparer.prepare(body, context.admission.limits.check_tokens)
-    head = _head(kind, body, request, context)
+    head = _head(prefix, body, request, context)
     job = Job(head.id, prepared.prompts, prepared.params, body.priority or 0, body.form_param)
     if body.stream:
-        return await _stream(context, request, job, ChunkWriter(head, prepared, body.stream_options))
+        writer = ChunkWriter(head, prepared, body.stream_options)
+        return await _stream(context, request, writer.events(context.runner.run(job)), error_event)
+    return await _whole(context, request, job, partial(prepared.response, head))
+
+
+async def _whole(
+    context: AppContext, request: Request, job: Job, answer: Callable[[list[RequestOutput]], OpenAIModel]
+) -> Response:
+    """Return the answer to a request that is not streamed."""
     try:
         outputs = await while_connected(request.receive, context.runner.complete(job))
     except ClientGoneError:
         return client_gone_response()
-    return AsciiJSONResponse(prepared.response(head, outputs).model_dump())
+    return AsciiJSONResponse(answer(outputs).model_dump())
 
 
-async def _stream(context: AppContext, request: Request, job: Job, writer: ChunkWriter) -> Response:
+async def _stream(context: AppContext, request: Request, events: Events, tell_error: TellError) -> Response:
     """Return a stream that begins when the request is admitted: what it is refused for is still told by a status."""
-    events = writer.events(context.runner.run(job))
     try:
-        return await EventStream.opened(request.receive, events, context.settings.stream_keep_alive_s)
+        return await EventStream.opened(request.receive, events, context.settings.stream_keep_alive_s, tell_error)
     except ClientGoneError:
         return client_gone_response()
 
 
-def _head(kind: str, body: RequestFields, request: Request, context: AppContext) -> ResponseHead:
+def _head(prefix: str, body: RequestFields, request: Request, context: AppContext) -> ResponseHead:
     """Return the answer's name: the client's own, in the body or as X-Request-Id, else a new one."""
-    head = ResponseHead.new(kind, context.model_name)
-    request_id = body.request_id or given_request_id(request.headers)
-    return head if request_id is None else ResponseHead(f"{kind}-{request_id}", head.created, head.model)
+    return ResponseHead.new(prefix, context.model_name, body.request_id or given_request_id(request.headers))
 
 
-def _ok(model: type[Any]) -> dict[str, Any]:
+def _ok(model: type[Any], events: str = _CHUNKS) -> dict[str, Any]:
     return {
         "model": model,
-        "description": "The answer; with `stream`, server-sent events with its chunks, ended by `[DONE]`",
+        "description": f"The answer; with `stream`, server-sent events {events}",
         "content": {"text/event-stream": event_stream()},
     }

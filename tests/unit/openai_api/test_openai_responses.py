@@ -99,4 +99,4 @@ def test_logprobs_of_an_echoed_text_begin_with_the_prompt() -> None:
 
 
 def test_new_heads_differ() -> None:
-    assert ResponseHead.new("cmpl", "tiny").id != ResponseHead.new("cmpl", "tiny").id
+    assert ResponseHead.new("cmpl-", "tiny").id != ResponseHead.new("cmpl-", "tiny").id

@@ -1,0 +1,104 @@
+"""Outputs so far to the typed events of a response's stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from raypp.errors import RayppError
+from raypp.openai_api.errors import describe_error
+from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.response_answer import PreparedResponse
+from raypp.openai_api.response_items import Event, ResponseItems
+from raypp.openai_api.response_object import FaultCode, ResponseFault, ResponseObject
+from raypp.types import CompletionOutput, RequestOutput
+from serve_app.chunks import Outputs
+
+_FINAL = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "failed"}
+"""The event that ends a stream, by the response's status."""
+_CODES: Mapping[str, FaultCode] = {
+    "invalid_request_error": "invalid_prompt",
+    "rate_limit_error": "rate_limit_exceeded",
+}
+"""A response's own words for the types of errors."""
+
+
+class ResponseEventWriter:
+    """Writes the events of one response, numbered from 0. The last one holds the response as it is without a stream."""
+
+    def __init__(self, head: ResponseHead, prepared: PreparedResponse) -> None:
+        """Write nothing yet.
+
+        Args:
+            head: The response's name.
+            prepared: What the engine was asked for.
+        """
+        self._head = head
+        self._prepared = prepared
+        self._parser = prepared.chat.make_parser()
+        self._items = ResponseItems()
+        self._num_events = 0
+        self._num_chars = 0
+        self._num_tokens = 0  # whose log-probabilities were told
+
+    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
+        """Yield the whole stream. An error on the way is told in the stream and ends it.
+
+        Raises:
+            RayppError: before anything was yielded.
+        """
+        try:
+            async with aclosing(outputs):
+                async for _, output in outputs:
+                    if events := self._new_in(output):
+                        yield events
+        except RayppError as error:
+            if not self._num_events:
+                raise
+            yield self.failure(error)
+
+    def failure(self, error: RayppError) -> str:
+        """Return the events with which an error ends the stream."""
+        _, body = describe_error(error)
+        begin = "" if self._num_events else self._begin()
+        ended = self._written(self._items.end(is_complete=False)) if self._items.items else ""
+        fault = ResponseFault(code=_CODES.get(body.error.type, "server_error"), message=body.error.message)
+        return begin + ended + self._final(self._prepared.failed(self._head, self._items, fault))
+
+    def _new_in(self, output: RequestOutput) -> str:
+        """Return the events of what is new in the output."""
+        [completion] = output.outputs
+        is_last = completion.finish_reason is not None
+        delta = self._parser.feed(completion.text[self._num_chars :], is_last=is_last)
+        self._num_chars = len(completion.text)
+        events = "" if self._num_events else self._begin()
+        if delta:
+            events += self._written(self._items.add(delta, self._logprobs(completion) if delta.content else []))
+        if is_last:
+            is_complete = completion.finish_reason == "stop"
+            events += self._written(self._items.end(is_complete=is_complete, logprobs=self._logprobs(completion)))
+            events += self._final(self._prepared.ended(self._head, self._items, output))
+        return events
+
+    def _logprobs(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """Return those of the tokens that are new since they were last told."""
+        told, self._num_tokens = self._num_tokens, len(completion.token_ids)
+        return self._prepared.logprobs(completion, told)
+
+    def _begin(self) -> str:
+        response = self._prepared.begun(self._head).model_dump()
+        kinds = ("response.created", "response.in_progress")
+        return self._written({"type": kind, "response": response} for kind in kinds)
+
+    def _final(self, response: ResponseObject) -> str:
+        return self._written([{"type": f"response.{_FINAL[response.status]}", "response": response.model_dump()}])
+
+    def _written(self, events: Iterable[Event]) -> str:
+        return "".join(map(self._event, events))
+
+    def _event(self, event: dict[str, Any]) -> str:
+        numbered = {**event, "sequence_number": self._num_events}
+        self._num_events += 1
+        return f"event: {event['type']}\ndata: {json.dumps(numbered, separators=(',', ':'))}\n\n"
