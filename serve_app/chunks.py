@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from raypp.errors import RayppError
@@ -53,6 +54,7 @@ class ChunkWriter:
         self._is_echoed = isinstance(prepared, PreparedCompletion) and prepared.echo
         self._shown = prepared.shown
         self._usage_of = prepared.usage
+        self._with_token_ids = prepared.return_token_ids
         name = "text_completion" if self._make_parser is None else "chat.completion.chunk"
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
         self._head = json.dumps(fields, separators=(",", ":"))[:-1]
@@ -109,15 +111,21 @@ class ChunkWriter:
             fields["stop_reason"] = completion.stop_reason
         if not choice.is_begun and output.prompt_logprobs is not None and not self._is_echoed:
             fields["prompt_logprobs"] = _plain(prompt_logprobs(output.prompt_logprobs))
+        of_chunk: dict[str, Any] = {}  # a chat's prompt is the whole response's, a completion's that of its choice
+        if self._with_token_ids:
+            fields["token_ids"] = completion.token_ids[choice.num_tokens :]
+            if not choice.is_begun:
+                (fields if parser is None else of_chunk)["prompt_token_ids"] = output.prompt_token_ids
         choice.num_tokens = len(completion.token_ids)
         choice.is_begun, choice.is_finished = True, completion.finish_reason is not None
         usage = (
             self._usage_of([output]).model_dump_json() if self._with_every_usage else "null" if self._with_usage else ""
         )
-        return self._chunk(json.dumps(fields, separators=(",", ":")), usage)
+        return self._chunk(json.dumps(fields, separators=(",", ":")), usage, of_chunk)
 
-    def _chunk(self, choice: str, usage: str) -> str:
+    def _chunk(self, choice: str, usage: str, more: Mapping[str, Any] = MappingProxyType({})) -> str:
         tail = f',"usage":{usage}' if usage else ""
+        tail += "".join(f',"{name}":{json.dumps(value, separators=(",", ":"))}' for name, value in more.items())
         return f'data: {self._head},"choices":[{choice}]{tail}}}\n\n'
 
     def _text_fields(

@@ -7,13 +7,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
 from raypp.api.picture_prompts import EncodedPrompt
+from raypp.api.rendering import Rendering, RenderingOptions
 from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
@@ -134,7 +135,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **rendering: Unpack[RenderingOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation; otherwise as `generate`.
 
@@ -143,12 +144,12 @@ class AsyncLLM:
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
-            chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
+            **rendering: What the chat template is told besides, as for `LLM.chat`.
         """
         request_ids = None if request_id is None else [request_id]
 
         def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
-            return self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+            return self._engine.preparer.chats([messages], params, request_ids, Rendering(**rendering), priority)
 
         if has_pictures(messages):
             return self._stream_beside(partial(self._with_pictures_in, messages, prepare))
@@ -189,14 +190,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **rendering: Unpack[RenderingOptions],
     ) -> RequestOutput:
         """Answer a conversation and return the finished output; otherwise as `chat`. Cancelling aborts it."""
         frontend = self._frontend_here()
         request_ids = None if request_id is None else [request_id]
 
         def prepare(messages: Sequence[ChatMessage]) -> list[PreparedRequest]:
-            return self._engine.preparer.chats([messages], params, request_ids, chat_template_kwargs, priority)
+            return self._engine.preparer.chats([messages], params, request_ids, Rendering(**rendering), priority)
 
         has_images = has_pictures(messages)
         prepared = await self._with_pictures_in(messages, prepare) if has_images else prepare(messages)

@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
+from raypp.api.rendering import Rendering, RenderingOptions
 from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
@@ -115,8 +116,8 @@ class LLM:
         *,
         request_ids: Sequence[str] | None = None,
         priority: Priority = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
+        **rendering: Unpack[RenderingOptions],
     ) -> list[RequestOutput]:
         """Answer conversations and return the outputs, in order; a list also for a single one.
 
@@ -129,8 +130,9 @@ class LLM:
             sampling_params: One for all, or one per conversation; None as for `generate`.
             request_ids: Their public ids, to abort them by; made up by default.
             priority: One for all, or one per conversation; smaller is served first, 0 by default.
-            chat_template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
             use_tqdm: Show a progress bar.
+            **rendering: What the chat template is told besides: fields of `raypp.api.rendering.Rendering`, such as
+                `tools`, `continue_final_message`, or `chat_template_kwargs={"enable_thinking": False}`.
 
         Raises:
             RequestError: one cannot be run; then none was.
@@ -139,7 +141,7 @@ class LLM:
         is_one = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         prepared = self._engine.preparer.chats(
-            conversations, sampling_params, request_ids, chat_template_kwargs, priority
+            conversations, sampling_params, request_ids, Rendering(**rendering), priority
         )
         return self._complete(prepared, use_tqdm)
 
@@ -149,7 +151,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **rendering: Unpack[RenderingOptions],
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, or answer one conversation, and yield the outputs so far whenever there are new tokens.
 
@@ -159,7 +161,7 @@ class LLM:
             prompt: A str, `{"prompt_token_ids": [...]}`, or a list of `{"role": ..., "content": ...}`.
             sampling_params: How to sample; None as for `generate`.
             request_id: Its public id; made up by default.
-            chat_template_kwargs: Further values that the model's chat template reads.
+            **rendering: Of a conversation: what the chat template is told besides, as for `chat`.
 
         Raises:
             RequestError: it cannot be run.
@@ -169,7 +171,7 @@ class LLM:
         if isinstance(prompt, str | Mapping):
             (prepared,) = preparer.prompts([prompt], sampling_params, ids)
         else:
-            (prepared,) = preparer.chats([prompt], sampling_params, ids, chat_template_kwargs)
+            (prepared,) = preparer.chats([prompt], sampling_params, ids, Rendering(**rendering))
         return self._stream(prepared)
 
     def abort(self, request_id: str) -> None:

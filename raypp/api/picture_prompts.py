@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
@@ -36,8 +37,15 @@ class PicturePrompts:
         self._tokenizer = tokenizer
         self._reader = reader
 
-    def chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> EncodedPrompt:
+    def chat(
+        self, messages: Sequence[ChatMessage], rendering: Rendering = PLAIN_RENDERING, *, max_kept: int | None = None
+    ) -> EncodedPrompt:
         """Return a conversation, up to where the assistant's message begins.
+
+        Args:
+            messages: The conversation.
+            rendering: What the chat template is told besides.
+            max_kept: As of `Tokenizer.encode`; conversations with pictures are not cut.
 
         Raises:
             RequestError: a picture cannot be read, the model takes none, or its template refuses the messages.
@@ -45,7 +53,8 @@ class PicturePrompts:
         plain, contents = take_pictures(messages)
         if contents:
             self._needed_reader()
-        return self._encoded(self._tokenizer.render_chat(plain, template_kwargs), contents, add_special_tokens=False)
+        text = self._tokenizer.render_chat(plain, rendering)
+        return self._encoded(text, contents, add_special_tokens=rendering.add_special_tokens, max_kept=max_kept)
 
     def text(self, text: str, images: Any) -> EncodedPrompt:
         """Return a text with one of the model's marks for each image; `images` is one, or a list of them.
@@ -62,15 +71,25 @@ class PicturePrompts:
         expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
         return EncodedPrompt(expanded, items)
 
-    def _encoded(self, text: str, contents: Sequence[Content], *, add_special_tokens: bool) -> EncodedPrompt:
+    def _encoded(
+        self, text: str, contents: Sequence[Content], *, add_special_tokens: bool, max_kept: int | None = None
+    ) -> EncodedPrompt:
         if not contents:
-            [token_ids] = self._tokenizer.encode([text], add_special_tokens=add_special_tokens)
+            [token_ids] = self._tokenizer.encode([text], add_special_tokens=add_special_tokens, max_kept=max_kept)
             return EncodedPrompt(token_ids, text=text)
         reader = self._needed_reader()
         pictures = reader.read(contents)
         marked = reader.mark_frames(text, pictures, self._marks(reader))
         [token_ids] = self._tokenizer.encode([marked], add_special_tokens=add_special_tokens)
         expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
+        if max_kept is not None and len(expanded) > max_kept:
+            raise RequestError(
+                "a prompt with images cannot be cut",
+                got=f"{len(expanded)} tokens, and truncate_prompt_tokens={max_kept}",
+                expected=f"at most {max_kept} tokens",
+                hint="shorten the conversation, or leave truncate_prompt_tokens out",
+                param="truncate_prompt_tokens",
+            )
         return EncodedPrompt(expanded, items, text)
 
     def _marks(self, reader: PictureReader) -> PictureMarks:

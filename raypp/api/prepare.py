@@ -16,6 +16,7 @@ from raypp.api.conversation import plain_conversation
 from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
 from raypp.api.per_request import request_ids as ids_per_request
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
+from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
@@ -103,7 +104,7 @@ class RequestPreparer:
         conversations: Sequence[Sequence[ChatMessage]],
         params: Params = None,
         request_ids: Sequence[str] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        rendering: Rendering = PLAIN_RENDERING,
         priority: Priority = None,
     ) -> list[PreparedRequest]:
         """Return requests that answer conversations; all are checked before any is returned.
@@ -117,19 +118,19 @@ class RequestPreparer:
         for conversation in conversations:
             _check_conversation(conversation)
         conversations = [plain_conversation(conversation) for conversation in conversations]
-        tokenizer, kwargs = self._needed_tokenizer("a conversation"), template_kwargs or {}
+        tokenizer = self._needed_tokenizer("a conversation")
         if any(has_pictures(conversation) for conversation in conversations):
             pictures = PicturePrompts(tokenizer, self._pictures)
             encoded = [
-                _of_request(request_id, partial(pictures.chat, conversation, kwargs))
+                _of_request(request_id, partial(pictures.chat, conversation, rendering))
                 for conversation, request_id in zip(conversations, ids, strict=True)
             ]
         else:
             named = [
-                (request_id, _of_request(request_id, partial(tokenizer.render_chat, conversation, kwargs)))
+                (request_id, _of_request(request_id, partial(tokenizer.render_chat, conversation, rendering)))
                 for conversation, request_id in zip(conversations, ids, strict=True)
             ]
-            token_ids = self._encode(named, add_special_tokens=False)
+            token_ids = self._encode(named, add_special_tokens=rendering.add_special_tokens)
             encoded = [EncodedPrompt(t, text=text) for t, (_, text) in zip(token_ids, named, strict=True)]
         return self._finish(ids, encoded, all_params, priorities(priority, len(ids)))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from raypp.api.context_length import context_length_error
+from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.tokenizer_class import tokenizer_class
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.messages import Int32s
@@ -25,6 +26,10 @@ ChatMessage = Mapping[str, Any]
 
 _PROBE_CHARS_PER_TOKEN = 16
 """More than any language's mean: a text's first `max_tokens * 16` characters tell of most that it is too long."""
+
+
+_MIN_END_CHARS, _MIN_END_TOKENS = 1024, 64
+"""How much more than the tokens that are kept is tokenized at least, where only the end of a text is."""
 
 
 class Tokenizer:
@@ -61,13 +66,16 @@ class Tokenizer:
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
         self._max_token_chars = max(map(len, self._vocabulary), default=1)
 
-    def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Int32s]:
+    def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, max_kept: int | None = None
+    ) -> list[Int32s]:
         """Return each text's token ids, int32 [T].
 
         Args:
             texts: What to encode.
             add_special_tokens: Put those around each text that the model expects there. Not for a rendered
                 conversation: its template wrote them already.
+            max_kept: Cut what is longer to its last so many tokens, those that were put around it among them.
 
         Raises:
             ContextLengthError: a text that has more than `max_tokens` for certain.
@@ -75,8 +83,10 @@ class Tokenizer:
         """
         for text in texts:
             _check_unicode(text)
-            if self._max_tokens is not None:
+            if self._max_tokens is not None and max_kept is None:
                 self._check_length(text, self._max_tokens)
+        if max_kept is not None:
+            return [self._end_of(text, max_kept, add_special_tokens) for text in texts]
         encoded: list[Int32s] = []
         for start in range(0, len(texts), _TEXTS_AT_ONCE):
             some = list(texts[start : start + _TEXTS_AT_ONCE])
@@ -84,6 +94,27 @@ class Tokenizer:
                 np.array(ids, np.int32) for ids in self._hf(some, add_special_tokens=add_special_tokens)["input_ids"]
             ]
         return encoded
+
+    def _end_of(self, text: str, num_tokens: int, add_special_tokens: bool) -> Int32s:
+        """Return the last tokens of a text. Only its end is tokenized: the rest may be many megabytes."""
+        num_chars = _PROBE_CHARS_PER_TOKEN * num_tokens + _MIN_END_CHARS
+        while True:
+            end = text[-num_chars:]
+            token_ids: list[int] = self._hf([end], add_special_tokens=False)["input_ids"][0]
+            # Cutting a text changes its tokens near the cut only, far from those that are kept.
+            if len(end) == len(text) or len(token_ids) >= 2 * num_tokens + _MIN_END_TOKENS:
+                break
+            num_chars *= 2
+        before, behind = self._special_tokens_around(end, token_ids) if add_special_tokens else ([], [])
+        num_kept = max(num_tokens - len(before) - len(behind), 0)
+        kept = [*before, *token_ids[max(len(token_ids) - num_kept, 0) :], *behind]
+        return np.array(kept[:num_tokens], np.int32)
+
+    def _special_tokens_around(self, text: str, token_ids: list[int]) -> tuple[list[int], list[int]]:
+        whole: list[int] = self._hf([text], add_special_tokens=True)["input_ids"][0]
+        num_more = len(whole) - len(token_ids)
+        start = next((i for i in range(num_more + 1) if whole[i : i + len(token_ids)] == token_ids), 0)
+        return whole[:start], whole[start + len(token_ids) :]
 
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that cannot fit. Tokenizing takes about a second per megabyte: most of that is saved."""
@@ -98,17 +129,17 @@ class Tokenizer:
         if num_tokens > 2 * max_tokens:
             raise _too_long(f"{len(text)} characters, {num_tokens} tokens in the first {len(probe)}", max_tokens)
 
-    def render_chat(self, messages: Sequence[ChatMessage], template_kwargs: Mapping[str, Any]) -> str:
+    def render_chat(self, messages: Sequence[ChatMessage], rendering: Rendering = PLAIN_RENDERING) -> str:
         """Return a conversation as the text that the model continues, up to where the assistant's message begins.
 
         Args:
             messages: The conversation so far.
-            template_kwargs: Further values that the model's chat template reads, e.g. `enable_thinking`.
+            rendering: What the template is told besides.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: there is no chat template, or the template refuses the messages.
         """
-        if not self._hf.chat_template:
+        if not (rendering.chat_template or self._hf.chat_template):
             raise RequestError(
                 "the model has no chat template",
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
@@ -116,7 +147,12 @@ class Tokenizer:
             )
         try:
             text: str = self._hf.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False, **template_kwargs
+                list(messages),
+                chat_template=rendering.chat_template,
+                add_generation_prompt=rendering.add_generation_prompt,
+                continue_final_message=rendering.continue_final_message,
+                tokenize=False,
+                **rendering.template_values(),
             )
         except Exception as error:  # a template is a program: it raises what it likes
             raise RequestError(

@@ -100,11 +100,11 @@ class BodyPreparer:
             QueueFullError: too many others have pictures, or these wait for too long.
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
-        kwargs = request.template_kwargs(self.conventions)
+        rendering, max_kept = request.rendering(self.conventions), request.max_kept(self._max_model_len)
         messages = request.conversation(takes_images=self._pictures is not None)
 
         def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
-            return prompts.chat(messages, kwargs)
+            return prompts.chat(messages, rendering, max_kept=max_kept)
 
         with _naming("messages"):
             if self._pictures is not None and has_pictures(messages):
@@ -118,6 +118,7 @@ class BodyPreparer:
         texts: Sequence[str],
         *,
         add_special_tokens: bool = True,
+        max_kept: int | None = None,
         check_tokens: Callable[[int], None] = lambda _: None,
     ) -> list[Int32s]:
         """Return the token ids of each text, int32 [T].
@@ -127,6 +128,7 @@ class BodyPreparer:
         Args:
             texts: What to tokenize.
             add_special_tokens: Put those around each text that the model expects there.
+            max_kept: As of `Tokenizer.encode`.
             check_tokens: Called with the number of tokens so far; raises when they are too many.
 
         Raises:
@@ -137,7 +139,7 @@ class BodyPreparer:
         token_ids: list[Int32s] = []
         is_long = sum(map(len, texts)) > _MAX_INLINE_CHARS
         for piece in _slices(texts, _MAX_INLINE_CHARS):
-            encode = partial(tokenizer.encode, piece, add_special_tokens=add_special_tokens)
+            encode = partial(tokenizer.encode, piece, add_special_tokens=add_special_tokens, max_kept=max_kept)
             with _naming("prompt"):
                 encoded = await asyncio.to_thread(encode) if is_long else encode()
             num_tokens += sum(map(len, encoded))
@@ -168,7 +170,7 @@ class BodyPreparer:
         prompt = await self.conversation(request)
         check_context_length(len(prompt.token_ids), self._max_model_len, param="messages")
         # The text as it was rendered: tokens that are special have none any more when it is decoded.
-        is_thinking = self.conventions.has_thoughts and begins_in_thought(prompt.text or "")
+        is_thinking = self.conventions.has_thoughts and begins_in_thought(prompt.text or "", request.continued_text)
         params = request.sampling_params(
             self._max_model_len, self.conventions, is_thinking=is_thinking, defaults=self._sampling_defaults
         )
@@ -177,6 +179,7 @@ class BodyPreparer:
             params,
             make_parser=partial(request.parser, self.conventions, is_thinking=is_thinking),
             num_reasoning=partial(num_thought_tokens, self.tokenizer, is_begun=is_thinking),
+            return_token_ids=bool(request.return_token_ids),
         )
 
     async def _completion(
@@ -185,20 +188,24 @@ class BodyPreparer:
         params = request.sampling_params(self._max_model_len, self._sampling_defaults)
         given = request.prompts()
         check = partial(check_tokens, len(given))
+        max_kept = request.max_kept(self._max_model_len)
+        kept = slice(None if max_kept is None else -max_kept, None)
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        check(sum(len(prompt["prompt_token_ids"]) for prompt in given if not isinstance(prompt, str)))
-        encoded = iter(await self.texts(texts, check_tokens=check) if texts else ())
+        ids = [np.asarray(prompt["prompt_token_ids"])[kept] for prompt in given if not isinstance(prompt, str)]
+        check(sum(map(len, ids)))
+        encode = partial(self.texts, add_special_tokens=request.add_special_tokens is not False, max_kept=max_kept)
+        encoded, from_ids = iter(await encode(texts, check_tokens=check) if texts else ()), iter(ids)
         prompts = [
-            EncodedPrompt(next(encoded), text=prompt)
-            if isinstance(prompt, str)
-            else EncodedPrompt(np.asarray(prompt["prompt_token_ids"]))
+            _of_text(prompt, next(encoded), max_kept) if isinstance(prompt, str) else EncodedPrompt(next(from_ids))
             for prompt in given
         ]
         for prompt in prompts:
             check_context_length(len(prompt.token_ids), self._max_model_len, param="prompt")
         if request.echo:
             prompts = await self._with_texts(prompts)
-        return PreparedCompletion(prompts, params, bool(request.echo), request.is_scoring)
+        return PreparedCompletion(
+            prompts, params, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
+        )
 
     async def _with_texts(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
         """Return the prompts with their texts; those of token ids have no special tokens in them."""
@@ -211,6 +218,11 @@ class BodyPreparer:
             return replace(prompt, text=self.tokenizer.decode(known.tolist()))
 
         return await _beside_if_long(num_tokens, lambda: [with_text(prompt) for prompt in prompts])
+
+
+def _of_text(text: str, token_ids: Int32s, max_kept: int | None) -> EncodedPrompt:
+    may_be_cut = max_kept is not None and len(token_ids) >= max_kept
+    return EncodedPrompt(token_ids, text=None if may_be_cut else text)
 
 
 def _slices(texts: Sequence[str], max_chars: int) -> Iterator[list[str]]:

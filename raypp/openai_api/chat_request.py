@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from raypp.api.rendering import Rendering
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
-from raypp.openai_api.chat_messages import Message, conversation_of
+from raypp.openai_api.chat_messages import Message, TextPart, conversation_of
 from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
@@ -77,6 +78,11 @@ class ChatRequest(CompletionFields):
     """And of this many alternatives at each position; needs `logprobs`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
+    add_generation_prompt: bool | None = None
+    """End the prompt where the assistant's message begins; the default (vLLM)."""
+    continue_final_message: bool | None = None
+    """Go on with the last message, in place of a message of the model's own; needs `add_generation_prompt: false`
+    (vLLM)."""
     response_format: ResponseFormat | None = None
     """`json_object`, or `json_schema` with a schema that the answer follows."""
     tools: Entries[Tool] | None = None
@@ -115,6 +121,14 @@ class ChatRequest(CompletionFields):
             RequestError: images for a model that takes none, or something else that the template would not be shown.
         """
         return conversation_of(self.messages, takes_images=takes_images)
+
+    @property
+    def continued_text(self) -> str:
+        """The text of the message that the model goes on with; empty if it begins one of its own."""
+        if not self.continue_final_message:
+            return ""
+        content = self.messages[-1].content or ""
+        return content if isinstance(content, str) else "".join(p.text for p in content if isinstance(p, TextPart))
 
     def sampling_params(
         self,
@@ -159,6 +173,22 @@ class ChatRequest(CompletionFields):
         given.setdefault("max_tokens", max_model_len)
         with naming_form(self.form_param):
             return make_sampling_params(given, max_model_len)
+
+    def rendering(self, conventions: ChatConventions = _PLAIN) -> Rendering:
+        """Return how the conversation becomes text.
+
+        Args:
+            conventions: How the model writes thoughts, and what its template reads.
+
+        Raises:
+            RequestError: as `template_kwargs` does, or values that contradict each other.
+        """
+        return Rendering(
+            chat_template_kwargs=self.template_kwargs(conventions),
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
+        )
 
     def template_kwargs(self, conventions: ChatConventions = _PLAIN) -> dict[str, Any]:
         """Return what the chat template gets besides the messages.

@@ -92,9 +92,14 @@ class ChatConventions:
         )
 
 
-def begins_in_thought(prompt: str) -> bool:
-    """Return whether a prompt leaves off inside of a thought: at the beginning of one, as templates leave it."""
-    return prompt.rstrip().endswith(THINK)
+def begins_in_thought(prompt: str, continued: str = "") -> bool:
+    """Return whether a prompt leaves off inside of a thought.
+
+    Args:
+        prompt: The rendered conversation. Templates leave it at the beginning of a thought.
+        continued: The message that the model goes on with, if it does; it may have begun one.
+    """
+    return prompt.rstrip().endswith(THINK) or continued.rfind(THINK) > continued.rfind(END_THINK)
 
 
 def num_thought_tokens(tokenizer: Tokenizer, token_ids: list[int], *, is_begun: bool = False) -> int:

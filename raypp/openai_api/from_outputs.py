@@ -76,6 +76,8 @@ def chat_completion(
     params: SamplingParams,
     make_parser: Callable[[], MessageParser] = _no_conventions,
     num_reasoning: Callable[[list[int]], int] | None = None,
+    *,
+    return_token_ids: bool = False,
 ) -> ChatCompletion:
     """Return a finished conversation's answers.
 
@@ -85,6 +87,7 @@ def chat_completion(
         params: How it was sampled.
         make_parser: Of a parser for each answer.
         num_reasoning: As of `usage_of`.
+        return_token_ids: Whether to hold the tokens.
     """
     parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
     return ChatCompletion(
@@ -100,11 +103,13 @@ def chat_completion(
                 else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0),
                 finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
+                token_ids=completion.token_ids if return_token_ids else None,
             )
             for completion, (message, finish_reason) in zip(output.outputs, parsed, strict=True)
         ],
         usage=usage_of([output], num_reasoning),
         prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
+        prompt_token_ids=output.prompt_token_ids if return_token_ids else None,
     )
 
 
@@ -131,7 +136,12 @@ def reason_of(completion: CompletionOutput, parser: MessageParser) -> FinishReas
 
 
 def completion(
-    head: ResponseHead, outputs: Sequence[RequestOutput], params: SamplingParams, *, echo: bool = False
+    head: ResponseHead,
+    outputs: Sequence[RequestOutput],
+    params: SamplingParams,
+    *,
+    echo: bool = False,
+    return_token_ids: bool = False,
 ) -> Completion:
     """Return finished prompts' continuations: the first prompt's, then the second's.
 
@@ -140,6 +150,7 @@ def completion(
         outputs: One per prompt.
         params: How they were sampled.
         echo: Begin each text with its prompt. A prompt that came as token ids has no text.
+        return_token_ids: Whether to hold the tokens.
     """
     choices = [
         CompletionChoice(
@@ -149,6 +160,8 @@ def completion(
             finish_reason=continued.finish_reason,
             stop_reason=continued.stop_reason,
             prompt_logprobs=None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs),
+            token_ids=continued.token_ids if return_token_ids else None,
+            prompt_token_ids=output.prompt_token_ids if return_token_ids else None,
         )
         for prompt_index, output in enumerate(outputs)
         for continued in output.outputs

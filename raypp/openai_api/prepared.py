@@ -25,6 +25,8 @@ class PreparedChat:
     """Of a parser for each answer."""
     num_reasoning: Callable[[list[int]], int] = lambda _: 0
     """Returns how many of an answer's tokens are thoughts."""
+    return_token_ids: bool = False
+    """Whether the response holds the tokens."""
 
     @property
     def prompts(self) -> list[EncodedPrompt]:
@@ -38,7 +40,9 @@ class PreparedChat:
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         """Return the response of the finished output."""
         [output] = outputs
-        return chat_completion(head, output, self.params, self.make_parser, self.num_reasoning)
+        return chat_completion(
+            head, output, self.params, self.make_parser, self.num_reasoning, return_token_ids=self.return_token_ids
+        )
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """Return how many tokens the answers have so far."""
@@ -55,6 +59,8 @@ class PreparedCompletion:
     """Whether texts begin with their prompts."""
     is_scoring: bool = False
     """Whether the one token that the engine generates is left out."""
+    return_token_ids: bool = False
+    """Whether the response holds the tokens."""
 
     def shown(self, output: RequestOutput) -> RequestOutput:
         """Return what of the engine's output belongs into the response."""
@@ -75,7 +81,8 @@ class PreparedCompletion:
 
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> Completion:
         """Return the response of the finished outputs, one per prompt."""
-        return completion(head, [self.shown(output) for output in outputs], self.params, echo=self.echo)
+        shown = [self.shown(output) for output in outputs]
+        return completion(head, shown, self.params, echo=self.echo, return_token_ids=self.return_token_ids)
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """Return how many tokens the continuations have so far."""

@@ -180,6 +180,16 @@ class RequestFields(RequestModel):
     request_id: str | None = Field(default=None, min_length=1, max_length=128, pattern=_NO_CONTROLS)
     """A name to find the request by, in its answer's `id` and in the logs; without control characters."""
 
+    # How the prompt becomes tokens, and what comes back of them (vLLM).
+    add_special_tokens: bool | None = None
+    """Put the tokens around the prompt that the model expects around texts. By default around plain prompts, but not
+    around conversations: their template writes them."""
+    truncate_prompt_tokens: Integer | None = Field(default=None, ge=-1)
+    """Keep only this many of the prompt's last tokens; -1: as many as the context has room for. Prompts with images are
+    not cut."""
+    return_token_ids: bool | None = None
+    """Return `token_ids` with each choice, and `prompt_token_ids`."""
+
     # Accounting and routing of OpenAI's own service: taken, without meaning here.
     user: str | None = None
     """Taken and ignored."""
@@ -218,6 +228,26 @@ class RequestFields(RequestModel):
                 param=names[-1],
             )
         return given | {_GUIDED[name]: value for name, value in by_name.items()}
+
+    def max_kept(self, max_model_len: int) -> int | None:
+        """Return to how many tokens a prompt is cut; None: to none.
+
+        Args:
+            max_model_len: The most tokens of a request, prompt and output together.
+
+        Raises:
+            RequestError: none, or more than the context has.
+        """
+        given = self.truncate_prompt_tokens
+        if given is not None and (given == 0 or given > max_model_len):
+            raise RequestError(
+                "truncate_prompt_tokens is out of range",
+                got=given,
+                expected=f"1 to max_model_len = {max_model_len}, or -1 for as many as the context has room for",
+                hint="leave it out to have longer prompts refused",
+                param="truncate_prompt_tokens",
+            )
+        return max_model_len - 1 if given == -1 else given
 
     def given_params(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that the body names, by the engine's names, and defaults for the others."""

@@ -97,6 +97,8 @@ class ChatChoice(OpenAIModel):
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
     """The stop string or token that ended it (vLLM)."""
+    token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
 
 
 class ChatCompletion(OpenAIModel):
@@ -110,6 +112,8 @@ class ChatCompletion(OpenAIModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
 
 
 class CompletionChoice(OpenAIModel):
@@ -122,6 +126,10 @@ class CompletionChoice(OpenAIModel):
     stop_reason: int | str | None = None
     """The stop string or token that ended it (vLLM)."""
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
 
 
 class Completion(OpenAIModel):
@@ -154,6 +162,8 @@ class ChunkChoice(OpenAIModel):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    """With `return_token_ids` (vLLM)."""
 
 
 class ChatCompletionChunk(OpenAIModel):
@@ -166,3 +176,5 @@ class ChatCompletionChunk(OpenAIModel):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    """With `return_token_ids`, in the first chunk (vLLM)."""

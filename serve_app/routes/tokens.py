@@ -28,8 +28,13 @@ class TokenizeRequest(RequestModel):
     """A text."""
     messages: Entries[Message] | None = Field(default=None, min_length=1)
     """Or a conversation."""
-    add_special_tokens: bool = True
-    """Put those around a text that the model expects there."""
+    add_special_tokens: bool | None = None
+    """Put the tokens around it that the model expects around texts. By default around a text, but not around a
+    conversation: its template writes them."""
+    add_generation_prompt: bool | None = None
+    """As of `/v1/chat/completions`."""
+    continue_final_message: bool | None = None
+    """As of `/v1/chat/completions`."""
     tools: Entries[Tool] | None = None
     """Functions that the model may call, as its chat template shows them."""
     reasoning_effort: str | None = None
@@ -75,13 +80,17 @@ def token_routes(context: AppContext) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("not one thing to tokenize", expected="either prompt or messages", param="prompt")
         if body.prompt is not None:
-            [token_ids] = await context.preparer.texts([body.prompt], add_special_tokens=body.add_special_tokens)
+            with_special = body.add_special_tokens is not False
+            [token_ids] = await context.preparer.texts([body.prompt], add_special_tokens=with_special)
         else:
             chat = ChatRequest(
                 messages=body.messages or [],
                 tools=body.tools,
                 reasoning_effort=body.reasoning_effort,
                 chat_template_kwargs=body.chat_template_kwargs,
+                add_special_tokens=body.add_special_tokens,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
             )
             token_ids = (await context.preparer.conversation(chat)).token_ids
         tokens = token_ids.tolist()

@@ -217,6 +217,17 @@ def test_streams_of_a_prompt_and_of_a_conversation(make_engine: MakeEngine, toke
         assert last.prompt.endswith("<quiet>")
 
 
+def test_tools_and_templates_of_a_conversation(make_engine: MakeEngine) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    template = "{{ tools[0].function.name }} {{ messages[0].content }}"
+    with open_llm(make_engine()) as llm:
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        assert llm.chat(messages, tools=tools, chat_template=template)[0].prompt == "f hi"
+        continued = {"add_generation_prompt": False, "continue_final_message": True}
+        *_, last = llm.stream(messages, **continued)
+        assert last.prompt == llm.chat([messages], **continued)[0].prompt == "<|im_start|>user\nhi"
+
+
 def test_a_stream_left_early_is_aborted(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with open_llm(engine) as llm:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from raypp.api.prepare import RequestPreparer
+from raypp.api.rendering import Rendering
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
 from raypp.models.registry import resolve_model_path
@@ -100,10 +101,22 @@ def test_bad_request_ids(preparer: RequestPreparer, request_ids: list[str]) -> N
 
 
 def test_chat_renders_the_template_once(preparer: RequestPreparer, tokenizer: Tokenizer) -> None:
-    [prepared] = preparer.chats([[{"role": "user", "content": "os"}]], template_kwargs={"quiet": True})
+    [prepared] = preparer.chats(
+        [[{"role": "user", "content": "os"}]], rendering=Rendering(chat_template_kwargs={"quiet": True})
+    )
     assert prepared.prompt == "<|im_start|>user\nos<|im_end|>\n<|im_start|>assistant\n<quiet>"
     assert prepared.prompt_token_ids.tolist().count(1) == 2
     assert prepared.prompt_token_ids.tolist().count(2) == 1
+
+
+def test_the_last_message_may_be_continued(preparer: RequestPreparer) -> None:
+    conversation = [{"role": "user", "content": "os"}, {"role": "assistant", "content": "impo"}]
+    [none] = preparer.chats([conversation], rendering=Rendering(add_generation_prompt=False))
+    assert (none.prompt or "").endswith("impo<|im_end|>\n")
+    continued = Rendering(add_generation_prompt=False, continue_final_message=True)
+    assert (preparer.chats([conversation], rendering=continued)[0].prompt or "").endswith("assistant\nimpo")
+    with pytest.raises(RequestError, match="add_generation_prompt=false"):
+        Rendering(continue_final_message=True)
 
 
 @pytest.mark.parametrize("conversation", [[], "hello", [5], [{"content": "no role"}], [{"role": 5}]])
@@ -116,10 +129,12 @@ def test_a_template_that_refuses_and_one_that_is_missing(tokenizer: Tokenizer, m
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((model_path / name).read_text())
     with pytest.raises(RequestError, match="no chat template"):
-        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}], {})
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}])
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('system first') }}")
     with pytest.raises(RequestError, match="system first"):
-        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}], {})
+        Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}])
+    own = Rendering(chat_template="{{ messages[0].content }}!")
+    assert Tokenizer(tmp_path).render_chat([{"role": "user", "content": "a"}], own) == "a!"
 
 
 def test_without_a_tokenizer_only_token_ids() -> None:

@@ -53,7 +53,7 @@ def test_a_client_does_not_import_what_it_has_no_use_for() -> None:
         import sys
         from raypp.api.tokenizer import Tokenizer
         tokenizer = Tokenizer({str(TINY)!r})
-        assert tokenizer.render_chat({TALK!r}, {{}})
+        assert tokenizer.render_chat({TALK!r})
         print([name for name in ("torch._dynamo", "triton", "sympy") if name in sys.modules])
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)

@@ -258,6 +258,94 @@ def test_scoring_is_an_echo_without_a_continuation(tiny: Tokenizer) -> None:
     assert caught.value.param == "max_tokens"
 
 
+def test_a_conversation_may_end_inside_of_its_last_message(tiny: Tokenizer) -> None:
+    said = {"messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
+    bare = prepare(tiny, **said, add_generation_prompt=False).prompt.text or ""
+    continued = prepare(tiny, **said, add_generation_prompt=False, continue_final_message=True).prompt.text or ""
+    assert bare.startswith(continued)
+    assert continued.endswith("I am")
+    with pytest.raises(RequestError, match="add_generation_prompt=false") as caught:
+        prepare(tiny, **said, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(("said", "parts"), [("<think>\nso", ("far", "yes")), ("I", ("", "far</think>yes"))])
+def test_a_thought_in_a_continued_message_goes_on(tiny: Tokenizer, said: str, parts: tuple[str, str]) -> None:
+    whole = {"messages": [*HELLO, {"role": "assistant", "content": said}], "continue_final_message": True}
+    message = answered(prepare(tiny, **whole, add_generation_prompt=False), "far</think>yes")["message"]
+    assert (message["reasoning_content"] or "", message["content"]) == parts
+
+
+@pytest.fixture(scope="module")
+def framed(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer that puts a token before each text and one behind it."""
+    folder = tmp_path_factory.mktemp("framed")
+    for path in TINY.glob("*token*"):
+        (folder / path.name).write_text(path.read_text())
+    (folder / "chat_template.jinja").write_text((TINY / "chat_template.jinja").read_text())
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    first, second = (token["content"] for token in tokenizer["added_tokens"][:2])
+    ids = {
+        token["content"]: {"id": token["content"], "ids": [token["id"]], "tokens": [token["content"]]}
+        for token in tokenizer["added_tokens"][:2]
+    }
+    single = [
+        {"SpecialToken": {"id": first, "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": second, "type_id": 0}},
+    ]
+    framing = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ids}
+    before = tokenizer["post_processor"]
+    processors = [before, framing] if before else [framing]
+    tokenizer["post_processor"] = {"type": "Sequence", "processors": processors}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return Tokenizer(folder)
+
+
+def test_special_tokens_are_put_around_prompts_as_asked(framed: Tokenizer) -> None:
+    def ids(**fields: Any) -> list[int]:
+        make = prepare if "messages" in fields else complete
+        return make(framed, **fields).prompts[0].token_ids.tolist()
+
+    bare = ids(prompt="def main(", add_special_tokens=False)
+    first, *inner, last = ids(prompt="def main(")
+    assert inner == bare
+    assert ids(prompt="def main(", add_special_tokens=True) == [first, *bare, last]
+    chat = ids(messages=HELLO)
+    assert ids(messages=HELLO, add_special_tokens=True) == [first, *chat, last]
+
+
+def test_prompts_are_cut_to_their_ends(framed: Tokenizer) -> None:
+    text = "".join(f"line {index} of a text, and more of it\n" for index in range(2000))
+    whole = framed.encode([text])[0].tolist()
+    first, *inner, last = whole
+
+    def ids(**fields: Any) -> list[int]:
+        return complete(framed, max_model_len=100, **fields).prompts[0].token_ids.tolist()
+
+    for count in (1, 2, 3, 50, 99):
+        kept = [*([first, *inner[len(inner) - count + 2 :]] if count > 1 else [first]), last][:count]
+        assert ids(prompt=text, truncate_prompt_tokens=count) == kept
+        bare = {"add_special_tokens": False, "truncate_prompt_tokens": count}
+        assert ids(prompt=text, **bare) == inner[-count:]
+        assert ids(prompt=whole, **bare) == whole[-count:]
+    assert ids(prompt=text, truncate_prompt_tokens=-1) == [first, *inner[-97:], last]
+    assert ids(prompt="a", truncate_prompt_tokens=50) == ids(prompt="a")
+    long_talk = {"messages": [{"role": "user", "content": text}], "truncate_prompt_tokens": 40}
+    chat = prepare(framed, max_model_len=100, **long_talk).prompt.token_ids.tolist()
+    assert chat == prepare(framed, max_model_len=10**6, messages=long_talk["messages"]).prompt.token_ids.tolist()[-40:]
+    echoed = complete(framed, max_model_len=100, prompt=text, truncate_prompt_tokens=20, echo=True).prompts[0].text
+    assert echoed
+    assert text.endswith(echoed)
+
+
+@pytest.mark.parametrize("count", [0, 101, -2])
+def test_cuts_that_cannot_be_are_refused(tiny: Tokenizer, count: int) -> None:
+    with pytest.raises(RequestError) as caught:
+        complete(tiny, max_model_len=100, prompt="a", truncate_prompt_tokens=count)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
 def test_tokens_are_echoed_as_text(tiny: Tokenizer) -> None:
     [ids] = tiny.encode(["def main("])
     assert answered(complete(tiny, prompt=ids.tolist(), echo=True), "y")["text"] == "def main(y"

@@ -173,6 +173,35 @@ def test_vllms_fields_reach_the_engine(http: httpx.Client) -> None:
     assert len(answer["prompt_logprobs"]) == len(http.post("/tokenize", json={"prompt": "def main("}).json()["tokens"])
 
 
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+def test_tokens_come_back_where_they_are_asked_for(http: httpx.Client, endpoint: str) -> None:
+    url, is_chat = f"/v1/{endpoint}", endpoint != "completions"
+    body = {**({"messages": HELLO} if is_chat else {"prompt": "def main("}), "max_tokens": 6, "temperature": 0}
+    [prompt_ids] = [
+        http.post("/tokenize", json={k: body[k] for k in ("messages", "prompt") if k in body}).json()["tokens"]
+    ]
+    plain = http.post(url, json=body).json()
+    assert plain["choices"][0]["token_ids"] is None
+    answer = http.post(url, json={**body, "return_token_ids": True}).json()
+    [choice] = answer["choices"]
+    assert (answer if is_chat else choice)["prompt_token_ids"] == prompt_ids
+    assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"] == 6
+    assert choice | {"token_ids": None, "prompt_token_ids": None} == plain["choices"][0] | {"prompt_token_ids": None}
+    events = events_of(http.post(url, json={**body, "return_token_ids": True, "stream": True}).text)
+    assert [t for event in events for c in event["choices"] for t in c["token_ids"]] == choice["token_ids"]
+    prompts = [part["prompt_token_ids"] for e in events for part in (e, *e["choices"]) if "prompt_token_ids" in part]
+    assert prompts == [prompt_ids]
+
+
+def test_what_is_tokenized_is_what_is_read(http: httpx.Client) -> None:
+    said = {"messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
+    continued = {**said, "add_generation_prompt": False, "continue_final_message": True}
+    tokens = http.post("/tokenize", json=continued).json()["tokens"]
+    assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"].endswith("I am")
+    answer = http.post("/v1/chat/completions", json={**continued, "max_tokens": 1, "return_token_ids": True}).json()
+    assert answer["prompt_token_ids"] == tokens
+
+
 @pytest.mark.parametrize(
     ("url", "body", "status", "said"),
     [
