@@ -67,6 +67,7 @@ class AddRequest:
     priority: int = 0  # smaller is served first
     is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
     items: PromptItems | None = None  # what of the prompt is not text
+    cache_salt: str = ""  # requests of different salts share nothing of the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,7 @@ def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int |
         "priority": request.priority,
         "is_streamed": request.is_streamed,
         "items": None if request.items is None else _items_header(request.items),
+        "cache_salt": request.cache_salt,
     }
 
 
@@ -270,6 +272,7 @@ def _requests_from(
             priority=values["priority"],
             is_streamed=values["is_streamed"],
             items=None if values["items"] is None else _items_from(values["items"], pictures, frames),
+            cache_salt=values["cache_salt"],
         )
 
 

@@ -24,22 +24,29 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
-class TokensPrompt(TypedDict):
+class PromptDetails(TypedDict, total=False):
+    """What may stand beside a prompt."""
+
+    multi_modal_data: dict[str, Any]
+    """`{"image": image}` or `{"image": [image, ...]}`: PIL images, paths, bytes or arrays. The text holds one of the
+    model's marks for each, or the tokens one placeholder for each."""
+    cache_salt: str
+    """Prompts share what is cached of their beginnings only with those of the same salt."""
+
+
+class TextPrompt(PromptDetails):
+    """A prompt that is text."""
+
+    prompt: str
+
+
+class TokensPrompt(PromptDetails):
     """A prompt that is tokenized already."""
 
     prompt_token_ids: list[int]
 
 
-class PicturePrompt(TypedDict, total=False):
-    """A prompt with images: a text with one of the model's marks for each, or tokens with one placeholder for each."""
-
-    prompt: str
-    prompt_token_ids: list[int]
-    multi_modal_data: dict[str, Any]
-    """`{"image": image}` or `{"image": [image, ...]}`: PIL images, paths, bytes or arrays."""
-
-
-Prompt = str | TokensPrompt | PicturePrompt
+Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
 @dataclass(kw_only=True, slots=True)

@@ -110,7 +110,7 @@ class AsyncLLM:
         Pictures are read in another thread, when the first output is asked for; what is wrong with them is told then.
 
         Args:
-            prompt: A str, `{"prompt_token_ids": [...]}`, or either with pictures; see `raypp.types.PicturePrompt`.
+            prompt: One, as for `LLM.generate`.
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
@@ -166,7 +166,7 @@ class AsyncLLM:
         """Continue prompts and return their finished outputs, in order; cheaper than streams. Cancelling aborts them.
 
         Args:
-            prompts: Each a str or `{"prompt_token_ids": [...]}`.
+            prompts: Each as for `LLM.generate`.
             params: One for all, or one per prompt; None: as `get_default_sampling_params` says.
             request_ids: Their public ids; made up by default.
             priority: One for all, or one per prompt; smaller is served first.

@@ -236,6 +236,7 @@ class Frontend:
             item.priority,
             is_streamed=stream or bool(params.stop),
             items=item.items,
+            cache_salt=item.cache_salt,
         )
 
     def _abort(self, requests: Iterable[RunningRequest]) -> None:

@@ -13,6 +13,7 @@ from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
+from raypp.api.prompt_forms import is_one_prompt
 from raypp.api.rendering import Rendering, RenderingOptions
 from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
@@ -93,8 +94,8 @@ class LLM:
         """Continue prompts and return the outputs, in order. Ctrl-C aborts them.
 
         Args:
-            prompts: One or more, each a str or `{"prompt_token_ids": [...]}`; with images as
-                `{"prompt": "<|vision_start|><|image_pad|><|vision_end|>...", "multi_modal_data": {"image": image}}`.
+            prompts: One or more, each a str, a list of token ids, `{"prompt": "..."}` or `{"prompt_token_ids": [...]}`;
+                the latter two may have `multi_modal_data` and `cache_salt`, see `raypp.types.PromptDetails`.
             sampling_params: One for all, or one per prompt; None: those of `get_default_sampling_params`. What is
                 given holds as it is, whatever the model's generation_config.json says.
             request_ids: Their public ids, to abort them by; made up by default.
@@ -105,7 +106,7 @@ class LLM:
             RequestError: one cannot be run; then none was.
             EngineDeadError: the engine died.
         """
-        listed: Sequence[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        listed: Any = [prompts] if is_one_prompt(prompts) else prompts
         prepared = self._engine.preparer.prompts(listed, sampling_params, request_ids, priority)
         return self._complete(prepared, use_tqdm)
 
@@ -158,7 +159,7 @@ class LLM:
         Leaving the iterator early, or Ctrl-C, aborts the request.
 
         Args:
-            prompt: A str, `{"prompt_token_ids": [...]}`, or a list of `{"role": ..., "content": ...}`.
+            prompt: A prompt as for `generate`, or a conversation: a list of `{"role": ..., "content": ...}`.
             sampling_params: How to sample; None as for `generate`.
             request_id: Its public id; made up by default.
             **rendering: Of a conversation: what the chat template is told besides, as for `chat`.
@@ -168,10 +169,11 @@ class LLM:
             EngineDeadError: the engine died.
         """
         preparer, ids = self._engine.preparer, None if request_id is None else [request_id]
-        if isinstance(prompt, str | Mapping):
-            (prepared,) = preparer.prompts([prompt], sampling_params, ids)
+        given: Any = prompt
+        if is_one_prompt(given):
+            (prepared,) = preparer.prompts([given], sampling_params, ids)
         else:
-            (prepared,) = preparer.chats([prompt], sampling_params, ids, Rendering(**rendering))
+            (prepared,) = preparer.chats([given], sampling_params, ids, Rendering(**rendering))
         return self._stream(prepared)
 
     def abort(self, request_id: str) -> None:

@@ -23,6 +23,7 @@ class EncodedPrompt:
     token_ids: Int32s  # [T]
     items: PromptItems | None = None
     text: str | None = None
+    cache_salt: str = ""  # prompts of different salts share nothing of the prefix cache
 
 
 class PicturePrompts:

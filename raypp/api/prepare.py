@@ -16,6 +16,7 @@ from raypp.api.conversation import plain_conversation
 from raypp.api.per_request import Params, Priority, check_listed, params_per_request, priorities
 from raypp.api.per_request import request_ids as ids_per_request
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
+from raypp.api.prompt_forms import PROMPT_FORMS, PromptForm, read_prompt
 from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.running_request import PreparedRequest
 from raypp.api.tokenizer import ChatMessage, Tokenizer
@@ -29,8 +30,6 @@ T = TypeVar("T")
 
 _CONVERSATION_FORM = 'a list of messages like {"role": "user", "content": "..."}'
 _ONE_MESSAGE = "a conversation has at least one message; generate() takes prompts"
-_PROMPT_FORMS = 'a str or {"prompt_token_ids": [...]}'
-_PICTURES = "multi_modal_data"
 
 
 class RequestPreparer:
@@ -87,16 +86,22 @@ class RequestPreparer:
         Raises:
             RequestError: the first that cannot be run.
         """
-        check_listed(prompts, f"a list of prompts, each {_PROMPT_FORMS}")
+        check_listed(prompts, f"a list of prompts, each {PROMPT_FORMS}")
         ids = ids_per_request(request_ids, len(prompts))
         all_params = params_per_request(params, len(prompts), self._default_params)
-        texts = [_text_of(prompt, request_id) for prompt, request_id in zip(prompts, ids, strict=True)]
-        named = [(request_id, text) for request_id, text in zip(ids, texts, strict=True) if text is not None]
-        encoded = iter(self._encode(named, add_special_tokens=True))
-        prepared = [
-            EncodedPrompt(next(encoded), text=text) if text is not None else self._encoded(prompt, request_id)
-            for prompt, text, request_id in zip(prompts, texts, ids, strict=True)
+        named_forms = [
+            (request_id, prompt if isinstance(prompt, EncodedPrompt) else read_prompt(prompt, request_id))
+            for prompt, request_id in zip(prompts, ids, strict=True)
         ]
+        texts = [(name, form.text) for name, form in named_forms if _is_plain_text(form) and form.text is not None]
+        encoded = iter(self._encode(texts, add_special_tokens=True))
+        prepared = []
+        for name, form in named_forms:
+            if isinstance(form, EncodedPrompt):
+                prepared.append(self._checked(form, name))
+                continue
+            prompt = EncodedPrompt(next(encoded), text=form.text) if _is_plain_text(form) else self._encoded(form, name)
+            prepared.append(replace(prompt, cache_salt=form.cache_salt))
         return self._finish(ids, prepared, all_params, priorities(priority, len(ids)))
 
     def chats(
@@ -156,20 +161,19 @@ class RequestPreparer:
             )
         return self._tokenizer
 
-    def _encoded(self, prompt: Any, request_id: str) -> EncodedPrompt:
+    def _encoded(self, form: PromptForm, request_id: str) -> EncodedPrompt:
         """Return a prompt that is no plain text."""
-        if isinstance(prompt, EncodedPrompt):
-            return EncodedPrompt(self._checked_token_ids(prompt.token_ids, request_id), prompt.items, prompt.text)
-        token_ids = None
-        if "prompt_token_ids" in prompt:
-            token_ids = self._checked_token_ids(prompt["prompt_token_ids"], request_id)
-        if _PICTURES not in prompt:
+        token_ids = None if form.text is not None else self._checked_token_ids(form.token_ids, request_id)
+        if form.images is None:
             assert token_ids is not None
             return EncodedPrompt(token_ids)
-        prompts, images = PicturePrompts(self._needed_tokenizer("a picture"), self._pictures), _images_of(prompt)
+        prompts = PicturePrompts(self._needed_tokenizer("a picture"), self._pictures)
         if token_ids is not None:
-            return _of_request(request_id, partial(prompts.tokens, token_ids, images))
-        return _of_request(request_id, partial(prompts.text, prompt["prompt"], images))
+            return _of_request(request_id, partial(prompts.tokens, token_ids, form.images))
+        return _of_request(request_id, partial(prompts.text, form.text or "", form.images))
+
+    def _checked(self, prompt: EncodedPrompt, request_id: str) -> EncodedPrompt:
+        return replace(prompt, token_ids=self._checked_token_ids(prompt.token_ids, request_id))
 
     def _checked_token_ids(self, given: object, request_id: str) -> Int32s:
         expected = f"a flat list of integers from 0 to {self._vocab_size - 1}"
@@ -217,7 +221,16 @@ class RequestPreparer:
             checked, bad_words = known[id(given)]
             self._check_room(request_id, ids, checked)
             prepared.append(
-                PreparedRequest(request_id, prompt.text, ids, checked, bad_words, priority, items=prompt.items)
+                PreparedRequest(
+                    request_id,
+                    prompt.text,
+                    ids,
+                    checked,
+                    bad_words,
+                    priority,
+                    items=prompt.items,
+                    cache_salt=prompt.cache_salt,
+                )
             )
         return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none
 
@@ -268,43 +281,8 @@ def _of_request(request_id: str, encode: Callable[[], T]) -> T:
         raise
 
 
-def _images_of(prompt: Mapping[str, Any]) -> Any:
-    data = prompt[_PICTURES]
-    if not isinstance(data, Mapping) or set(data) != {"image"}:
-        raise RequestError(
-            f"{_PICTURES} of a prompt holds images",
-            got=repr(data)[:80],
-            expected='{"image": image} or {"image": [image, ...]}',
-            hint="chat() takes videos too",
-        )
-    return data["image"]
-
-
-def _text_of(prompt: object, request_id: str) -> str | None:
-    """Return the prompt if it is text alone, else None."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, EncodedPrompt):
-        return None
-    if not isinstance(prompt, Mapping):
-        raise RequestError(
-            "a prompt of the wrong type",
-            request_id=request_id,
-            got=f"{repr(prompt)[:80]} ({type(prompt).__name__})",
-            expected=_PROMPT_FORMS,
-            hint='{"prompt_token_ids": [...]} is how token ids are given, chat() takes conversations',
-        )
-    if set(prompt) == {"prompt", _PICTURES} and isinstance(prompt["prompt"], str):
-        return None
-    if set(prompt) not in ({"prompt_token_ids"}, {"prompt_token_ids", _PICTURES}):
-        raise RequestError(
-            "a prompt with the wrong keys",
-            request_id=request_id,
-            got=sorted(map(str, prompt)),
-            expected=_PROMPT_FORMS,
-            hint='text goes in as it is; with images as {"prompt": ..., "multi_modal_data": {"image": ...}}',
-        )
-    return None
+def _is_plain_text(form: PromptForm | EncodedPrompt) -> bool:
+    return isinstance(form, PromptForm) and form.text is not None and form.images is None
 
 
 def _check_conversation(conversation: object) -> None:

@@ -33,6 +33,7 @@ class PreparedRequest:
     priority: int = 0
     seed: int = 0  # params.seed, or the one drawn for it
     items: PromptItems | None = None  # what of the prompt is not text
+    cache_salt: str = ""
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a continuation; the first one's is the request's own."""

@@ -255,6 +255,7 @@ class DriverServer:
             bad_word_token_ids=added.bad_word_token_ids,
             priority=added.priority,
             items=added.items,
+            cache_salt=added.cache_salt,
             client=client,
             handle=added.handle,
             is_streamed=added.is_streamed,

@@ -175,7 +175,7 @@ class BodyPreparer:
             self._max_model_len, self.conventions, is_thinking=is_thinking, defaults=self._sampling_defaults
         )
         return PreparedChat(
-            prompt,
+            replace(prompt, cache_salt=request.cache_salt or ""),
             params,
             make_parser=partial(request.parser, self.conventions, is_thinking=is_thinking),
             num_reasoning=partial(num_thought_tokens, self.tokenizer, is_begun=is_thinking),
@@ -203,6 +203,7 @@ class BodyPreparer:
             check_context_length(len(prompt.token_ids), self._max_model_len, param="prompt")
         if request.echo:
             prompts = await self._with_texts(prompts)
+        prompts = [replace(prompt, cache_salt=request.cache_salt or "") for prompt in prompts]
         return PreparedCompletion(
             prompts, params, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
         )

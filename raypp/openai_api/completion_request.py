@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from raypp.errors import RequestError
 from raypp.openai_api.errors import END_OF_TOKEN_IDS, BodyError
 from raypp.openai_api.request_fields import NO_DEFAULTS, CompletionFields, Entries, Integer, make_sampling_params
-from raypp.types import Prompt, SamplingParams
+from raypp.types import SamplingParams, TokensPrompt
 
 _DEFAULT_MAX_TOKENS = 16
 
@@ -54,7 +54,7 @@ class CompletionRequest(CompletionFields):
     suffix: str | None = None
     """Not supported."""
 
-    def prompts(self) -> list[Prompt]:
+    def prompts(self) -> list[str | TokensPrompt]:
         """Return the prompts as the engine takes them; the choices follow their order.
 
         Raises:
@@ -111,5 +111,5 @@ class CompletionRequest(CompletionFields):
         return make_sampling_params(given, max_model_len)
 
 
-def _as_prompt(one: str | list[int]) -> Prompt:
+def _as_prompt(one: str | list[int]) -> str | TokensPrompt:
     return one if isinstance(one, str) else {"prompt_token_ids": one}

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from raypp.errors import RequestError
-from raypp.request_limits import MAX_BIASED_TOKENS
+from raypp.request_limits import MAX_BIASED_TOKENS, MAX_CACHE_SALT_CHARS
 from raypp.types import SamplingParams
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
@@ -187,6 +187,9 @@ class RequestFields(RequestModel):
     truncate_prompt_tokens: Integer | None = Field(default=None, ge=-1)
     """Keep only this many of the prompt's last tokens; -1: as many as the context has room for. Prompts with images are
     not cut."""
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
+    """Share what is cached of the prompt's beginning only with requests of the same salt: others cannot tell by the
+    time that an answer takes whether this prompt was here before."""
     return_token_ids: bool | None = None
     """Return `token_ids` with each choice, and `prompt_token_ids`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from raypp.scheduler.block_pool import BlockPool
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes
+from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes, root_key
 from raypp.scheduler.request_state import RequestState
 
 
@@ -134,13 +134,13 @@ class KvBlocks:
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
         hashes, block_size = state.block_hashes, self._limits.block_size
         if len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else b""
+            parent = hashes[-1] if hashes else root_key(state.request.cache_salt)
             starts = range(len(hashes) * block_size, num_blocks * block_size, block_size)
             items = state.request.items
             contents = [] if items is None else [b"".join(items.keys_in(at, at + block_size)) for at in starts]
             begin, end = starts.start, starts.stop
             if self._limits.caches_next_token:  # a key covers the block's tokens but the first, and the token after it
-                parent = parent or state.token_ids(0, 1).tobytes()
+                parent = parent if hashes else parent + state.token_ids(0, 1).tobytes()
                 begin, end = begin + 1, end + 1
             hashes += chain_hashes(parent, state.token_ids(begin, end), block_size, contents)
 

@@ -2,6 +2,7 @@
 
 A block's key is a cryptographic hash of its tokens, of the pictures that some of them stand for, and of the key before
 it: H(parent, token ids, content hashes). So equal keys mean equal tokens and pictures from the request's beginning on.
+Before the first block stands a key of the request's salt: keys of different salts never are equal.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ from raypp.messages import Int32s
 _DIGEST_BYTES = 16
 
 
+def root_key(salt: str) -> bytes:
+    """Return what stands in the place of the key before a request's first block; empty without a salt."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES).digest() if salt else b""
+
+
 def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Sequence[bytes] = ()) -> list[bytes]:
     """Return the keys of the full blocks that `token_ids` fill; tokens of an unfinished block are left out.
 
     Args:
-        parent: The key of the block before them; empty at the beginning of a request.
+        parent: The key of the block before them; at the beginning of a request its `root_key`.
         token_ids: [T].
         block_size: Tokens per block.
         contents: For each block the keys of its pictures; empty for a request without pictures.

@@ -42,6 +42,7 @@ REQUESTS = [
         bad_word_token_ids=((1, 2), (3,)),
         priority=-4,
         is_streamed=False,
+        cache_salt="salz \ud800",
     ),
 ]
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from fake_engine import MAX_MODEL_LEN, FakeEngine
 
@@ -65,7 +66,12 @@ def test_one_prompt_one_conversation_and_none(make_engine: MakeEngine) -> None:
     messages = [{"role": "user", "content": "os"}]
     with open_llm(make_engine()) as llm:
         assert len(llm.generate("import os")) == 1
-        assert len(llm.generate({"prompt_token_ids": [5, 6]})) == 1
+        ids = {"prompt_token_ids": [5, 6]}
+        for given in (ids, [5, 6], (5, 6), np.array([5, 6]), [[5, 6]], [ids]):
+            assert [output.prompt_token_ids for output in llm.generate(given)] == [[5, 6]]
+        assert [o.prompt for o in llm.generate([{"prompt": "hi"}, "hi"])] == ["hi", "hi"]
+        assert llm.generate({"prompt": "hi"})[0].prompt == "hi"
+        assert list(llm.stream([5, 6]))[-1].prompt_token_ids == [5, 6]
         assert llm.generate([]) == []
         assert [o.prompt for o in llm.chat([messages, messages])] == [llm.chat(messages)[0].prompt] * 2
 

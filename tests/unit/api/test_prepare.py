@@ -22,7 +22,7 @@ def preparer(tokenizer: Tokenizer) -> RequestPreparer:
 
 def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Tokenizer) -> None:
     params = [SamplingParams(seed=1), SamplingParams(), SamplingParams()]
-    prompts = ["import os", {"prompt_token_ids": np.array([5, 6])}, {"prompt_token_ids": (599,)}]
+    prompts = ["import os", {"prompt_token_ids": np.array([5, 6])}, (599,)]
     prepared = preparer.prompts(prompts, params)  # type: ignore[arg-type]
     assert [p.prompt for p in prepared] == ["import os", None, None]
     assert tokenizer.decode(prepared[0].prompt_token_ids.tolist()) == "import os"
@@ -31,6 +31,14 @@ def test_text_and_token_ids_in_order(preparer: RequestPreparer, tokenizer: Token
     assert prepared[0].seed == 1
     assert prepared[1].seed != prepared[2].seed
     assert len({p.request_id for p in prepared}) == 3
+
+
+def test_the_forms_of_a_prompt(preparer: RequestPreparer) -> None:
+    text, salted, ids = preparer.prompts(["os", {"prompt": "os", "cache_salt": "me"}, [5, 6]])
+    assert text.prompt_token_ids.tolist() == salted.prompt_token_ids.tolist()
+    assert (text.prompt, salted.prompt, text.cache_salt, salted.cache_salt) == ("os", "os", "", "me")
+    [same] = preparer.prompts([{"prompt_token_ids": [5, 6], "cache_salt": "me"}])
+    assert (ids.prompt_token_ids.tolist(), same.prompt_token_ids.tolist(), same.cache_salt) == ([5, 6], [5, 6], "me")
 
 
 def test_drawn_seeds_follow_the_engines_seed(tokenizer: Tokenizer) -> None:
@@ -55,10 +63,14 @@ def test_drawn_seeds_follow_the_engines_seed(tokenizer: Tokenizer) -> None:
         ({"prompt_token_ids": [[1], [2, 3]]}, "not token ids"),
         ({"prompt_token_ids": "abc"}, "not token ids"),
         ({"prompt_token_ids": None}, "not token ids"),
-        ({"prompt": "a"}, "wrong keys"),
+        ({"prompt": [1]}, "wrong keys"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "wrong keys"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt of a prompt is no name"),
+        ({"prompt": "a", "cache_salt": 3}, "cache_salt of a prompt is no name"),
+        ([1, 600], "600 at position 1"),
+        (["a", 1], "not token ids"),
         ({}, "wrong keys"),
         (5, "prompt_token_ids"),
-        ([1, 2], "prompt_token_ids"),
         (b"abc", "wrong type"),
         ("a\ud800", "not valid Unicode"),
     ],

@@ -346,6 +346,14 @@ def test_cuts_that_cannot_be_are_refused(tiny: Tokenizer, count: int) -> None:
     assert caught.value.param == "truncate_prompt_tokens"
 
 
+def test_a_salt_goes_with_every_prompt(tiny: Tokenizer) -> None:
+    assert [prompt.cache_salt for prompt in complete(tiny, prompt=["a", "b"], cache_salt="me").prompts] == ["me", "me"]
+    assert prepare(tiny, cache_salt="me").prompt.cache_salt == "me"
+    assert prepare(tiny).prompt.cache_salt == ""
+    with pytest.raises(RequestError, match="cache_salt"):
+        prepare(tiny, cache_salt="")
+
+
 def test_tokens_are_echoed_as_text(tiny: Tokenizer) -> None:
     [ids] = tiny.encode(["def main("])
     assert answered(complete(tiny, prompt=ids.tolist(), echo=True), "y")["text"] == "def main(y"

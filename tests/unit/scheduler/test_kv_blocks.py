@@ -1,11 +1,14 @@
+import pytest
 from drive import make_limits, make_request
 
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.request_state import RequestState
 
 
-def _state(num_tokens: int, limit: int = 100) -> RequestState:
-    return RequestState(make_request(prompt=num_tokens), 0, limit, frozenset(), num_tokens)
+def _state(num_tokens: int, limit: int = 100, salt: str = "") -> RequestState:
+    request = make_request(prompt=num_tokens)
+    request.cache_salt = salt
+    return RequestState(request, 0, limit, frozenset(), num_tokens)
 
 
 def _admitted(kv: KvBlocks, num_tokens: int) -> RequestState:
@@ -81,3 +84,22 @@ def test_without_prefix_caching_nothing_is_found():
     first = _admitted(kv, 8)
     kv.offer(first, 8)
     assert kv.find_prefix(_state(9)) == []
+
+
+@pytest.mark.parametrize("caches_next_token", [False, True])
+def test_requests_of_different_salts_share_nothing(caches_next_token: bool):
+    kv = KvBlocks(make_limits(enable_prefix_caching=True, num_blocks=40, caches_next_token=caches_next_token))
+    for salt in ("", "me", "you"):
+        salted = _state(9, salt=salt)
+        assert kv.find_prefix(salted) == []
+        assert not kv.is_being_computed(salted, 0, [])
+        assert kv.try_admit(salted, [], 0)
+        assert not any(kv.is_being_computed(_other(kv, salt), 0, [salted]) for salt in {"", "me", "you"} - {salt})
+        kv.offer(salted, 9)
+        assert kv.find_prefix(_state(9, salt=salt)) == salted.blocks[:2]
+
+
+def _other(kv: KvBlocks, salt: str) -> RequestState:
+    state = _state(9, salt=salt)
+    kv.find_prefix(state)
+    return state

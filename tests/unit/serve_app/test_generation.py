@@ -193,6 +193,18 @@ def test_tokens_come_back_where_they_are_asked_for(http: httpx.Client, endpoint:
     assert prompts == [prompt_ids]
 
 
+def test_prompts_of_different_salts_share_no_cache(http: httpx.Client) -> None:
+    def num_cached(salt: str | None) -> int:
+        body = {"prompt": [*range(300, 320)], "max_tokens": 1, "cache_salt": salt}
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens"] == 20
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    salts = (None, "me", "you")
+    assert [num_cached(salt) for salt in salts] == [0, 0, 0]
+    assert [num_cached(salt) for salt in salts] == [16, 16, 16]
+
+
 def test_what_is_tokenized_is_what_is_read(http: httpx.Client) -> None:
     said = {"messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
     continued = {**said, "add_generation_prompt": False, "continue_final_message": True}
