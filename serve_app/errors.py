@@ -141,11 +141,23 @@ async def _on_http_error(request: Request, error: Exception) -> AsciiJSONRespons
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"there is nothing at {request.method} {request.url.path[:200]}; /openapi.json lists what there is"
+        there_is = "; ".join(_operations(request.app))
+        message = f"there is nothing at {request.method} {request.url.path[:200]}; there is: {there_is}"
     elif error.status_code == 405:
         allowed = Headers(error.headers or {}).get("allow", "another method")
         message = f"{request.url.path[:200]} does not take {request.method}; expected: {allowed}"
     return error_response(error.status_code, message, kind=kind, code=code, headers=error.headers)
+
+
+def _operations(app: FastAPI) -> list[str]:
+    """Return what programs can ask for, the page's files apart."""
+    described: dict[str, dict[str, dict[str, Any]]] = app.openapi()["paths"]
+    return [
+        f"{method.upper()} {path}"
+        for path, methods in described.items()
+        for method, operation in methods.items()
+        if "page" not in operation.get("tags", ())
+    ]
 
 
 async def _on_bug(request: Request, error: Exception) -> AsciiJSONResponse:

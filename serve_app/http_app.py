@@ -27,7 +27,7 @@ from serve_app.routes.tokens import token_routes
 from serve_app.runner import RequestRunner
 from serve_app.settings import ServeSettings
 
-OPEN_PATHS = PAGE_PATHS | {"/health", "/version", "/metrics", "/openapi.json"}
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/metrics", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""
 
 

@@ -192,6 +192,19 @@ class Tokenizer:
         names: list[str | None] = self._hf.convert_ids_to_tokens(list(token_ids))
         return [name or "" for name in names]
 
+    def description(self) -> dict[str, Any]:
+        """Return what the tokenizer is, in plain values, by the names of transformers."""
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        added = sorted(self._hf.added_tokens_decoder.items())
+        template = self._hf.chat_template or None
+        return {
+            "tokenizer_class": type(self._hf).__name__,
+            "vocab_size": self.vocab_size,
+            "chat_template": template.get("default") if isinstance(template, dict) else template,  # by name, in some
+            **{name: getattr(self._hf, name) for name in names},
+            "added_tokens_decoder": {str(i): {"content": t.content, "special": t.special} for i, t in added},
+        }
+
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `decode` leaves out."""

@@ -1,4 +1,4 @@
-"""`/health`, `/version`, `/metrics`, and the OpenAPI description itself."""
+"""`/health`, `/ping`, `/version`, `/metrics`, and the OpenAPI description itself."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ def status_routes(context: AppContext) -> APIRouter:
     """Return the routes for orchestrators and monitors."""
     router = APIRouter(tags=["status"])
 
+    @router.post("/ping", include_in_schema=False)  # as vLLM's server has it
+    @router.head("/ping", include_in_schema=False)
+    @router.get("/ping", responses=documented(500, 503), response_model=Health)
     @router.head("/health", include_in_schema=False)  # what load balancers ask
     @router.get("/health", responses=documented(500, 503), response_model=Health)
     async def health() -> Any:

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, as vLLM's server has them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM's server has them."""
 
 from __future__ import annotations
 
@@ -69,6 +69,32 @@ class DetokenizeResponse(OpenAIModel):
     prompt: str
 
 
+class AddedToken(OpenAIModel):
+    """A token that the tokenizer finds in a text before it looks at the rest."""
+
+    content: str
+    special: bool
+    """Whether it is left out of texts, unless a request says `skip_special_tokens: false`."""
+
+
+class TokenizerInfo(OpenAIModel):
+    """The model's tokenizer: what of its tokenizer_config.json clients that render conversations themselves need."""
+
+    tokenizer_class: str
+    vocab_size: int
+    """Tokens, added ones included."""
+    model_max_length: int
+    """The most tokens of a request, prompt and output together."""
+    chat_template: str | None
+    """In Jinja."""
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    added_tokens_decoder: dict[str, AddedToken]
+    """By token id."""
+
+
 def token_routes(context: AppContext) -> APIRouter:
     """Return the routes that show what the model reads."""
     router = APIRouter(tags=["tokens"], route_class=JsonRoute)
@@ -96,6 +122,12 @@ def token_routes(context: AppContext) -> APIRouter:
         tokens = token_ids.tolist()
         texts = context.preparer.tokenizer.token_texts(tokens) if body.return_token_strs else None
         return TokenizeResponse(count=len(tokens), max_model_len=context.max_model_len, tokens=tokens, token_strs=texts)
+
+    @router.get("/tokenizer_info", responses=documented(400, 401, 500))
+    async def tokenizer_info() -> TokenizerInfo:
+        """Return what the model's tokenizer is, and the chat template."""
+        described = context.preparer.tokenizer.description()
+        return TokenizerInfo(model_max_length=context.max_model_len, **described)
 
     @router.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:

@@ -205,6 +205,14 @@ def test_prompts_of_different_salts_share_no_cache(http: httpx.Client) -> None:
     assert [num_cached(salt) for salt in salts] == [16, 16, 16]
 
 
+def test_the_tokenizer_describes_itself(http: httpx.Client) -> None:
+    info = http.get("/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["model_max_length"]) == ("<|im_end|>", None, 256)
+    assert "add_generation_prompt" in info["chat_template"]
+    [end] = [index for index, token in info["added_tokens_decoder"].items() if token["content"] == "<|im_end|>"]
+    assert http.post("/detokenize", json={"tokens": [int(end)]}).json()["prompt"] == info["eos_token"]
+
+
 def test_what_is_tokenized_is_what_is_read(http: httpx.Client) -> None:
     said = {"messages": [*HELLO, {"role": "assistant", "content": "I am"}]}
     continued = {**said, "add_generation_prompt": False, "continue_final_message": True}
@@ -268,6 +276,11 @@ def test_bodies_that_are_no_objects(http: httpx.Client, content: bytes) -> None:
 
 def test_unknown_paths_and_methods_have_openais_error_shape(http: httpx.Client) -> None:
     assert http.get("/nothing").json()["error"]["code"] == "not_found"
+    answer = http.post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.startswith("there is nothing at POST /v1/embeddings; there is: POST /v1/chat/completions; ")
+    assert "page.css" not in message
     answer = http.get("/v1/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["code"] == "method_not_allowed"

@@ -63,7 +63,9 @@ def error_of(sent: list[Message]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("takes_cancellation", [False, True])
-@pytest.mark.parametrize(("method", "path"), [("GET", "/health"), ("HEAD", "/health"), ("GET", "/second/health")])
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/health"), ("HEAD", "/health"), ("GET", "/second/health"), ("GET", "/ping")]
+)
 def test_health_is_told_while_there_is_no_replica(method: str, path: str, takes_cancellation: bool) -> None:
     waiting = proxy(ends=False, takes_cancellation=takes_cancellation)
     began = time.monotonic()

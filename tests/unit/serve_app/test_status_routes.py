@@ -32,6 +32,7 @@ def test_models_health_and_version(http: httpx.Client) -> None:
     assert http.get("/v1/models/other").status_code == 404
     assert http.get("/health").json() == {"status": "ok"}
     assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
+    assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": raypp.__version__}
 
 
@@ -103,7 +104,7 @@ def test_a_dead_engine_is_told_everywhere() -> None:
             rest = [line for line in lines if line]
         assert "stage 0 died" in rest[-1]
         assert rest[-1].startswith('data: {"error":')
-        for path in ("/health", "/v1/models", "/v1/models/tiny"):
+        for path in ("/health", "/ping", "/v1/models", "/v1/models/tiny"):
             answer = http.get(path)
             assert answer.status_code == 503, path
             assert "stage 0 died" in answer.json()["error"]["message"]
