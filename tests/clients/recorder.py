@@ -74,15 +74,18 @@ def answer_values(content_type: str, text: str) -> list[Any]:
     """Return the JSON of an answer: one value, or those of a stream's events.
 
     Raises:
-        ValueError: it is no JSON, or a stream that does not end with `[DONE]`.
+        ValueError: it is no JSON, or a stream that ends neither with `[DONE]` nor with a whole response.
     """
     if content_type != "text/event-stream":
         return [json.loads(text)]
     events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
-    data = [event.removeprefix("data: ") for event in events]
-    if not data or data[-1] != "[DONE]":
-        raise ValueError(f"a stream ends with {data[-1:]}, not with [DONE]")
-    return [json.loads(value) for value in data[:-1]]
+    data = [event.partition("data: ")[2] for event in events]
+    if data and data[-1] == "[DONE]":
+        return [json.loads(value) for value in data[:-1]]
+    values = [json.loads(value) for value in data]
+    if not values or values[-1].get("type") not in ("response.completed", "response.incomplete"):
+        raise ValueError(f"a stream ends with {data[-1:]}, not with [DONE] or a whole response")
+    return values
 
 
 def shape_of(values: list[Any]) -> Shape:

@@ -60,6 +60,10 @@ def test_a_shape_tells_what_a_client_would_miss() -> None:
 
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:
+    ended = 'event: response.completed\ndata: {"type": "response.completed"}\n\n'
+    assert answer_values("text/event-stream", ended) == [{"type": "response.completed"}]
+    with pytest.raises(ValueError, match="whole response"):
+        answer_values("text/event-stream", ended.replace("completed", "in_progress"))
     assert answer_values("text/event-stream", ': alive\n\ndata: {"a": 1}\n\ndata: [DONE]\n\n') == [{"a": 1}]
     with pytest.raises(ValueError, match="DONE"):
         answer_values("text/event-stream", 'data: {"a": 1}\n\n')
@@ -78,6 +82,8 @@ def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
     if response.is_success and exchange["path"].endswith("/chat/completions"):
         for content, calls in _messages(values, is_stream=bool(body.get("stream"))):
             _check_forms(body, content, calls)
+    if response.is_success and exchange["path"].endswith("/responses"):
+        _check_response_forms(body, values[-1].get("response", values[-1]))
     return missing(recorded["shape"], shape_of(values))
 
 
@@ -104,5 +110,19 @@ def _check_forms(body: dict[str, Any], content: str, calls: list[list[str]]) -> 
     if body.get("tool_choice") not in (None, "auto", "none"):
         assert calls
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in body["tools"]}
+        for name, arguments in calls:
+            jsonschema.validate(json.loads(arguments), parameters[name])
+
+
+def _check_response_forms(body: dict[str, Any], response: dict[str, Any]) -> None:
+    """Check the same of a response; a stream's last event has it whole."""
+    texts = [part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]]
+    calls = [[item["name"], item["arguments"]] for item in response["output"] if item["type"] == "function_call"]
+    wanted = (body.get("text") or {}).get("format") or {}
+    if wanted.get("type") == "json_schema" and not calls:  # a forced call goes before the form
+        jsonschema.validate(json.loads("".join(texts)), wanted["schema"])
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        assert calls
+        parameters = {tool["name"]: tool["parameters"] for tool in body["tools"]}
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), parameters[name])

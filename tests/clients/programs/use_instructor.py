@@ -1,4 +1,4 @@
-"""Instructor: instances by tools and by JSON schema, whole, in parts, after a refusal. Run with the address of /v1."""
+"""Instructor: instances by tools, JSON schema and responses, whole, in parts, refused. Run with /v1's address."""
 
 from __future__ import annotations
 
@@ -57,6 +57,15 @@ def use(client: instructor.Instructor) -> None:
     Trip.model_validate(last.model_dump())
 
 
+def use_responses(client: instructor.Instructor) -> None:
+    """Ask for an instance, and for one that is refused at first."""
+    given = {**GIVEN, "max_output_tokens": GIVEN["max_tokens"]}
+    del given["max_tokens"]
+    ask: list[Any] = [{"role": "user", "content": "Plan a trip."}]
+    assert isinstance(client.responses.create(input=ask, response_model=Trip, **given), Trip)
+    assert isinstance(client.responses.create(input=ask, response_model=Picky, **given, max_retries=2), Picky)
+
+
 GIVEN: dict[str, Any] = {
     "model": "tiny",
     "temperature": 0,
@@ -69,6 +78,7 @@ def main(base_url: str) -> None:
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
         for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
             use(instructor.from_openai(client, mode=mode))
+        use_responses(instructor.from_openai(client, mode=instructor.Mode.RESPONSES_TOOLS))
         text = client.chat.completions.create(messages=[{"role": "user", "content": "hello"}], stream=True, **GIVEN)
         assert list(text)[-1].choices[0].finish_reason is not None
 

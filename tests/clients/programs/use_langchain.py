@@ -1,4 +1,4 @@
-"""LangChain: bound tools and a loop of them, streams, structured output. Run with the address of /v1."""
+"""LangChain, by chats and by responses: a loop of tools, streams, structured output. Run with the address of /v1."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tool_loop(llm: ChatOpenAI) -> None:
     assert isinstance(whole, AIMessageChunk)
     messages += [whole, *_results(whole)]
     last = llm.bind_tools([get_weather], tool_choice="none").invoke(messages)
-    assert last.response_metadata["finish_reason"] in ("stop", "length")
+    assert not last.tool_calls
     messages += [last, HumanMessage([{"type": "text", "text": "Thanks."}])]
     assert isinstance(llm.invoke(messages), AIMessage)
 
@@ -72,7 +72,20 @@ def _results(answer: AIMessage) -> list[ToolMessage]:
 
 
 def main(base_url: str) -> None:
-    llm = ChatOpenAI(
+    models = [_model(base_url, use_responses_api=api) for api in (False, True)]
+    for llm in models:
+        tool_loop(llm)
+        structured(llm)
+
+    async def all_concurrently() -> None:  # in one event loop: the package's connections are of the first one
+        for llm in models:
+            await concurrently(llm)
+
+    asyncio.run(all_concurrently())
+
+
+def _model(base_url: str, *, use_responses_api: bool) -> ChatOpenAI:
+    return ChatOpenAI(
         base_url=base_url,
         api_key="none",
         model="tiny",
@@ -80,11 +93,9 @@ def main(base_url: str) -> None:
         max_tokens=80,
         max_retries=0,
         stream_usage=True,
+        use_responses_api=use_responses_api,
         extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )
-    tool_loop(llm)
-    structured(llm)
-    asyncio.run(concurrently(llm))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LiteLLM: a loop of tools, streams, structured answers, plain completions. Run with the address of /v1."""
+"""LiteLLM: a loop of tools, streams, structured answers, plain completions, responses. Run with the address of /v1."""
 
 from __future__ import annotations
 
@@ -68,6 +68,22 @@ def others(given: dict[str, Any]) -> None:
         raise AssertionError("a prompt over the context was taken")
 
 
+def responses(given: dict[str, Any]) -> None:
+    """Have a function called in a response, whole and streamed, and go on with what it said."""
+    given = {**given, "max_output_tokens": given["max_tokens"]}
+    del given["max_tokens"], given["num_retries"]
+    tools = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS}]
+    items: list[Any] = [{"role": "user", "content": "How will the weather be?"}]
+    answer = litellm.responses(input=items, tools=tools, tool_choice="required", **given)
+    calls = [item for item in answer.output if item.type == "function_call"]
+    assert calls, answer
+    items += [item.model_dump() for item in answer.output]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    events = list(litellm.responses(input=items, stream=True, **given))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert events[-1].response.usage.total_tokens > 0
+
+
 def _results(answer: Any) -> list[Any]:
     assert answer.tool_calls, answer
     return [
@@ -86,7 +102,7 @@ def main(base_url: str) -> None:
         "num_retries": 0,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": False}},
     }
-    for part in (tool_loop, structured, others):
+    for part in (tool_loop, structured, others, responses):
         part(given)
 
 

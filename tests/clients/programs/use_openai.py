@@ -1,4 +1,4 @@
-"""OpenAI's own package: a loop of tools, streams, parsed answers, plain completions. Run with the address of /v1."""
+"""OpenAI's own package: tools, streams, parsed answers, plain completions, responses. Run with the address of /v1."""
 
 from __future__ import annotations
 
@@ -85,6 +85,49 @@ def completions(client: openai.OpenAI) -> None:
     assert parts[-1].choices[0].finish_reason is not None
 
 
+def responses(client: openai.OpenAI) -> None:
+    """Three turns with functions, whole, parsed and streamed, whose items go back as they came; then forms."""
+    given: dict[str, Any] = {"model": "tiny", "max_output_tokens": 200, "temperature": 0, "extra_body": SILENT}
+    function: Any = openai.pydantic_function_tool(GetWeather, name="get_weather")["function"]
+    tools: list[Any] = [{"type": "function", **function}]
+    one: Any = {"tools": tools, "tool_choice": {"type": "function", "name": "get_weather"}}
+    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "How will the weather be?"}]}]
+    first = client.responses.create(input=items, instructions="You help.", **one, **given)
+    items += [*first.output, *_outputs(first)]
+    parsed = client.responses.parse(input=items, **one, **given)
+    items += [*(item.model_dump(exclude={"parsed_arguments"}) for item in parsed.output), *_outputs(parsed)]
+    with client.responses.stream(input=items, **one, **given) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_response()
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    items += [*streamed.output, *_outputs(streamed)]
+    last = client.responses.create(input=items, tools=tools, tool_choice="none", store=False, **given)
+    items += [*last.output, {"role": "user", "content": "Plan a trip."}]
+    trip = client.responses.parse(input=items, text_format=Trip, **given)
+    assert isinstance(trip.output_parsed, Trip)
+    with client.responses.stream(input="Plan a trip.", text_format=Trip, **given) as stream:
+        assert "response.output_text.done" in {event.type for event in stream}
+        assert isinstance(stream.get_final_response().output_parsed, Trip)
+    include: Any = ["message.output_text.logprobs"]
+    events = list(client.responses.create(input="hello", stream=True, include=include, top_logprobs=2, **given))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    said = ""
+    try:
+        client.responses.create(input="hello", previous_response_id=last.id, **given)
+    except openai.BadRequestError as error:
+        said = error.message
+    assert "send the conversation so far" in said
+
+
+def _outputs(response: Any) -> list[Any]:
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert calls, response
+    for call in calls:
+        GetWeather.model_validate_json(call.arguments)
+    return [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+
+
 def errors(client: openai.OpenAI) -> None:
     """Get the package's own exceptions."""
     ask: list[Any] = [{"role": "user", "content": "hello"}]
@@ -122,7 +165,7 @@ def _streamed_by_hand(client: openai.OpenAI, messages: list[Any]) -> dict[str, A
 
 def main(base_url: str) -> None:
     with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
-        for part in (tool_loop, streams, completions, errors):
+        for part in (tool_loop, streams, completions, responses, errors):
             part(client)
 
 

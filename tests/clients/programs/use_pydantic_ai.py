@@ -1,4 +1,4 @@
-"""Pydantic AI: agents with tools, history, streams and typed results. Run with the address of /v1."""
+"""Pydantic AI, by chats and by responses: tools, history, streams, typed results. Run with the address of /v1."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, RunContext, ToolOutput
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models import Model
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 SETTINGS: Any = {
@@ -25,7 +26,7 @@ class Trip(BaseModel):
     kind: Literal["walk", "ride"]
 
 
-def typed(model: OpenAIChatModel, output: Any) -> None:
+def typed(model: Model, output: Any) -> None:
     """Get an instance twice, the second time with the first run's messages in front."""
     agent: Agent[None, Trip] = Agent(model, output_type=output, instructions="You help.", model_settings=SETTINGS)
     first = agent.run_sync("Plan a trip.")
@@ -34,7 +35,7 @@ def typed(model: OpenAIChatModel, output: Any) -> None:
     assert isinstance(second.output, Trip)
 
 
-def tools(model: OpenAIChatModel) -> None:
+def tools(model: Model) -> None:
     """Have a function called, then the result; and a text at the end of a conversation with tools."""
 
     def settings(context: RunContext[None]) -> Any:
@@ -56,7 +57,7 @@ def tools(model: OpenAIChatModel) -> None:
     assert isinstance(plain.run_sync("Thanks.", message_history=result.all_messages()).output, str)
 
 
-async def streams(model: OpenAIChatModel) -> None:
+async def streams(model: Model) -> None:
     """Stream a text and an instance."""
     async with Agent(model, model_settings=SETTINGS).run_stream("hello") as text:
         assert [part async for part in text.stream_text(delta=True)]
@@ -67,11 +68,18 @@ async def streams(model: OpenAIChatModel) -> None:
 
 
 def main(base_url: str) -> None:
-    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=base_url, api_key="none"))
-    for output in (Trip, ToolOutput(Trip), NativeOutput(Trip)):
-        typed(model, output)
-    tools(model)
-    asyncio.run(streams(model))
+    provider = OpenAIProvider(base_url=base_url, api_key="none")
+    models: list[Model] = [OpenAIChatModel("tiny", provider=provider), OpenAIResponsesModel("tiny", provider=provider)]
+    for model in models:
+        for output in (Trip, ToolOutput(Trip), NativeOutput(Trip)):
+            typed(model, output)
+        tools(model)
+
+    async def all_streams() -> None:
+        for model in models:
+            await streams(model)
+
+    asyncio.run(all_streams())
 
 
 if __name__ == "__main__":
