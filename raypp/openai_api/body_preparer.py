@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,13 +21,15 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.conventions import ChatConventions, begins_in_thought, num_thought_tokens
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
-from raypp.openai_api.request_fields import NO_DEFAULTS
+from raypp.openai_api.request_fields import NO_DEFAULTS, RequestFields
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 _MAX_INLINE_CHARS = 16_384
 """About a millisecond of tokenizing. More would hold up every stream of the replica."""
@@ -58,6 +61,7 @@ class BodyPreparer:
         self._max_model_len = max_model_len
         self._sampling_defaults = sampling_defaults
         self._reading = reading
+        self._ignored_before = set[str]()
         self.conventions = ChatConventions.of(tokenizer)
 
     @property
@@ -88,6 +92,7 @@ class BodyPreparer:
         Raises:
             RequestError: it cannot be run. What only the engine can tell is told when it is run.
         """
+        self._warn_of_ignored(request)
         if isinstance(request, ChatRequest):
             return await self._chat(request)
         return await self._completion(request, check_tokens)
@@ -165,6 +170,12 @@ class BodyPreparer:
         with chat.naming():
             prepared = await self._chat(chat.request)
         return PreparedResponse(request, prepared)
+
+    def _warn_of_ignored(self, request: RequestFields) -> None:
+        """Say once of each field that it has no effect: clients send it with every request."""
+        for name in set(request.ignored()) - self._ignored_before:
+            self._ignored_before.add(name)
+            _LOG.warning("requests have the field %r, which is ignored; docs/serving.md lists all fields", name)
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:
         prompt = await self.conversation(request)

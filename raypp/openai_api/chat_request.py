@@ -101,7 +101,7 @@ class ChatRequest(CompletionFields):
     """`none` asks for no thoughts, and is refused where the model's chat template cannot do without; whatever is said
     here reaches templates that read it, and changes nothing else."""
     verbosity: str | None = None
-    """Taken and ignored."""
+    """How much OpenAI's models write."""
 
     @property
     def form_param(self) -> str:

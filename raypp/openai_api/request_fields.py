@@ -21,6 +21,19 @@ from raypp.types import SamplingParams
 
 NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 """For a model whose generation_config.json says nothing of sampling."""
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+    }
+)
+"""Fields that are taken and have no effect: clients send them as a matter of course. A warning in the log says so."""
 _INT64 = 2**63
 _MAX_TOP_LOGPROBS = 20
 _NO_CONTROLS = r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]*$"  # a line feed would forge a line of a log
@@ -193,21 +206,25 @@ class RequestFields(RequestModel):
     return_token_ids: bool | None = None
     """Return `token_ids` with each choice, and `prompt_token_ids`."""
 
-    # Accounting and routing of OpenAI's own service: taken, without meaning here.
+    # Accounting and routing of OpenAI's own service, without meaning here: `IGNORED` names them.
     user: str | None = None
-    """Taken and ignored."""
+    """OpenAI's name of an end user."""
     metadata: dict[str, str] | None = None
-    """Taken and ignored."""
+    """Notes for OpenAI's dashboard."""
     store: bool | None = None
-    """Taken and ignored."""
+    """Whether OpenAI keeps the answer; nothing is kept here."""
     service_tier: str | None = None
-    """Taken and ignored."""
+    """OpenAI's processing tiers; here `priority` says who is served first."""
     safety_identifier: str | None = None
-    """Taken and ignored."""
+    """OpenAI's name of an end user."""
     prompt_cache_key: str | None = None
-    """Taken and ignored: prompts are cached by their tokens."""
+    """OpenAI's routing to caches; here prompts are cached by their tokens and `cache_salt`."""
     prompt_cache_retention: str | None = None
-    """Taken and ignored."""
+    """How long OpenAI caches a prompt; here as long as there is room."""
+
+    def ignored(self) -> list[str]:
+        """Return the fields that the body gives and that have no effect."""
+        return [name for name in sorted(IGNORED & self.model_fields_set) if getattr(self, name) is not None]
 
     @property
     def form_param(self) -> str:

@@ -1,0 +1,99 @@
+"""docs/serving.md has one table of every field of chat and completions; it says what the shapes themselves say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raypp.errors import RequestError
+from raypp.openai_api.body_preparer import BodyPreparer
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.errors import parse_body
+from raypp.openai_api.request_fields import IGNORED, RequestFields
+
+SERVING = Path(__file__).parents[3] / "docs/serving.md"
+SHAPES: dict[str, type[RequestFields]] = {"chat": ChatRequest, "completions": CompletionRequest}
+BODIES: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "a"}]},
+    "completions": {"prompt": [1]},
+}
+REFUSED: dict[tuple[str, str], tuple[Any, str]] = {
+    ("completions", "suffix"): ("b", "text is continued at its end only"),
+    ("both", "use_beam_search"): (True, "there is no beam search over HTTP"),
+    ("both", "length_penalty"): (1.0, "of beam search"),
+    ("both", "logits_processors"): (["m.f"], "a request brings no programs"),
+    ("both", "kv_transfer_params"): ({}, "prompts are computed where they are continued"),
+    ("both", "spaces_between_special_tokens"): (False, "of tokenizers in Python"),
+    ("both", "guided_decoding_backend"): ("xgrammar", "there is one"),
+    ("both", "guided_whitespace_pattern"): ("a", "`structural_tag` can say it"),
+    ("chat", "chat_template"): ("a", "a template is a program; `chat_template` of the engine replaces the model's"),
+    ("chat", "documents"): ([{}], "`chat_template_kwargs` passes them to templates that read them"),
+    ("chat", "mm_processor_kwargs"): ({}, "images are read as the model was trained"),
+    ("chat", "include_reasoning"): (False, "`reasoning_effort` turns thoughts off"),
+    ("chat", "echo"): (True, "of completions"),
+    ("chat", "audio"): ({}, "answers are text"),
+    ("chat", "prediction"): ({}, "speculation is a setting of the engine"),
+    ("chat", "web_search_options"): ({}, "there is no search"),
+    ("completions", "prompt_embeds"): ("a", "prompts are text or tokens"),
+    ("completions", "response_format"): ({"type": "json_object"}, "`structured_outputs` has it"),
+}
+"""What other servers have: an example, and why it is refused or what there is in its place."""
+
+
+def described(kind: str) -> dict[str, str]:
+    return {
+        field.alias or name: " ".join((field.description or "").split())
+        for name, field in SHAPES[kind].model_fields.items()
+    }
+
+
+def table() -> list[str]:
+    """Return the table's lines: what both have, then what one has."""
+    chat, completions = described("chat"), described("completions")
+    same = [name for name in chat if completions.get(name) == chat[name]]
+    taken = [("both", name, chat[name]) for name in same]
+    taken += [("chat", name, text) for name, text in chat.items() if name not in same]
+    taken += [("completions", name, text) for name, text in completions.items() if name not in same]
+    rows = [(name, of, "taken", text) for of, name, text in taken if name not in IGNORED and (of, name) not in REFUSED]
+    rows += [(name, of, "ignored, with a warning", text) for of, name, text in taken if name in IGNORED]
+    rows += [(name, of, "refused", why) for (of, name), (_, why) in REFUSED.items()]
+    lines = [f"| `{name}` | {of} | {state} | {text} |" for name, of, state, text in rows]
+    return ["| field | of | | |", "|---|---|---|---|", *lines]
+
+
+def test_the_table_says_what_the_shapes_say() -> None:
+    expected = table()
+    assert all(text.count("|") == 5 for text in expected), "a bar in a description ends its cell"
+    there = re.search(r"^\| field \| of .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
+    assert there is not None
+    assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
+
+
+@pytest.mark.parametrize(("of", "name"), REFUSED)
+def test_what_the_table_calls_refused_is(of: str, name: str) -> None:
+    def ask(kind: str) -> None:
+        request: Any = parse_body(SHAPES[kind], {**BODIES[kind], name: REFUSED[of, name][0]})
+        request.sampling_params(100)
+
+    for kind in SHAPES if of == "both" else [of]:
+        with pytest.raises(RequestError) as caught:
+            ask(kind)
+        assert caught.value.param == name
+
+
+def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    examples = {"metadata": {"a": "b"}, "store": True}
+    preparer = BodyPreparer(None, None, max_model_len=100)
+    fields = {name: examples.get(name, "x") for name in IGNORED - {"verbosity"}}
+    with caplog.at_level(logging.WARNING, "raypp"):
+        for more in ({}, fields, fields):
+            body = parse_body(CompletionRequest, {"prompt": [1], **more})
+            assert asyncio.run(preparer.prepare(body)).params.max_tokens == 16
+    assert sorted(re.findall(r"field '(\w+)'", caplog.text)) == sorted(fields)
+    assert parse_body(ChatRequest, {**BODIES["chat"], "verbosity": "low", "user": None}).ignored() == ["verbosity"]
