@@ -77,6 +77,6 @@ def build_application(
 def takes_pictures(config: EngineConfig) -> bool:
     """Return whether the model has a vision tower. One that cannot be read here is the replica's to complain of."""
     try:
-        return load_model_config(resolve_model_path(config.model.model)).vision is not None
+        return load_model_config(resolve_model_path(config.model.model, config.model.revision)).vision is not None
     except ModelLoadError:
         return False

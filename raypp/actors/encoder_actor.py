@@ -47,14 +47,16 @@ class EncoderActor:
         return ActorProcess.of_this_process()
 
     @ray.method(max_task_retries=-1)  # it waits for a process that is just being made, as often as Ray makes one
-    def load(self, owner: ActorProcess, spec: EncoderSpec, config: ModelConfig, model: str | None) -> EncoderReady:
+    def load(
+        self, owner: ActorProcess, spec: EncoderSpec, config: ModelConfig, model: tuple[str, str | None] | None
+    ) -> EncoderReady:
         """Load the model and capture its graphs. From now on the process ends with its owner's.
 
         Args:
             owner: The driver.
             spec: What the encoder is to be.
             config: The whole model's.
-            model: Its name, if files lie elsewhere on this node than where the plan was made.
+            model: Its name and revision, if files lie elsewhere on this node than where the plan was made.
 
         Raises:
             ModelLoadError, ResourceError: it cannot be read, or does not fit.
@@ -68,7 +70,7 @@ class EncoderActor:
 
         spec = replace(spec, device=local_device(spec.device))
         if model is not None:
-            spec = replace(spec, model_path=str(resolve_model_path(model)))
+            spec = replace(spec, model_path=str(resolve_model_path(*model)))
         self._spec = spec
         configure_torch(spec.num_threads, spec.device)
         self._device = torch.device(spec.device)

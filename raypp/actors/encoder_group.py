@@ -75,7 +75,7 @@ class EncoderGroup:
         self._first_stage = first_stage
         self._driver = ActorProcess.of_this_process()
         self._config = plan.model
-        self._model = None if placement.is_on_one_node else plan.config.model.model
+        self._model = None if placement.is_on_one_node else (plan.config.model.model, plan.config.model.revision)
         self._on_event = on_event
         self._encoders = [
             _Encoder(index, _make_actor(plan, placement, index), plan.encoders.spec(index))

@@ -43,6 +43,7 @@ class NodeShare:
     """What a stage finds out on its own node: the plan was made on another one."""
 
     model: str  # its name; files lie elsewhere here, or are still to be fetched
+    revision: str | None  # the version of it
     num_stages: int | None  # that share the node's cores; None when the threads are given
 
 
@@ -72,7 +73,9 @@ class StageActor:
         from raypp.transport.rendezvous import RendezvousServer
 
         if self._share is not None and self._factory is None:
-            self._spec = replace(self._spec, model_path=str(resolve_model_path(self._share.model)))
+            self._spec = replace(
+                self._spec, model_path=str(resolve_model_path(self._share.model, self._share.revision))
+            )
             if self._spec.draft_head is not None and self._spec.is_last:
                 path = str(resolve_draft_head_path(self._spec.draft_head.model))
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))

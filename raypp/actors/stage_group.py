@@ -188,7 +188,8 @@ def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> No
         return None
     parallel = plan.config.parallel
     neighbours = sum(other.node_id == place.node_id for other in placement.stages)
-    return NodeShare(plan.config.model.model, neighbours if parallel.stage_num_threads is None else None)
+    model = plan.config.model
+    return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
 
 
 def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
+from raypp.config.chat_template import read_chat_template
 from raypp.config.engine import EngineConfig
 from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.errors import ConfigError, ModelLoadError, RayppError
@@ -96,13 +97,14 @@ def open_engine(
     logging.getLogger("raypp").setLevel(read_environment().log_level)
     warn_of_unknown_variables()
     config = _config_of(model, settings)
+    template = None if config.model.chat_template is None else read_chat_template(config.model.chat_template)
     close_replaced_engines()
     handle = launch(config, stage_factory=stage_factory)
     try:
         info = handle.model_info
         tokenizer = None
         if not config.model.skip_tokenizer_init:
-            tokenizer = Tokenizer(info["model_path"], max_tokens=info["max_model_len"])
+            tokenizer = Tokenizer(info["model_path"], max_tokens=info["max_model_len"], chat_template=template)
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids

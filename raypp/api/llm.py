@@ -20,7 +20,7 @@ from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage
 from raypp.config.engine import EngineConfig
-from raypp.errors import EngineDeadError
+from raypp.errors import EngineDeadError, RequestError
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -81,6 +81,21 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
         return SamplingParams(**self.sampling_defaults)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, a `PreTrainedTokenizerBase` of transformers. Do not change it.
+
+        Raises:
+            RequestError: the engine has none.
+        """
+        if self._engine.tokenizer is None:
+            raise RequestError(
+                "the engine has no tokenizer",
+                got="skip_tokenizer_init=True",
+                expected="an engine with one",
+                hint="make the engine without skip_tokenizer_init",
+            )
+        return self._engine.tokenizer.transformers_tokenizer
 
     def generate(
         self,

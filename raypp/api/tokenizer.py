@@ -35,12 +35,15 @@ _MIN_END_CHARS, _MIN_END_TOKENS = 1024, 64
 class Tokenizer:
     """The tokenizer of a model directory. Holds no state of requests; may be used from several threads."""
 
-    def __init__(self, model_path: str | Path, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, model_path: str | Path, max_tokens: int | None = None, *, chat_template: str | None = None
+    ) -> None:
         """Load the tokenizer files in a directory.
 
         Args:
             model_path: The directory.
             max_tokens: Texts that have more for certain are refused before they are tokenized whole. None takes all.
+            chat_template: In place of the model's own, in Jinja.
 
         Raises:
             ModelLoadError: there are none, or they cannot be read.
@@ -54,6 +57,8 @@ class Tokenizer:
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
                 hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
             ) from error
+        if chat_template is not None:
+            self._hf.chat_template = chat_template
         # transformers would warn in the log of a text that is longer; it is refused, and its client told.
         self._hf.model_max_length = sys.maxsize
         # Streaming decodes two tokens at a time; transformers' own checks would cost several times the decoding.
@@ -65,6 +70,11 @@ class Tokenizer:
         self._max_tokens = max_tokens
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
         self._max_token_chars = max(map(len, self._vocabulary), default=1)
+
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer of transformers behind it. It is shared: to change it changes how requests are read."""
+        return self._hf
 
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_kept: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 
+from raypp.config.chat_template import read_chat_template
 from raypp.config.engine import EngineConfig
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
 from raypp.errors import ConfigError
@@ -14,6 +15,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options from which `engine_config` makes a configuration."""
     group = parser.add_argument_group("engine")
     group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
+    group.add_argument("--revision", metavar="R", help="a branch, tag or commit of a Hugging Face model")
+    group.add_argument("--chat-template", metavar="FILE", help="a chat template, in place of the model's own")
     group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
     group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram, eagle, eagle3, auto")
     group.add_argument("--draft-model", metavar="M", help="the head of eagle, eagle3 and auto: a directory or an id")
@@ -39,6 +42,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         _add_setting(settings, text)
     options = {
         "model": args.model,
+        "revision": args.revision,
+        "chat_template": None if args.chat_template is None else read_chat_template(args.chat_template),
         "num_stages": args.num_stages,
         "method": args.speculative,
         "num_speculative_tokens": args.num_speculative_tokens,

@@ -31,6 +31,8 @@ class ModelSection(Section):
 
     model: str
     """`tiny` (shipped with raypp), a directory in Hugging Face layout, or a Hugging Face model id."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Which version of a Hugging Face model: a branch, a tag or a commit. None: its main branch."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -47,6 +49,8 @@ class ModelSection(Section):
     """The most log-probabilities that a request may ask for per token. -1: any number, up to the whole vocabulary."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids, texts are empty."""
+    chat_template: str | None = Field(default=None, min_length=1)
+    """A chat template in place of the model's own: a file, or the template itself, in Jinja."""
 
 
 class CacheSection(Section):

@@ -107,15 +107,19 @@ def build_encoder(
     return tower
 
 
-def resolve_model_path(model: str) -> Path:
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
     """Return the directory of a model: one of the embedded models, a directory, or a Hugging Face id.
 
     An id's files are downloaded to the Hugging Face cache, or found there.
 
+    Args:
+        model: Its name.
+        revision: Which version of an id: a branch, a tag or a commit; None: its main branch.
+
     Raises:
-        ModelLoadError: it is none of these, or cannot be downloaded.
+        ModelLoadError: it is none of these, cannot be downloaded, or has no versions.
     """
-    return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS)
+    return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS, revision)
 
 
 def resolve_draft_head_path(model: str) -> Path:
@@ -127,19 +131,26 @@ def resolve_draft_head_path(model: str) -> Path:
     return _resolve(model, EMBEDDED_DRAFT_HEADS, _EXPECTED_HEAD, [*_HUB_PATTERNS, PICKLED_FILE])
 
 
-def _resolve(model: str, embedded: Sequence[str], expected: str, patterns: list[str]) -> Path:
-    if model in embedded:
-        return _embedded_model(model)
+def _resolve(
+    model: str, embedded: Sequence[str], expected: str, patterns: list[str], revision: str | None = None
+) -> Path:
     directory = Path(model).expanduser()
-    if model and directory.is_dir():
-        return directory
+    if model in embedded or (model and directory.is_dir()):
+        if revision is not None:
+            raise ModelLoadError(
+                f"{model!r} has no revisions: it is not of the Hugging Face Hub",
+                got=f"revision={revision!r}",
+                expected="revision beside an id such as Qwen/Qwen3-0.6B",
+                hint="leave revision out",
+            )
+        return _embedded_model(model) if model in embedded else directory
     if not _HUB_ID.fullmatch(model) or directory.is_file():
         raise ModelLoadError(
             f"there is no model {model!r}",
             got="a file" if directory.is_file() else "no such directory, and no Hugging Face id",
             expected=expected,
         )
-    return _download(model, expected, patterns)
+    return _download(model, expected, patterns, revision)
 
 
 def _embedded_model(model: str) -> Path:
@@ -153,15 +164,16 @@ def _embedded_model(model: str) -> Path:
     return directory
 
 
-def _download(model_id: str, expected: str, patterns: list[str]) -> Path:
+def _download(model_id: str, expected: str, patterns: list[str], revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=patterns))
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ModelLoadError(
-            f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be had",
+            f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be had"
+            + (f" in revision {revision!r}" if revision else ""),
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no further word'}",
             expected=expected,
             hint="check the spelling, the network, HF_HUB_OFFLINE, and for gated models HF_TOKEN",

@@ -5,7 +5,7 @@ Pure: reads the model's config.json and the machine's description, starts nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,8 +244,6 @@ class EnginePlan:
 def plan_engine(
     config: EngineConfig,
     hardware: Hardware,
-    *,
-    find_model: Callable[[str], Any] = resolve_model_path,
 ) -> EnginePlan:
     """Decide everything that the configuration leaves open.
 
@@ -254,7 +252,7 @@ def plan_engine(
         ModelLoadError: no such model, or one of an architecture that raypp does not have.
         ResourceError: the KV cache is too small for one request.
     """
-    model_path = find_model(config.model.model)
+    model_path = resolve_model_path(config.model.model, config.model.revision)
     described = load_model_config(model_path)
     model = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,6 +233,24 @@ def test_tools_and_templates_of_a_conversation(make_engine: MakeEngine) -> None:
         continued = {"add_generation_prompt": False, "continue_final_message": True}
         *_, last = llm.stream(messages, **continued)
         assert last.prompt == llm.chat([messages], **continued)[0].prompt == "<|im_start|>user\nhi"
+
+
+def test_the_tokenizer_and_its_template(make_engine: MakeEngine, tmp_path: Path) -> None:
+    messages, file = [{"role": "user", "content": "hi"}], tmp_path / "mine.jinja"
+    file.write_text("file: {{ messages[0].content }}")
+    with open_llm(make_engine(), chat_template=str(file)) as llm:
+        assert llm.chat(messages)[0].prompt == "file: hi"
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer.apply_chat_template(messages, tokenize=False) == "file: hi"
+        assert llm.generate("import os")[0].prompt_token_ids == tokenizer.encode("import os")
+    with open_llm(make_engine(), chat_template="{{ messages[0].role }}") as llm:
+        assert llm.chat(messages)[0].prompt == "user"
+    engine = make_engine()
+    with pytest.raises(ConfigError, match="chat template cannot be read"):
+        open_llm(engine, chat_template=str(tmp_path / "none.jinja"))
+    assert not hasattr(engine, "client_address"), "the engine was not started for it"
+    with open_llm(make_engine(), skip_tokenizer_init=True) as llm, pytest.raises(RequestError, match="no tokenizer"):
+        llm.get_tokenizer()
 
 
 def test_a_stream_left_early_is_aborted(make_engine: MakeEngine) -> None:

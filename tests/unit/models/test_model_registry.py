@@ -34,6 +34,29 @@ def test_a_file_is_no_model(tmp_path):
         resolve_model_path(str(tmp_path / "model.gguf"))
 
 
+def test_an_id_has_revisions(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cache = tmp_path / "models--somebody--model"
+    for ref, commit in (("main", "a" * 40), ("v1", "b" * 40)):
+        (cache / "refs").mkdir(parents=True, exist_ok=True)
+        (cache / "refs" / ref).write_text(commit)
+        (cache / "snapshots" / commit).mkdir(parents=True)
+        (cache / "snapshots" / commit / "config.json").write_text("{}")
+    found = [resolve_model_path("somebody/model", revision).name for revision in (None, "main", "v1")]
+    assert found == ["a" * 40, "a" * 40, "b" * 40]
+    with pytest.raises(ModelLoadError, match="cannot be had in revision 'v2'"):
+        resolve_model_path("somebody/model", "v2")
+
+
+@pytest.mark.parametrize("is_embedded", [True, False])
+def test_what_is_not_of_the_hub_has_no_revisions(tmp_path, is_embedded):
+    with pytest.raises(ModelLoadError, match=r"has no revisions.*leave revision out"):
+        resolve_model_path("tiny" if is_embedded else str(tmp_path), "v1")
+
+
 @pytest.mark.parametrize("model", ["somebody/some-model-that-is-not-here", "tyni"])
 def test_an_id_that_cannot_be_had(tmp_path, monkeypatch, model):
     from huggingface_hub import constants
