@@ -1,18 +1,19 @@
-"""GPUs that are none: what would run on one runs here, slowly or not at all, but by the same Python.
+"""Runs what needs GPUs without any: the same Python, launches that are checked, and almost nothing computed.
 
-    tools/dry_cuda/run python -m pytest tests/gpu/test_piecewise.py -s
-    DRY_KERNELS=skip tools/dry_cuda/run python benchmarks/decode_latency.py --model small ...
+    tools/dry_cuda/run python -m pytest tests/gpu/test_hidden_waits.py -s
+    DRY_CUDA=2 tools/dry_cuda/run python benchmarks/decode_latency.py --model qwen3-0.6b --load-format dummy
 
-torch says that it has CUDA devices. Their tensors are in main memory, and know that they are not (`dry_tensor.py`):
-mixing devices, handing a kernel memory of the host, and waiting for the device while a graph is recorded are the errors
-that they are on a GPU. Triton kernels have twins or run in its interpreter, FlashInfer's attention is a few lines of
-torch, CUDA graphs are tapes, `ipc` links share files, streams do at once what they are told.
+torch says that it has CUDA devices. Their tensors lie in main memory and say that they are on a GPU (`dry_tensor.py`).
+What a GPU refuses is an error: mixed devices, a kernel that gets host memory, a wait while a graph is recorded. A
+kernel's launch must fit its signature, and is counted by what Triton would compile for it. Kernels, products and
+attention leave zeros; Triton's interpreter runs only those kernels whose results a driver hears of. So texts consist of
+token 0: whether numbers are right, the tests of kernels tell. CUDA graphs are lists of operations, `ipc` links share
+files, streams do at once what they are told.
 
     DRY_CUDA       how many GPUs there are; `run` sets it to 1
-    DRY_KERNELS    twin (the default): launches are checked, torch computes what the kernel would (`dry_twins.py`)
-                   run: in Triton's interpreter; skip: launches are checked, nothing is computed, memory is zero
     DRY_GB         of memory that a GPU seems to have, default 8
-    DRY_REPORT     a folder: each process writes what waited for the device, and which kernels would be compiled
+    DRY_REPORT     a folder: each process writes what waited for the device, and which kernels would be compiled;
+                   `summary` adds them up
 """
 
 from __future__ import annotations

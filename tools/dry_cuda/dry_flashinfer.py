@@ -1,10 +1,11 @@
-"""FlashInfer's two doors, as raypp calls them, and what they insist on."""
+"""FlashInfer's prefill as raypp calls it: its arguments are checked, nothing is computed."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-from dry_tensor import SKIPS, DryTensor, current_tape, is_pinned
-from torch.nn.functional import scaled_dot_product_attention
+from dry_tensor import DryTensor, current_tape, is_pinned
 
 
 def _on_host(tensor: torch.Tensor, what: str) -> list[int]:
@@ -45,48 +46,31 @@ class PagedPrefill:
         assert paged_kv_indices.is_contiguous()
         assert causal
         assert seq_lens is not None
-        self._starts = _on_host(qo_indptr, "qo_indptr")
-        self._block_starts = _on_host(paged_kv_indptr, "paged_kv_indptr")
-        self._last = _on_host(paged_kv_last_page_len, "paged_kv_last_page_len")
+        starts = _on_host(qo_indptr, "qo_indptr")
+        block_starts = _on_host(paged_kv_indptr, "paged_kv_indptr")
+        last_lengths = _on_host(paged_kv_last_page_len, "paged_kv_last_page_len")
         lengths = _on_host(seq_lens, "seq_lens")
-        self._blocks = paged_kv_indices.inner.clone()
-        assert len(self._blocks) == self._block_starts[-1], (self._blocks, self._block_starts)
-        self._lengths = [
+        assert len(paged_kv_indices) == block_starts[-1], (paged_kv_indices, block_starts)
+        assert lengths == [
             (end - start - 1) * page_size + last
-            for start, end, last in zip(self._block_starts, self._block_starts[1:], self._last, strict=False)
+            for start, end, last in zip(block_starts, block_starts[1:], last_lengths, strict=False)
         ]
-        assert self._lengths == lengths
-        queries = [end - start for start, end in zip(self._starts, self._starts[1:], strict=False)]
+        queries = [end - start for start, end in pairwise(starts)]
         assert max_token_per_sequence == max(queries)
         assert all(query <= length for query, length in zip(queries, lengths, strict=True))
-        self._heads = (num_qo_heads, num_kv_heads, head_dim_qk)
-        self._scale = sm_scale
+        self._q_shape = (starts[-1], num_qo_heads, head_dim_qk)
         self._types = (q_data_type, kv_data_type)
 
     def run(
         self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         keys, values = paged_kv_cache
-        num_heads, num_kv_heads, head_dim = self._heads
         assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
-        assert q.shape == (self._starts[-1], num_heads, head_dim), (q.shape, self._starts)
+        assert q.shape == self._q_shape, (q.shape, self._q_shape)
         assert (q.dtype, keys.dtype) == self._types
         assert out is not None
         assert out.shape == q.shape
         assert all(x.is_cuda for x in (q, keys, values, out))
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
         assert out.is_contiguous()
-        if SKIPS:
-            return out
-        for index, length in enumerate(self._lengths):
-            blocks = self._blocks[self._block_starts[index] : self._block_starts[index + 1]].long()
-            tokens = slice(self._starts[index], self._starts[index + 1])
-            k, v = (x.inner[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float() for x in (keys, values))
-            query = q.inner[tokens].transpose(0, 1).float()
-            num_queries = query.shape[1]
-            mask = torch.arange(length) <= torch.arange(length - num_queries, length).unsqueeze(1)
-            group = num_heads // num_kv_heads
-            k, v = (x.repeat_interleave(group, dim=0) for x in (k, v))
-            attended = scaled_dot_product_attention(query, k, v, attn_mask=mask, scale=self._scale)
-            out.inner[tokens] = attended.transpose(0, 1).to(out.dtype)
         return out

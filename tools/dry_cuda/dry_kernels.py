@@ -1,20 +1,18 @@
-"""Triton kernels in its interpreter: arguments are checked, variants that a GPU would compile are counted."""
+"""Launches of Triton kernels: their arguments are checked, and what a GPU would compile for them is counted."""
 
 from __future__ import annotations
 
 import inspect
-import os
 import threading
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from dry_report import VARIANTS, count
-from dry_tensor import SKIPS, DryTensor, current_tape
-from dry_twins import CHEAP, TWINS
+from dry_tensor import DryTensor, current_tape
 
-_USES_TWINS = os.environ.get("DRY_KERNELS", "twin") == "twin"
+_COMPUTED = frozenset({"_decode_inputs", "_hold", "_propose", "_verify"})
+"""Kernels that run, in the interpreter: a driver hears how many tokens rows have, and others read what they write."""
 _UNSPECIALIZED: dict[str, frozenset[str]] = {}
 _UNALIGNED: dict[str, frozenset[str]] = {}
 _LOCK = threading.RLock()  # the interpreter is one for all threads
@@ -24,34 +22,24 @@ def install(interpreter: ModuleType) -> None:
     """Change Triton's interpreter."""
     executor = interpreter.GridExecutor
     execute = executor.__call__
-    products = interpreter.InterpreterBuilder.create_dot
 
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
         _count_variant(self, args, kwargs)
         inner = [_unwrap(self.fn, arg) for arg in args]
         inner_kwargs = {name: _unwrap(self.fn, arg) for name, arg in kwargs.items()}
         known = {name: arg for name, arg in inner_kwargs.items() if name in self.arg_names}
-        bound = inspect.getcallargs(self.fn, *inner, **known)
-        is_cheap = self.fn.__name__ in CHEAP
-        twin = TWINS.get(self.fn.__name__) if _USES_TWINS or (SKIPS and is_cheap) else None
+        inspect.getcallargs(self.fn, *inner, **known)  # else the arguments are wrong
 
         def run() -> None:
-            if twin is not None:
-                with torch.inference_mode():
-                    twin(SimpleNamespace(**bound))
-                return
             with _LOCK:
                 execute(self, *inner, **inner_kwargs)
 
-        if (SKIPS and not is_cheap) or not all(self.grid):  # Triton launches nothing for an empty grid
+        if self.fn.__name__ not in _COMPUTED or not all(self.grid):  # Triton launches nothing for an empty grid
             return
         run()
         tape = current_tape()
         if tape is not None:
             tape.calls.append(run)
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        return products(self, _widened(interpreter, a), _widened(interpreter, b), d, *rest)
 
     make = interpreter.InterpretedFunction.__init__
 
@@ -62,7 +50,6 @@ def install(interpreter: ModuleType) -> None:
 
     interpreter.InterpretedFunction.__init__ = init
     executor.__call__ = launch
-    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
 def install_launch(module: ModuleType) -> None:
@@ -78,14 +65,6 @@ def _unwrap(fn: Any, arg: Any) -> Any:
     if isinstance(arg, tuple):
         return type(arg)(_unwrap(fn, item) for item in arg)
     return arg
-
-
-def _widened(interpreter: ModuleType, handle: Any) -> Any:
-    tl = interpreter.tl
-    if handle.get_element_ty() != tl.bfloat16:
-        return handle
-    data = (handle.data.astype(np.uint32) << 16).view(np.float32)
-    return interpreter.TensorHandle(data, tl.float32)
 
 
 def _count_variant(self: Any, args: tuple, kwargs: dict[str, Any]) -> None:

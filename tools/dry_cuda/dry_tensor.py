@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from dry_report import WAITS, call_site, count
 
-SKIPS = os.environ.get("DRY_KERNELS") == "skip"
 _PINNED: dict[int, int] = {}  # address: bytes; of memory that is freed this may go on to say so
 _STATE = threading.local()
 
@@ -174,6 +171,9 @@ _RESHAPING = {"resize_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "
 
 def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation of which an argument is on a device."""
+    parts = func.decompose(*args, **kwargs)  # in inference mode torch leaves that to others
+    if parts is not NotImplemented:
+        return parts
     name = func._schema.name.split("::")[1]
     call = _Call()
     inner_args, inner_kwargs = call.unwrap(args), {key: call.unwrap(value) for key, value in kwargs.items()}
@@ -193,8 +193,7 @@ def run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if target.type == "cpu":
         if name == "_to_copy" and inner_kwargs.get("non_blocking"):
             note_pinned(result)
-        known = call.wrappers
-        return args[0] if isinstance(result, torch.Tensor) and id(result) in known else result
+        return result
     return call.wrap(result, target)
 
 
@@ -236,9 +235,7 @@ def _check(
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if name == "_fused_sdp_choice":
         return 0  # by products: the others are other operations on other devices
-    function = _varlen_attention if name.startswith("_varlen_attn") else _TWINS.get(name, func)
-    if SKIPS and name in _SKIPPED:
-        function = _SKIPPED[name]
+    function = _varlen_attention if name.startswith("_varlen_attn") else _SKIPPED.get(name, func)
     result = function(*args, **kwargs)
     tape = current_tape()
     if tape is not None:
@@ -246,7 +243,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         made = [leaf if _storage(leaf) not in given else None for leaf in _leaves(result)]
         if func._schema.is_mutable or any(leaf is not None for leaf in made):
             tape.calls.append(lambda: _again(function, args, kwargs, made))
-    elif SKIPS and name in ("empty_like", "new_empty", "empty", "new_empty_strided", "empty_strided"):
+    elif name in ("empty_like", "new_empty", "empty", "new_empty_strided", "empty_strided"):
         result.zero_()
     return result
 
@@ -263,21 +260,7 @@ _SKIPPED: dict[str, Callable[..., Any]] = {
     "normal_": lambda x, *args, **kwargs: x,
     "uniform_": lambda x, *args, **kwargs: x,
 }
-"""What takes long, where nothing is computed: zeros of its shape."""
-
-
-def _product(a: torch.Tensor, b: torch.Tensor, dtype: Any = None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the product, also in float32 of 16 bits, which a CPU cannot."""
-    y = torch.mm(a, b) if dtype is None else torch.mm(a.to(dtype), b.to(dtype))
-    return y if out is None else out.copy_(y)
-
-
-_TWINS: dict[str, Callable[..., Any]] = {
-    # Of GELU: the tanh approximation, which on a CPU is the exact one.
-    "_addmm_activation": lambda c, a, b, **kwargs: torch.nn.functional.gelu(torch.addmm(c, a, b), approximate="tanh"),
-    "mm": _product,
-}
-"""What is another function on a GPU."""
+"""Operations that take long: zeros of the result's shape in their place."""
 
 
 def _again(function: Any, args: tuple, kwargs: dict[str, Any], made: list[torch.Tensor | None]) -> None:
@@ -298,14 +281,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _varlen_attention(q: Any, k: Any, v: Any, starts_q: Any, starts_k: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Full attention within segments, as `torch.nn.attention.varlen` has it."""
-    out = torch.zeros_like(q)
-    ends = starts_q.tolist()
-    for start, end in pairwise(ends):
-        if end > start:
-            parts = (x[start:end].transpose(0, 1).unsqueeze(0).float() for x in (q, k, v))
-            attended = torch.nn.functional.scaled_dot_product_attention(*parts)
-            out[start:end] = attended.squeeze(0).transpose(0, 1).to(q.dtype)
+def _varlen_attention(q: torch.Tensor, *rest: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Return what the operation behind `torch.nn.attention.varlen` returns, all zeros."""
     lse = torch.zeros(q.shape[1], q.shape[0], dtype=torch.float32)
-    return out, lse, torch.zeros((), dtype=torch.uint64)
+    return torch.zeros_like(q), lse, torch.zeros((), dtype=torch.uint64)

@@ -18,7 +18,6 @@ from typing import Any
 import dry_machine
 import torch
 from dry_tensor import (
-    SKIPS,
     DryTensor,
     Tape,
     current_tape,
@@ -221,12 +220,11 @@ def stream_context(stream: Stream | None) -> Iterator[None]:
 
 
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **kwargs: Any) -> DryTensor:
-    return DryTensor((torch.zeros if SKIPS else torch.empty)(size, dtype=dtype, device="cpu"), on_device(device))
+    return DryTensor(torch.zeros(size, dtype=dtype, device="cpu"), on_device(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> DryTensor:
-    inner = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
-    return DryTensor(inner.zero_() if SKIPS else inner, on_device(device))
+    return DryTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu").zero_(), on_device(device))
 
 
 def _arange(*limits: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> DryTensor:

@@ -1,0 +1,46 @@
+"""tools/dry_cuda runs steps of a GPU without one, and notices what would wait for it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+RUN = ROOT / "tools/dry_cuda/run"
+needs = pytest.mark.skipif(
+    torch.version.cuda is not None or find_spec("triton") is None or shutil.which("g++") is None,
+    reason="needs a torch without CUDA, Triton and g++",
+)
+
+
+def run_dry(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [RUN, sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+
+
+@needs
+def test_steps_with_drafts_and_recordings_wait_for_nothing():
+    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_hidden_waits.py", "-k", "full_and_piecewise-drafts")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "1 passed" in done.stdout
+
+
+@needs
+@pytest.mark.parametrize("call", ["x.cpu()", "x.item()", "x.tolist()", "x[torch.zeros(1, dtype=torch.int64)]"])
+def test_a_wait_is_noticed(call):
+    program = f"""
+import torch
+with torch.inference_mode():
+    x = torch.ones(1, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    {call}
+"""
+    done = run_dry("-c", program)
+    assert done.returncode == 1
+    assert "synchronizing CUDA operation" in done.stderr
