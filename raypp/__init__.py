@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raypp.api.async_llm import AsyncLLM as AsyncLLM
+    from raypp.api.beam_search import BeamSearchOutput as BeamSearchOutput
+    from raypp.api.beam_search import BeamSearchParams as BeamSearchParams
     from raypp.api.llm import LLM as LLM
     from raypp.config.engine import EngineConfig as EngineConfig
     from raypp.errors import ConfigError as ConfigError
@@ -37,6 +39,8 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "LLM": "raypp.api.llm",
     "AsyncLLM": "raypp.api.async_llm",
+    "BeamSearchOutput": "raypp.api.beam_search",
+    "BeamSearchParams": "raypp.api.beam_search",
     "EngineConfig": "raypp.config.engine",
     "SamplingParams": "raypp.types",
     "RequestOutput": "raypp.types",

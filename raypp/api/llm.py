@@ -8,11 +8,13 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
+from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
 from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
+from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.prompt_forms import is_one_prompt
 from raypp.api.rendering import Rendering, RenderingOptions
 from raypp.api.running_request import PreparedRequest
@@ -160,6 +162,47 @@ class LLM:
             conversations, sampling_params, request_ids, Rendering(**rendering), priority
         )
         return self._complete(prepared, use_tqdm)
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """Return the likeliest continuations of prompts, in order, each prompt's best first.
+
+        Every token of a beam is a request of its own; the model's log-probabilities count, whatever its
+        generation_config.json says. Prompts with pictures are refused.
+
+        Args:
+            prompts: As for `generate`.
+            params: How to search. Twice `beam_width` is at most the engine's `max_logprobs`.
+
+        Raises:
+            RequestError: a prompt that cannot be run, or too many beams; then nothing was run.
+            EngineDeadError: the engine died.
+        """
+        listed: Any = [prompts] if is_one_prompt(prompts) else prompts
+        engine, most = self._engine, self.config.model.max_logprobs
+        if -1 < most < 2 * params.beam_width:
+            raise RequestError(
+                "beam_width is larger than the engine's log-probabilities allow",
+                got=params.beam_width,
+                expected=f"at most {most // 2}, half of max_logprobs = {most}",
+                hint="make the engine with a larger max_logprobs (-1: no limit)",
+                param="beam_width",
+            )
+        prepared = engine.preparer.prompts(listed)
+        for request in prepared:
+            if request.items is not None:
+                raise RequestError(
+                    "beam search takes no images", got="a prompt with images", expected="text", hint="use generate"
+                )
+        found = search_beams(
+            [EncodedPrompt(request.prompt_token_ids, cache_salt=request.cache_salt) for request in prepared],
+            params,
+            lambda asked, one: self._complete(engine.preparer.prompts(asked, one), use_tqdm=False),
+            eos=engine.eos_token_ids,
+            max_model_len=int(engine.handle.model_info["max_model_len"]),
+        )
+        for sequence in (one for output in found for one in output.sequences):
+            sequence.text = None if engine.tokenizer is None else engine.tokenizer.decode(sequence.tokens)
+        return found
 
     def stream(
         self,

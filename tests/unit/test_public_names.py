@@ -15,7 +15,7 @@ def test_all_is_complete_and_every_name_is_there() -> None:
     error_classes = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.RayppError)}
     promised = {
         *("LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "RequestOutput", "CompletionOutput", "RequestMetrics"),
-        "Logprob",
+        *("Logprob", "BeamSearchParams", "BeamSearchOutput"),
         *("bubble_fraction", "__version__"),
         *error_classes,
     }

@@ -25,7 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[tuple[str, str], tuple[Any, str]] = {
     ("completions", "suffix"): ("b", "text is continued at its end only"),
-    ("both", "use_beam_search"): (True, "there is no beam search over HTTP"),
+    ("both", "use_beam_search"): (True, "`LLM.beam_search` has it, HTTP has not"),
     ("both", "length_penalty"): (1.0, "of beam search"),
     ("both", "logits_processors"): (["m.f"], "a request brings no programs"),
     ("both", "kv_transfer_params"): ({}, "prompts are computed where they are continued"),
