@@ -53,13 +53,16 @@ class ResponseItems:
             yield from self._add_text("message", rest, logprobs)
 
     def end(self, *, is_complete: bool, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
-        """End the last item, and yield the events that tell of it. A response without any item gets an empty text.
+        """End the last item, and yield the events that tell of it.
+
+        A response that ends by itself has an answer, if only an empty message: clients wait for one behind thoughts.
 
         Args:
             is_complete: Whether the model ended it.
             logprobs: Of the tokens behind the last text, which have none.
         """
-        if not self._items:
+        if not self._items or (is_complete and self._items[-1]["type"] == "reasoning"):
+            yield from self._end_item()
             yield from self._begin("message")
         self._logprobs += logprobs
         yield from self._end_item("completed" if is_complete else "incomplete")

@@ -11,6 +11,7 @@ from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.errors import BodyError, decode_json, describe_error, parse_body
+from raypp.openai_api.response_request import ResponseRequest
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
@@ -177,10 +178,13 @@ def test_what_is_expected_is_said_in_words_of_json(body: object, expected: str) 
         (ChatRequest, {"messages": [5] * 10_000}, "messages[0]"),
         (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "a"}] * 10_000}]}, "messages[0].content[0]"),
         (ChatRequest, {"messages": [{"role": "user"}], "tools": [5] * 10_000}, "tools[0]"),
+        (ResponseRequest, {"input": [5] * 10_000}, "input[0]"),
+        (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "a"}] * 10_000}]}, "input[0].content[0]"),
+        (ResponseRequest, {"input": "a", "tools": [5] * 10_000}, "tools[0]"),
     ],
 )
 def test_a_body_costs_no_complaint_for_each_of_its_mistakes(
-    kind: type[ChatRequest | CompletionRequest], body: dict[str, Any], param: str
+    kind: type[ChatRequest | CompletionRequest | ResponseRequest], body: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)

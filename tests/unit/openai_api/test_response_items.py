@@ -89,6 +89,15 @@ def test_a_response_without_any_text_has_an_empty_message() -> None:
     assert [said(item) for item in items.items] == [""]
 
 
+def test_a_thought_alone_is_followed_by_an_empty_message_unless_it_was_cut_off() -> None:
+    for is_complete, texts in ((True, ["why", ""]), (False, ["why"])):
+        items = ResponseItems()
+        parser = MessageParser(has_thoughts=True, calls=None)
+        list(items.add(parser.feed("<think>why", is_last=True)))
+        list(items.end(is_complete=is_complete))
+        assert [said(item) for item in items.items] == texts
+
+
 def test_log_probabilities_are_those_of_the_text() -> None:
     items = ResponseItems()
     parser = MessageParser(has_thoughts=False, calls=None)

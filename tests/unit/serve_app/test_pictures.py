@@ -59,6 +59,21 @@ def test_a_picture_is_answered_at_once_and_as_a_stream(http: httpx.Client) -> No
     assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
 
 
+def test_a_response_sees_the_picture_that_a_chat_sees(http: httpx.Client) -> None:
+    image = {"type": "input_image", "detail": "auto", "image_url": part(picture())["image_url"]["url"]}
+
+    def respond(*parts: dict[str, Any]) -> httpx.Response:
+        content = [*parts, {"type": "input_text", "text": TEXT["text"]}]
+        body = {"input": [{"role": "user", "content": content}], "max_output_tokens": 16, "temperature": 0.0}
+        return http.post("/v1/responses", json=body)
+
+    response, chat = respond(image).json(), ask(http, part(picture())).json()
+    assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    broken = respond({**image, "image_url": part(b"no image")["image_url"]["url"]})
+    assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input")
+
+
 def test_the_model_says_that_it_takes_images_and_counts_their_tokens(http: httpx.Client) -> None:
     assert http.get("/v1/models").json()["data"][0]["takes_images"] is True
     messages = [{"role": "user", "content": [part(picture()), TEXT]}]
