@@ -165,6 +165,7 @@ class BodyPreparer:
         Raises:
             RequestError: it cannot be run. What only the engine can tell is told when it is run.
         """
+        self._warn_of_ignored(request)
         num_items = len(request.input)  # or characters, of a single text
         chat = await _beside_if_long(num_items, request.chat)
         with chat.naming():

@@ -203,8 +203,6 @@ class RequestFields(RequestModel):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     """Share what is cached of the prompt's beginning only with requests of the same salt: others cannot tell by the
     time that an answer takes whether this prompt was here before."""
-    return_token_ids: bool | None = None
-    """Return `token_ids` with each choice, and `prompt_token_ids`."""
 
     # Accounting and routing of OpenAI's own service, without meaning here: `IGNORED` names them.
     user: str | None = None
@@ -286,6 +284,8 @@ class RequestFields(RequestModel):
 class CompletionFields(RequestFields):
     """The further fields of chat and of plain completions."""
 
+    return_token_ids: bool | None = None
+    """Return `token_ids` with each choice, and `prompt_token_ids`."""
     max_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate."""
     n: Integer | None = Field(default=None, ge=1, le=128)

@@ -19,9 +19,11 @@ Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
 """A field that is known, and refused with a word on what to do instead."""
 
 _LOGPROBS = "message.output_text.logprobs"
+IGNORED_BY_RESPONSES = ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention", "service_tier")
+"""Fields that have no effect, whatever they say."""
 
 _KEEPS_NOTHING = "no responses are kept here"
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "previous_response_id": (
         _KEEPS_NOTHING,
         "send the conversation so far as input: its items, the output of each response behind them",
@@ -79,7 +81,7 @@ class TextFormat(LenientModel):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """What the answer follows, with `json_schema`."""
     strict: bool | None = None
-    """Taken and ignored: a schema is always followed."""
+    """Changes nothing: a schema is always followed."""
 
 
 class TextFields(RequestModel):
@@ -98,14 +100,14 @@ class ReasoningFields(LenientModel):
     """`none` asks for no thoughts, and is refused where the model's chat template cannot do without; whatever is said
     here reaches templates that read it, and changes nothing else."""
     summary: str | None = None
-    """Taken and ignored: thoughts come whole, as the content of `reasoning` items."""
+    """Ignored: thoughts come whole, as the content of `reasoning` items."""
 
 
 class ResponseStreamOptions(RequestModel):
     """What a stream holds besides its events."""
 
     include_obfuscation: bool | None = None
-    """Taken and ignored: there is none."""
+    """Changes nothing: there is none."""
 
 
 class ResponseRequest(RequestFields):
@@ -118,17 +120,18 @@ class ResponseRequest(RequestFields):
     max_output_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate, thoughts among them. By default all that the context has room for."""
     text: TextFields | None = None
-    """The form that the answer must have."""
+    """`format` is `text`, the default, `json_object`, or `json_schema` with a `schema` that the answer follows, with
+    `strict` and without. `verbosity` is ignored, with a warning."""
     reasoning: ReasoningFields | None = None
-    """How to think."""
+    """`effort` is chat's `reasoning_effort`. `summary` is ignored, with a warning: thoughts come whole."""
     tools: Entries[ResponseTool] | None = None
-    """Functions that the model may call."""
+    """Functions that the model may call. Tools that OpenAI's servers run are refused."""
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     """`auto`, the default, `none`, `required`, or the function to call."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several times; by default it may."""
     top_logprobs: Integer | None = Field(default=None, ge=0, le=20)
-    """Return log-probabilities of the generated tokens, and of this many alternatives at each position."""
+    """Return log-probabilities of what the model wrote, and of this many alternatives at each position."""
     include: (
         Entries[
             Literal[
@@ -144,28 +147,51 @@ class ResponseRequest(RequestFields):
         ]
         | None
     ) = None
-    """`message.output_text.logprobs` asks for log-probabilities; there is nothing that the others could add."""
-    truncation: Literal["auto", "disabled"] | None = None
-    """Taken and ignored: a conversation longer than the context is refused."""
-    max_tool_calls: Integer | None = Field(default=None, ge=0)
-    """Taken and ignored: it counts calls of tools that run on a server, and there are none here."""
+    """`message.output_text.logprobs` asks for log-probabilities; the others are ignored, with a warning."""
     stream_options: ResponseStreamOptions | None = None
-    """Only with `stream`."""
+    """`include_obfuscation` changes nothing: there is none."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further values that the model's chat template reads, e.g. `enable_thinking` (vLLM)."""
+    metadata: dict[str, str] | None = None
+    """Comes back in the answer."""
+    user: str | None = None
+    """Comes back in the answer."""
+    safety_identifier: str | None = None
+    """Comes back in the answer."""
+    prompt_cache_key: str | None = None
+    """Comes back in the answer; prompts are cached by their tokens and `cache_salt`."""
+    store: bool | None = None
+    """Nothing is kept, and the answer says `false`. `true` is ignored, with a warning."""
+    truncation: Literal["auto", "disabled"] | None = None
+    """The answer says `disabled`: what is longer than the context is refused. `auto` is ignored, with a warning."""
+    max_tool_calls: Integer | None = Field(default=None, ge=0)
+    """Calls of tools that OpenAI's servers run, of which there are none."""
     prompt_cache_options: dict[str, Any] | None = None
-    """Taken and ignored: prompts are cached by their tokens."""
-
+    """How long OpenAI caches a prompt; here as long as there is room."""
     previous_response_id: Unsupported = None
-    """Only null: the conversation so far is sent as `input`."""
+    """Nothing is kept: send the conversation so far as `input`, the `output` of each response as it came."""
     conversation: Unsupported = None
-    """Only null: the conversation so far is sent as `input`."""
-    prompt: Unsupported = None
-    """Only null: templates of prompts are not kept."""
-    context_management: Unsupported = None
-    """Only null: conversations are not compacted."""
+    """Likewise."""
     background: Literal[False] | Unsupported = None
-    """Only false: responses are not kept."""
+    """`true`: nothing is kept."""
+    prompt: Unsupported = None
+    """Templates of prompts are not kept: send `instructions` and `input`."""
+    context_management: Unsupported = None
+    """Conversations are not compacted: leave older items out."""
+
+    def ignored(self) -> list[str]:
+        """Return the fields that the body gives and that have no effect; of fields in others, their path."""
+        names = {name for name in IGNORED_BY_RESPONSES if getattr(self, name) is not None}
+        names |= {f"include={value}" for value in self.include or () if value != _LOGPROBS}
+        if self.store:
+            names.add("store")
+        if self.truncation == "auto":
+            names.add("truncation")
+        if self.text is not None and self.text.verbosity is not None:
+            names.add("text.verbosity")
+        if self.reasoning is not None and self.reasoning.summary is not None:
+            names.add("reasoning.summary")
+        return sorted(names)
 
     @property
     def form_param(self) -> str:
@@ -191,7 +217,7 @@ class ResponseRequest(RequestFields):
         Raises:
             RequestError: something that is not supported, or no input.
         """
-        for name, (message, hint) in _UNSUPPORTED.items():
+        for name, (message, hint) in UNSUPPORTED.items():
             if (value := getattr(self, name)) not in (None, False):
                 got = f"{name}={repr(value)[:80]}"
                 raise RequestError(message, got=got, expected=f"no {name}", hint=hint, param=name)

@@ -16,6 +16,7 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.errors import parse_body
 from raypp.openai_api.request_fields import IGNORED, RequestFields
+from raypp.openai_api.response_request import IGNORED_BY_RESPONSES, UNSUPPORTED, ResponseRequest
 
 SERVING = Path(__file__).parents[3] / "docs/serving.md"
 SHAPES: dict[str, type[RequestFields]] = {"chat": ChatRequest, "completions": CompletionRequest}
@@ -46,11 +47,14 @@ REFUSED: dict[tuple[str, str], tuple[Any, str]] = {
 """What other servers have: an example, and why it is refused or what there is in its place."""
 
 
-def described(kind: str) -> dict[str, str]:
+def fields_of(shape: type[RequestFields]) -> dict[str, str]:
     return {
-        field.alias or name: " ".join((field.description or "").split())
-        for name, field in SHAPES[kind].model_fields.items()
+        field.alias or name: " ".join((field.description or "").split()) for name, field in shape.model_fields.items()
     }
+
+
+def described(kind: str) -> dict[str, str]:
+    return fields_of(SHAPES[kind])
 
 
 def table() -> list[str]:
@@ -73,6 +77,57 @@ def test_the_table_says_what_the_shapes_say() -> None:
     there = re.search(r"^\| field \| of .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
     assert there is not None
     assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
+
+
+def responses_table() -> list[str]:
+    """Return the lines for `/v1/responses`: its own fields, and those that say something else there."""
+    shared = fields_of(RequestFields)
+    rows = [(name, text) for name, text in fields_of(ResponseRequest).items() if shared.get(name) != text]
+    states = dict.fromkeys(IGNORED_BY_RESPONSES, "ignored, with a warning") | dict.fromkeys(UNSUPPORTED, "refused")
+    lines = [f"| `{name}` | {states.get(name, 'taken')} | {text} |" for name, text in rows]
+    order = ["taken", "ignored, with a warning", "refused"]
+    lines.sort(key=lambda line: order.index(line.split(" | ")[1]))
+    return ["| field of responses | | |", "|---|---|---|", *lines]
+
+
+def test_the_table_of_responses_says_what_the_shape_says() -> None:
+    expected = responses_table()
+    there = re.search(r"^\| field of responses .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
+    assert there is not None
+    assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
+
+
+def test_responses_have_the_fields_of_both_but_for_those_that_the_text_names() -> None:
+    both = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys() - {"max_tokens", "logprobs"}
+    lacking = sorted(both - ResponseRequest.model_fields.keys())
+    assert f"but for {', '.join(f'`{name}`' for name in lacking)}" in SERVING.read_text()
+
+
+def test_fields_of_responses_that_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {
+        "service_tier": "auto",
+        "store": True,
+        "truncation": "auto",
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "auto"},
+        "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+        "max_tool_calls": 3,
+        "metadata": {"a": "b"},
+    }
+    body = parse_body(ResponseRequest, {"input": "a", **given})
+    with caplog.at_level(logging.WARNING, "raypp"), pytest.raises(RequestError, match="tokenizer"):
+        asyncio.run(BodyPreparer(None, None, max_model_len=100).response(body))
+    assert set(re.findall(r"field '(.*?)'", caplog.text)) == set(body.ignored())
+    assert body.ignored() == [
+        "include=reasoning.encrypted_content",
+        "max_tool_calls",
+        "reasoning.summary",
+        "service_tier",
+        "store",
+        "text.verbosity",
+        "truncation",
+    ]
+    assert not parse_body(ResponseRequest, {"input": "a", "store": False, "truncation": "disabled"}).ignored()
 
 
 @pytest.mark.parametrize(("of", "name"), REFUSED)
