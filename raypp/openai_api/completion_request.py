@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, Field
 
@@ -15,6 +15,10 @@ from raypp.types import SamplingParams, TokensPrompt
 _DEFAULT_MAX_TOKENS = 16
 
 TokenId = Annotated[int, Field(ge=0, lt=END_OF_TOKEN_IDS)]
+
+# That a prompt is empty is said later, in better words; the app's description says it beforehand.
+T = TypeVar("T")
+_Listed = Annotated[Entries[T], Field(json_schema_extra={"minItems": 1})]
 
 _KINDS = {str: "text", int: "a token id", list: "a list of token ids"}
 
@@ -41,7 +45,7 @@ def _of_one_kind(prompt: Any) -> Any:
 class CompletionRequest(CompletionFields):
     """The body of `/v1/completions`."""
 
-    prompt: Annotated[str | Entries[TokenId] | Entries[str] | Entries[Entries[TokenId]], BeforeValidator(_of_one_kind)]
+    prompt: Annotated[str | _Listed[TokenId] | _Listed[str] | _Listed[_Listed[TokenId]], BeforeValidator(_of_one_kind)]
     """What to continue: text or token ids, one or several."""
     max_tokens: Integer | None = Field(default=None, ge=0)
     """The most tokens to generate; 0 only with `echo`, for the log-probabilities of the prompt."""
