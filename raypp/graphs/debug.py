@@ -7,7 +7,7 @@ anew: all of these replay the past without a word. Here they are an error that s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +16,15 @@ import torch
 from raypp.errors import GraphMismatchError
 from raypp.graphs.pieces import Program, Replay
 
-NamedTensors = Callable[[], Mapping[str, torch.Tensor]]
-
-
-def _none() -> dict[str, torch.Tensor]:
-    return {}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
     """What debug mode must know of a program. Asked at every replay, so that what was allocated anew is noticed."""
 
-    reads: NamedTensors = _none
-    """What it reads, at addresses that must stay."""
-    changes: NamedTensors = _none
-    """What it both reads and changes: saved, so that it can be run twice."""
+    reads: Sequence[object] = ()
+    """Whose tensors it reads, at addresses that must stay; see `tensors_of`."""
+    changes: Sequence[object] = ()
+    """Whose tensors it both reads and changes: saved, so that it can be run twice."""
     yields: Callable[[Any], Mapping[str, torch.Tensor]] = lambda result: {}
     """What must come out alike, of what the program returned; without padding."""
 
@@ -77,7 +71,7 @@ class ReplayCheck:
         if (recording.num_replays - 1) % self._every:
             recording.replay()
             return
-        watched, changed = recording.watched, recording.watched.changes()
+        watched, changed = recording.watched, tensors_of(recording.watched.changes)
         before = {name: tensor.clone() for name, tensor in changed.items()}
         recording.replay()
         replayed = {name: tensor.clone() for name, tensor in watched.yields(recording.result).items()}
@@ -87,10 +81,28 @@ class ReplayCheck:
         self.num_compared += 1
 
 
+def tensors_of(owners: Sequence[object]) -> dict[str, torch.Tensor]:
+    """Return the tensors in the owners' attributes, alone or in tuples and lists, by owner and attribute.
+
+    An owner may be a mapping of names, and None owns nothing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for owner in owners:
+        if owner is None:
+            continue
+        attributes = owner if isinstance(owner, Mapping) else vars(owner)
+        prefix = "" if isinstance(owner, Mapping) else f"{type(owner).__name__}."
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                found[prefix + name.lstrip("_")] = value
+            elif isinstance(value, tuple | list):
+                tensors = [each for each in value if isinstance(each, torch.Tensor)]
+                found |= {f"{prefix}{name.lstrip('_')}[{index}]": tensor for index, tensor in enumerate(tensors)}
+    return found
+
+
 def _addresses(watched: Watched) -> dict[str, int]:
-    return {
-        name: tensor.data_ptr() for tensors in (watched.reads(), watched.changes()) for name, tensor in tensors.items()
-    }
+    return {name: tensor.data_ptr() for name, tensor in tensors_of([*watched.reads, *watched.changes]).items()}
 
 
 def _check_addresses(recording: Recording) -> None:

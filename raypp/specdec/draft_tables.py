@@ -6,18 +6,16 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.messages import StepPlan
-from raypp.ops.host_to_device import to_device_together
 from raypp.specdec.proposer import Drafts
 from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import Verification, verify_drafts
+from raypp.starting_rows import StartingRows
 
 
 class DraftTables:
     """The next drafts of every row, how many of them count, and the row's limit."""
 
     def __init__(self, num_rows: int, max_drafts: int, tokens: TokenTable, device: torch.device) -> None:
-        self._device = device
         self._tokens = tokens
         self.draft_ids = torch.zeros(num_rows, max_drafts, dtype=torch.int32, device=device)
         """By row, int32 [num_rows, max_drafts]."""
@@ -25,17 +23,10 @@ class DraftTables:
         self._limits = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self._uses_kernel = device.type == "cuda" and find_spec("triton") is not None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables, which keep their addresses."""
-        return {"next drafts": self.draft_ids, "numbers of drafts": self._num_proposed, "limits": self._limits}
-
-    def apply(self, plan: StepPlan) -> None:
+    def start(self, starting: StartingRows) -> None:
         """Take over rows that start: they have a limit, and no drafts yet."""
-        if not len(plan.start_rows):
-            return
-        rows, limits = to_device_together((plan.start_rows.astype("int64"), plan.start_limits), self._device)
-        self._limits.index_copy_(0, rows, limits)
-        self._num_proposed.index_fill_(0, rows, 0)
+        self._limits.index_copy_(0, starting.rows, starting.limits)
+        self._num_proposed.index_fill_(0, starting.rows, 0)
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows' drafts, [Y, K_max] int32."""

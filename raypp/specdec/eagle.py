@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import torch
 
-from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead, Entered
 from raypp.ops.attention import AttentionBatch
-from raypp.ops.decode_inputs import NewEntries, decode_inputs
 from raypp.ops.rotary import Rotation
+from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
 
 
@@ -44,10 +43,8 @@ class EagleProposer:
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._no_entries = NewEntries(nothing, nothing, nothing)
         self._query_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._draft_start_loc = self._query_start_loc * num_drafts
         self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
-
-    def apply(self, plan: StepPlan) -> None:
-        """Do nothing: what a row was is in the cache."""
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Let the step's tokens enter; return what the newest one of each row has become, ready for attention."""
@@ -68,12 +65,12 @@ class EagleProposer:
         # A row of n tokens has entered up to position n - 2: with the state there, and its last token. One whose mask
         # came too late has entered n - 1 with a wrong token; its drafts are too, and nothing before is written again.
         num_computed_tokens = newest.to(torch.int32)
-        inputs = decode_inputs(
+        inputs = row_inputs(
             self._block_tables,
             self._no_entries,
             drafting.rows,
             num_computed_tokens,
-            query_len=self._num_drafts,
+            Queries(self._draft_start_loc[: num_rows + 1], num_rows * self._num_drafts, self._num_drafts),
             block_size=self._kv_cache.shape[3],
             max_len=self._max_len,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from raypp.messages import StepPlan
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
 
 _NUM_DECISIONS, _ROW_STRIDE = 65_521, 7_919  # primes
@@ -58,10 +57,6 @@ class AlwaysProposing:
     def __init__(self, proposer: Proposer) -> None:
         self._proposer = proposer
         self.is_recorded_apart = proposer.is_recorded_apart
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over rows that start."""
-        self._proposer.apply(plan)
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Take in a step."""

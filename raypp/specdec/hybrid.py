@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from raypp.messages import StepPlan
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
 
 
@@ -20,11 +19,6 @@ class HybridProposer:
         self._first = first
         self._second = second
         self.is_recorded_apart = first.is_recorded_apart or second.is_recorded_apart
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over rows that start."""
-        self._first.apply(plan)
-        self._second.apply(plan)
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Take in a step."""

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import torch
 
-from raypp.messages import StepPlan
 from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
 
@@ -38,9 +37,6 @@ class NgramProposer:
             from raypp.ops.cuda.ngram_kernel import NgramKernel
 
             self._kernel = NgramKernel(tokens, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows)
-
-    def apply(self, plan: StepPlan) -> None:
-        """Do nothing: all it needs is in the token table."""
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Do nothing, likewise."""

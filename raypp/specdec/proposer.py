@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-from raypp.messages import StepPlan
-
 Followed = tuple[torch.Tensor, ...]
 """What a proposer made of a step and needs to propose after it, each [Y, ...]: one line per row that yielded."""
 
@@ -63,9 +61,6 @@ class Proposer(Protocol):
 
     is_recorded_apart: bool
     """Whether the two parts are worth recordings of their own: they take long, or many recordings would repeat them."""
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over rows that start. Runs before the step, outside of any graph."""
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Take in a step; called once for each, whether something is proposed after it or not."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raypp.messages import StepPlan
 from raypp.ops.host_to_device import to_device_together
+from raypp.starting_rows import StartingRows
 
 
 class TokenTable:
@@ -27,10 +27,9 @@ class TokenTable:
         """The bytes that it occupies."""
         return self.tokens.numel() * self.tokens.element_size()
 
-    def apply(self, plan: StepPlan) -> None:
+    def start(self, starting: StartingRows) -> None:
         """Write the known tokens of rows that start: prompts, and after a preemption the output so far."""
-        if not len(plan.start_rows):
-            return
+        plan = starting.plan
         ends = np.cumsum(plan.start_num_tokens, dtype=np.int64)
         rows = np.repeat(plan.start_rows.astype(np.int64), plan.start_num_tokens)
         positions = np.arange(ends[-1]) - np.repeat(ends - plan.start_num_tokens, plan.start_num_tokens)

@@ -36,25 +36,29 @@ class FeedbackInbox:
         self._expected.append(FedBack(step_id, shape, num_message_rows))
         self._receiver.post_recv(step_id, self._schema.num_bytes(num_message_rows, num_message_rows))
 
-    def apply_before(self, plan: StepPlan, next_inputs: NextInputs) -> None:
-        """Apply, in order, all feedback that `plan` builds on, and what would else hold the slot that it needs."""
-        while self._is_due(plan):
-            self._apply(self._expected.popleft(), next_inputs)
+    def apply_before(
+        self, plan: StepPlan, next_inputs: NextInputs, *, handed_over_rows: int | None = None
+    ) -> FedBack | None:
+        """Apply, in order, all feedback that `plan` builds on, and what would else hold the slot that it needs.
 
-    def hand_over_before(self, plan: StepPlan, next_inputs: NextInputs, num_message_rows: int) -> FedBack | None:
-        """Do as `apply_before`, but leave the newest message to the step itself, if it has that many rows.
+        Args:
+            plan: The next step.
+            next_inputs: Where to.
+            handed_over_rows: Leave the newest message to the step itself, if it has that many rows. It is there, in its
+                slot, until `release`.
 
-        It is there, in its slot, until `release`. Returns it, or None when there is no such message.
+        Returns:
+            What was left to the step; None: nothing.
         """
         due = []
         while self._is_due(plan):
             due.append(self._expected.popleft())
-        newest = due.pop() if due and due[-1].num_message_rows == num_message_rows else None
+        left = due.pop() if due and due[-1].num_message_rows == handed_over_rows else None
         for fed_back in due:
             self._apply(fed_back, next_inputs)
-        if newest is not None:
-            self._receiver.wait(newest.step_id)
-        return newest
+        if left is not None:
+            self._receiver.wait(left.step_id)
+        return left
 
     def release(self, fed_back: FedBack) -> None:
         """Give the slot of a message back that was handed over, once the step that reads it was queued."""

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StartExtras, StepPlan
-from raypp.ops.host_to_device import to_device_together
+from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StepPlan
 from raypp.ops.sample.step_masks import FREE, StepMasks
 from raypp.ops.sample.tables import PositionMasks
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
+from raypp.starting_rows import StartingRows
 
 _MAX_LAYOUTS = 64
 _LOOK_AGAIN_S = 0.0002
@@ -69,9 +69,6 @@ class GrammarMasks:
         self._most_masks = most_positions
         self._buffer: torch.Tensor | None = None
         self._is_neutral = True  # the buffer says of all rows that they are free
-        # The first stage is told the last token of a row, also of one that yields nothing.
-        self.last_token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
-        """By row; see `StepMasks`."""
 
     def put(self, update: MaskUpdate) -> None:
         """Take masks in; each row at most once. From any thread."""
@@ -102,23 +99,18 @@ class GrammarMasks:
         draft_rows, draft_places = mask_rows[is_behind_draft][is_taken], places[is_behind_draft][is_taken] - 1
         self._mask_draft_ids[rows[draft_rows], draft_places] = update.draft_ids[is_taken]
 
-    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
-        """Take over the rows that start with a plan."""
-        if not len(plan.start_rows):
-            return
+    def start(self, starting: StartingRows) -> None:
+        """Take over rows that start."""
         self._layouts.clear()
-        self._has_grammar[plan.start_rows] = False
+        self._has_grammar[starting.rows_np] = False
+        step_id, extras = starting.plan.step_id, starting.extras
         if extras is None or not extras.has_grammar.any():
             return
         rows = extras.rows[extras.has_grammar > 0]
         self._has_grammar[rows] = True
         self._is_late[rows] = False
-        self._start_steps[rows] = plan.step_id
-        self._last_steps[rows] = plan.step_id - 1
-        ends = np.cumsum(plan.start_num_tokens)[np.isin(plan.start_rows, rows)]
-        starting_np = plan.start_rows[np.isin(plan.start_rows, rows)].astype(np.int64)
-        starting, last = to_device_together((starting_np, plan.start_token_ids[ends - 1]), self._device)
-        self.last_token_ids.index_copy_(0, starting, last)
+        self._start_steps[rows] = step_id
+        self._last_steps[rows] = step_id - 1
 
     def of_step(
         self,
@@ -161,12 +153,7 @@ class GrammarMasks:
             positions=positions[:num_yielding],
             draft_ids=draft_ids.view(len(counts), -1)[:num_yielding, :num_drafts],
             of_positions=PositionMasks(mask_of[:num_positions], buffer[self._header_len :].view(-1, self._shape[2])),
-            last_token_ids=self.last_token_ids,
         )
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what recordings read, once there is any."""
-        return {} if self._buffer is None else {"masks": self._buffer}
 
     def _on_device(self) -> torch.Tensor:
         if self._buffer is None:

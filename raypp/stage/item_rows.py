@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StartItems, StepPlan, unpack
+from raypp.messages import StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
+from raypp.starting_rows import StartingRows
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,13 @@ class ItemRows:
         self._offsets = torch.zeros(spec.max_num_seqs, dtype=torch.int64, device=device)
         self._prompts: dict[int, _Prompt] = {}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables, which keep their addresses."""
-        return {"position offsets": self._offsets}
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over the rows that start."""
-        if not len(plan.start_rows):
-            return
-        offsets = dict.fromkeys(plan.start_rows.tolist(), 0)
+    def start(self, starting: StartingRows) -> None:
+        """Take over rows that start."""
+        offsets = dict.fromkeys(starting.rows_np.tolist(), 0)
         for row in offsets:
             self._prompts.pop(row, None)
-        if len(plan.start_items):
-            items = unpack(StartItems, plan.start_items.data)
+        items = starting.items
+        if items is not None:
             position_ends, item_ends = np.cumsum(items.num_positions), np.cumsum(items.num_items)
             keys = keys_of_array(items.item_keys)
             for index, row in enumerate(items.rows.tolist()):
@@ -77,24 +72,18 @@ class ItemRows:
                     items.item_lens[of_row].tolist(),
                     keys[of_row],
                 )
-        rows, values = to_device_together((np.array([*offsets]), np.array([*offsets.values()])), self._device)
-        self._offsets.index_copy_(0, rows, values)
+        self._offsets.index_copy_(0, starting.rows, to_device(np.array([*offsets.values()]), self._device))
 
-    def decode_positions(self, positions: torch.Tensor, rows: torch.Tensor, query_len: int) -> torch.Tensor:
-        """Return the rotary positions of decode rows, int64 [R * query_len]; from the tables alone.
-
-        Shapes: positions [R * query_len] int64, indices in the rows; rows [R] int64.
-        """
-        offsets = self._offsets.index_select(0, rows)
-        return positions + (offsets if query_len == 1 else offsets.repeat_interleave(query_len))
-
-    def rope_positions(self, shape: StepShape, plan: StepPlan, positions: torch.Tensor) -> torch.Tensor:
+    def rope_positions(self, shape: StepShape, plan: StepPlan | None, positions: torch.Tensor) -> torch.Tensor:
         """Return the rotary positions of a step's tokens: int64 [T], and [T, 3] when tokens of pictures are among them.
 
-        Shapes: positions [T] int64, the tokens' indices in their rows.
+        Without a plan all rows decode: what is said of them is in the tables. Shapes: positions [T] int64, the tokens'
+        indices in their rows.
         """
         offsets = self._offsets.index_select(0, shape.rows)
         rope = positions + (offsets if shape.has_one_token_per_row else offsets.index_select(0, shape.token_rows))
+        if plan is None:
+            return rope
         indices: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int32]] = []
         for prompt, token, start, end in self._chunks(shape, plan):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import NO_BYTES, Bytes, Int32s, StartExtras, StepLogprobs, StepPlan, pack_inside
+from raypp.messages import NO_BYTES, Bytes, Int32s, StepLogprobs, StepPlan, pack_inside
 from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
@@ -22,6 +22,7 @@ from raypp.stage.pending_result import to_host
 from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
+from raypp.starting_rows import StartingRows
 
 _SLICE_TOKENS = 128
 """Prompt tokens whose logits are held at a time: 78 MB in float32 for a vocabulary of 152,000."""
@@ -84,25 +85,21 @@ class LogprobReporter:
         self._num_top_np = np.full(spec.max_num_seqs, _NONE, np.int32)
         self._prompts: dict[int, _Prompt] = {}
 
-    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
-        """Take over what the rows that start ask for."""
-        rows = plan.start_rows
-        if not len(rows):
-            return
-        self._num_top_np[rows] = _NONE
-        for row in rows.tolist():
+    def start(self, starting: StartingRows) -> None:
+        """Take over what rows that start ask for."""
+        rows, extras = starting.rows_np.tolist(), starting.extras
+        self._num_top_np[starting.rows_np] = _NONE
+        for row in rows:
             self._prompts.pop(row, None)
         if extras is None:
             return
         self._num_top_np[extras.rows] = extras.num_logprobs
         num_prompt_tops = dict(zip(extras.rows.tolist(), extras.num_prompt_logprobs.tolist(), strict=True))
-        ends = np.cumsum(plan.start_num_tokens)
-        for index, row in enumerate(rows.tolist()):
+        prompt_lens = starting.plan.start_prompt_lens.tolist()
+        for row, token_ids, prompt_len in zip(rows, starting.token_ids, prompt_lens, strict=True):
             num_top = num_prompt_tops.get(row, _NONE)
             if num_top != _NONE:
-                start = int(ends[index] - plan.start_num_tokens[index])
-                token_ids = plan.start_token_ids[start : start + int(plan.start_prompt_lens[index])]
-                self._prompts[row] = _Prompt(token_ids, num_top)
+                self._prompts[row] = _Prompt(token_ids[:prompt_len], num_top)
 
     def report(
         self,

@@ -122,7 +122,7 @@ class PaddedForward:
             (PIECEWISE, bucket),
             partial(self._layers, bucket),
             breakable=True,
-            watched=Watched(reads=self._reads, changes=self._changes, yields=self._yields),
+            watched=Watched(reads=({"KV cache": self._kv_caches},), changes=(self,), yields=self._yields),
         )
 
     def _layers(self, bucket: int) -> None:
@@ -130,13 +130,6 @@ class PaddedForward:
             self._hidden[:bucket], self._positions[:bucket], self._batches[bucket], self._kv_caches
         )
         self._output[:bucket].copy_(hidden)
-
-    def _reads(self) -> dict[str, torch.Tensor]:
-        buffers = {"positions": self._positions, "slots": self._slots, "attended": self._attended}
-        return buffers | {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
-
-    def _changes(self) -> dict[str, torch.Tensor]:
-        return {"hidden states": self._hidden}  # a layer may overwrite its input
 
     def _yields(self, result: None) -> dict[str, torch.Tensor]:
         num_tokens = self._num_tokens

@@ -21,15 +21,10 @@ import torch
 from raypp.graphs.debug import Watched
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
-from raypp.ops.attention import AttentionBatch
-from raypp.ops.decode_inputs import NewEntries
+from raypp.ops.row_inputs import NewEntries
 from raypp.ops.sample.logprobs import TopLogprobs
-from raypp.ops.sample.step_masks import StepMasks
 from raypp.ops.sample.tables import Needs
-from raypp.specdec.proposer import SteppedHidden
-from raypp.stage.aux_states import AuxStates
 from raypp.stage.checked_tokens import only, owned_tokens
-from raypp.stage.choose import Choice, LastHidden, choose_tokens, verify_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.grammar_masks import GrammarMasks
 from raypp.stage.item_rows import ItemRows
@@ -41,9 +36,11 @@ from raypp.stage.slot_copy import SlotReader, SlotWriter
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
+from raypp.stage.step_body import StepBody
+from raypp.stage.step_end import EndInputs, EndOutputs, LastHidden, StepEnd
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
-from raypp.stage.step_tokens import ToldTokens, write_feedback
+from raypp.stage.step_tokens import ToldTokens
 from raypp.stage.upload_ring import UploadRing
 from raypp.transport.link import LinkReceiver, LinkSender
 
@@ -65,9 +62,16 @@ class RanBody(NamedTuple):
 class RanTail(NamedTuple):
     """What a tail leaves, besides its message to the first stage."""
 
-    choice: Choice
-    told: ToldTokens
+    ended: EndOutputs
     top: TopLogprobs | None  # of the step's positions, where their rows ask; None: none does
+
+
+class Chosen(NamedTuple):
+    """What a step chose."""
+
+    chosen: torch.Tensor  # [B * (1 + K)] int64, the model's own tokens
+    told: ToldTokens
+    top: TopLogprobs | None  # see `RanTail`
 
 
 class RecordedDecode:
@@ -86,9 +90,10 @@ class RecordedDecode:
         graphs: CudaGraphManager,
         item_rows: ItemRows | None,
         sizes: Sequence[FullSize],
-        aux_states: AuxStates,
+        body: StepBody,
         entering: LinkReceiver,
         leaving: LinkSender,
+        end: StepEnd | None,
         grammars: GrammarMasks | None,
     ) -> None:
         device = torch.device(spec.device)
@@ -102,7 +107,7 @@ class RecordedDecode:
         self._speculation = speculation
         self._item_rows = item_rows
         self._sizes = sizes
-        self._aux_states = aux_states
+        self._body = body
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + _COLUMNS * spec.max_step_rows, device)
@@ -127,6 +132,7 @@ class RecordedDecode:
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
+        self._end = end
         self._grammars = grammars
         if sampler is not None and graphs.makes_graphs:
             sampler.reserve()
@@ -144,7 +150,7 @@ class RecordedDecode:
         self._uploads.entry(0)[: len(padding)] = padding
         self._uploads.upload(0, len(padding))
         self._num_rows = bucket
-        body, watched = partial(self._body, bucket, num_drafts), self._watched_body(bucket, num_drafts)
+        body, watched = partial(self._layers, bucket, num_drafts), self._watched_body(bucket, num_drafts)
         self._graphs.record(FULL, ("body", bucket, num_drafts), body, watched=watched)
         self.run(bucket, num_drafts)  # the tails read what it leaves
         if self._spec.is_last:
@@ -158,7 +164,7 @@ class RecordedDecode:
         masks = None
         if needs == Needs.ALL and self._grammars is not None:
             masks = self._grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
-        tail = partial(self._tail, *size, needs, masks)
+        tail = partial(self._tail, *size, EndInputs(needs, masks=masks))
         self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(*size, needs))
 
     def upload(self, plan: StepPlan, bucket: int, fed_back: FedBack | None) -> None:
@@ -179,12 +185,8 @@ class RecordedDecode:
         columns = entry[_NUM_SLOTS:]
         self._num_rows, num_blocks = len(plan.rows), len(plan.block_rows)
         columns[: self._num_rows] = plan.rows
-        if num_blocks > bucket:
-            self._block_tables.apply(plan)
-        elif num_blocks:
-            for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
-                columns[column * bucket : column * bucket + num_blocks] = values
-            self._block_tables.forget_gathered()
+        for column, values in enumerate((plan.block_rows, plan.block_positions, plan.block_ids), start=1):
+            columns[column * bucket : column * bucket + num_blocks] = values
         if fed_back is not None:
             assert fed_back.num_message_rows == bucket, "its message lies otherwise"
             shape, first = fed_back.shape, 4 * bucket
@@ -200,38 +202,35 @@ class RecordedDecode:
         if ran.last is not None:
             self._last = ran.last
 
-    def choose(
-        self, bucket: int, num_drafts: int, needs: Needs, search: Search, masks: StepMasks | None = None
-    ) -> RanTail:
+    def choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> Chosen:
         """Choose the tokens and write the feedback to its slot. Last stage only. Returns what padding chose, too.
 
         Args:
             bucket: Of `bucket_of`.
             num_drafts: K.
-            needs: What the rows need.
-            search: What the step does for later ones.
-            masks: Of rows under a grammar; None when there are none.
+            inputs: What the end of the step is to do.
         """
-        ran = self._choose(bucket, num_drafts, needs, masks)
-        if self.drafts is None:
-            return ran if masks is not None else ran._replace(told=ran.told.without("draft_ids"))
-        self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
-        self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
-        choice, told, top = ran
-        if masks is not None:  # the driver is told the drafts, too
-            tokens = replace(choice.tokens, draft_ids=self._feedback_views(bucket)["draft_ids"])
-            choice, told = replace(choice, tokens=tokens), ToldTokens.of(tokens, tells_drafts=True)
-        return RanTail(choice, told if search.compares else told.without("num_drafted", "num_matched"), top)
+        (chosen, tokens, told), top = self._choose(bucket, num_drafts, inputs)
+        has_grammar, search = inputs.masks is not None, inputs.search
+        if self.drafts is not None:
+            self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
+            self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
+            if has_grammar:  # the driver is told the drafts, too
+                drafts = self._feedback_views(bucket)["draft_ids"]
+                told = ToldTokens.of(replace(tokens, draft_ids=drafts), tells_drafts=True)
+        if not has_grammar:
+            told = told.without("draft_ids")
+        return Chosen(chosen, told if search.compares else told.without("num_drafted", "num_matched"), top)
 
-    def _choose(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None) -> RanTail:
+    def _choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
         for recorded in _TAILS:
-            serves = recorded == Needs.ALL or (needs == recorded and masks is None)
+            serves = recorded == Needs.ALL or (inputs.needs == recorded and inputs.masks is None)
             if serves and ("tail", bucket, num_drafts, recorded) in self._graphs:
                 ran: RanTail = self._graphs.run(("tail", bucket, num_drafts, recorded))
                 self.has_recorded_choice = True
                 return ran
         self.has_recorded_choice = False
-        return self._tail(bucket, num_drafts, needs, masks)  # there was no memory for it, or nobody makes graphs
+        return self._tail(bucket, num_drafts, inputs)  # there was no memory for it, or nobody makes graphs
 
     @property
     def logits(self) -> torch.Tensor:
@@ -249,7 +248,7 @@ class RecordedDecode:
         columns = np.array([self._spec.padding_row, scrap_row, 0, NULL_BLOCK, scrap_row], np.int64)
         return np.concatenate((np.zeros(_NUM_SLOTS, np.int64), np.repeat(columns, bucket)))
 
-    def _body(self, bucket: int, num_drafts: int) -> RanBody:
+    def _layers(self, bucket: int, num_drafts: int) -> RanBody:
         spec, shape = self._spec, self._shapes[FullSize(bucket, num_drafts)]
         columns = self._uploads.values[_NUM_SLOTS : _NUM_SLOTS + _COLUMNS * bucket].chunk(_COLUMNS)
         _, entry_rows, entry_positions, entry_blocks, _ = columns
@@ -265,55 +264,18 @@ class RecordedDecode:
             self._entering.read(schema.num_bytes(bucket, shape.num_tokens))
             entering = schema.views(self._input, bucket, shape.num_tokens)
             num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
-        inputs = self._block_tables.decode_inputs(
-            NewEntries(entry_rows, entry_positions, entry_blocks),
-            shape.rows,
-            num_computed_tokens,
-            query_len=shape.decode_query_len,
-            max_len=spec.max_seq_len,
-        )
-        positions = inputs.positions
-        attention = AttentionBatch(
-            num_decode_rows=bucket,
-            decode_query_len=shape.decode_query_len,
-            query_start_loc=shape.query_start_loc,
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slot_mapping,
-            max_decode_seq_len=spec.max_seq_len,
-            prefill_query_lens=[],
-            prefill_seq_lens=[],
-        )
-        self._model.plan_attention(attention, 0)
-        rope_positions = positions
-        if self._item_rows is not None:
-            rope_positions = self._item_rows.decode_positions(positions, shape.rows, shape.decode_query_len)
-        hidden = self._model.forward(hidden, rope_positions, attention, self._kv_caches)
+        entries = NewEntries(entry_rows, entry_positions, entry_blocks)
+        inputs = self._body.inputs(shape, num_computed_tokens, entries, entering)
+        hidden = self._model.forward(hidden, inputs.rope_positions, inputs.attention, self._kv_caches)
+        slot_mapping = inputs.attention.slot_mapping
         if spec.is_last:
-            logits = self._model.compute_logits(hidden, self._place_of_logits(len(hidden)))
-            aux = self._aux_states.gather(entering, shape.num_tokens)
-            stepped = SteppedHidden(hidden, positions, inputs.slot_mapping, aux, None)
-            return RanBody(inputs.slot_mapping, LastHidden(logits, positions + 1, stepped))
+            return RanBody(slot_mapping, self._body.last(inputs, hidden, place=self._place_of_logits(len(hidden))))
         schema = self._schemas.forward[spec.stage_index]
-        leaving = schema.views(self._output, bucket, shape.num_tokens)
-        leaving["num_computed_tokens"].copy_(num_computed_tokens)
-        leaving["hidden_states"].copy_(hidden)
-        self._aux_states.send(entering, leaving, shape.num_tokens)
+        self._body.leave(inputs, hidden, schema.views(self._output, bucket, shape.num_tokens))
         self._leaving.write(schema.num_bytes(bucket, shape.num_tokens))
-        return RanBody(inputs.slot_mapping)
+        return RanBody(slot_mapping)
 
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
-        first, tables = self._next_inputs, self._block_tables.tensors()
-        if self._item_rows is not None:
-            tables |= self._item_rows.tensors()
-
-        def reads() -> dict[str, torch.Tensor]:
-            caches = {f"KV cache {index}": cache for index, cache in enumerate(self._kv_caches)}
-            return {"output": self._output, "uploads": self._uploads.values, **tables, **caches}
-
-        def changes() -> dict[str, torch.Tensor]:
-            return {"input": self._input, **({} if first is None else first.tensors())}
-
         def yields(ran: RanBody) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
             counts = owned_tokens(ran.slot_mapping, self._spec)[:num_tokens]
@@ -327,7 +289,12 @@ class RecordedDecode:
                 **{name: only(counts, view[:num_tokens]) for name, view in states.items()},
             }
 
-        return Watched(reads=reads, changes=changes, yields=yields)
+        caches = {"KV cache": self._kv_caches}
+        return Watched(
+            reads=({"output": self._output}, self._uploads, self._block_tables, self._item_rows, caches),
+            changes=({"input": self._input}, self._next_inputs),
+            yields=yields,
+        )
 
     def _watched_tail(self, bucket: int, num_drafts: int, needs: Needs) -> Watched:
         sampler, speculation = self._sampler, self._speculation
@@ -338,19 +305,14 @@ class RecordedDecode:
             counts = owned_tokens(self._last.hidden.slot_mapping, self._spec)[:num_tokens]
             rows = {name: column[:num_rows] for name, column in self._feedback_views(bucket).items()}
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
-            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.choice.chosen[:num_tokens])}
+            return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.ended.chosen[:num_tokens])}
 
-        grammars = self._grammars if needs == Needs.ALL else None
-
-        def reads() -> dict[str, torch.Tensor]:
-            return {"output": self._output, **sampler.tensors(), **({} if grammars is None else grammars.tensors())}
-
-        def changes() -> dict[str, torch.Tensor]:
-            behind = sampler.history.tensors() if needs.history else {}
-            behind |= {} if grammars is None else {"last tokens under a grammar": grammars.last_token_ids}
-            return behind if speculation is None else {**speculation.tensors(), **behind}
-
-        return Watched(reads=reads, changes=changes, yields=yields)
+        changed = () if speculation is None else speculation.tables
+        return Watched(
+            reads=({"output": self._output}, sampler.rows.draws, sampler.rows.tables, self._grammars),
+            changes=(*changed, sampler.history if needs.history else None),
+            yields=yields,
+        )
 
     def _place_of_logits(self, num_tokens: int) -> torch.Tensor:
         """Return memory that all recordings share: kept by each, logits would take gigabytes."""
@@ -359,24 +321,23 @@ class RecordedDecode:
         assert num_tokens <= len(self._logits), "a larger step was recorded after smaller ones"
         return self._logits[:num_tokens]
 
-    def _tail(self, bucket: int, num_drafts: int, needs: Needs, masks: StepMasks | None = None) -> RanTail:
-        shape, last, sampler = self._shapes[FullSize(bucket, num_drafts)], self._last, self._sampler
-        assert sampler is not None
+    def _tail(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
+        """End a step. Drafts are always compared and proposed: which steps do without is known when it runs."""
+        shape, last, draft = self._shapes[FullSize(bucket, num_drafts)], self._last, None
+        assert self._end is not None
         if self.drafts is not None:
-            assert self._speculation is not None
-            choice = verify_tokens(shape, last, sampler, self._speculation, needs, Search(), masks)
-            self.drafts.keep(shape.rows, choice.tokens)
-        else:
-            max_length = self._spec.max_seq_len + 1
-            choice = choose_tokens(shape, last, sampler, self._speculation, needs, max_length, Search(), masks)
-        write_feedback(self._feedback_views(bucket), shape, choice.tokens)
+            draft = partial(self.drafts.keep, shape.rows)
+        elif self._speculation is not None:
+            draft = partial(self._speculation.draft, shape, last.hidden, self._spec.max_seq_len + 1, Search())
+        inputs = replace(inputs, search=Search())
+        ended = self._end.run(shape, last, inputs, self._feedback_views(bucket), draft)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
         top = None
-        if Needs.LOGPROBS in needs:
-            top = sampler.report(last.logits, shape.rows_of_logits(), choice.chosen)
-        told = ToldTokens.of(choice.tokens, tells_drafts=masks is not None and self.drafts is None)
-        return RanTail(choice, told, top)
+        if Needs.LOGPROBS in inputs.needs:
+            assert self._sampler is not None
+            top = self._sampler.report(last.logits, shape.rows_of_logits(), ended.chosen)
+        return RanTail(ended, top)
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:
         """Return the message to the first stage. Last stage only."""

@@ -60,8 +60,11 @@ class RecordedDrafts:
         self._num_rows = 0  # of the step that ran last, without padding
         self._followed: Followed | None = None  # [max_step_rows, ...]; made with the first recording
 
-    def keep(self, rows: torch.Tensor, tokens: StepTokens) -> None:
-        """Copy a verified step's tokens to where the recordings read them. Part of the recording that verifies."""
+    def keep(self, rows: torch.Tensor, tokens: StepTokens) -> StepTokens:
+        """Copy a verified step's tokens to where the recordings read them. Part of the recording that verifies.
+
+        Returns the tokens, without drafts: these come when they were proposed.
+        """
         assert tokens.num_valid is not None, "a recorded step compares"
         kept = self._kept(*tokens.token_ids.shape)
         for into, values in (
@@ -71,6 +74,7 @@ class RecordedDrafts:
         ):
             into.copy_(values)
         self._num_valid[: len(tokens.num_valid)].copy_(tokens.num_valid)
+        return tokens
 
     def record(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
         """Record what follows a step of that shape.
@@ -82,7 +86,7 @@ class RecordedDrafts:
         bucket, width = shape.num_rows, shape.decode_query_len
         self._num_rows = bucket
         follow = partial(self._follow, shape, hidden_of)
-        watched = Watched(reads=self._reads, yields=self._yields_followed)
+        watched = Watched(reads=(self,), yields=self._yields_followed)
         self._graphs.record(self._mode, ("follow", bucket, width), follow, watched=watched)
 
     def record_proposals(self, buckets: Iterable[int]) -> None:
@@ -96,8 +100,7 @@ class RecordedDrafts:
     def _record_proposal(self, bucket: int) -> None:
         self._num_rows = bucket
         watched = Watched(
-            reads=self._reads,
-            changes=lambda: self._speculation.tensors() | self._followed_by_name(),  # a layer may overwrite its input
+            changes=(*self._speculation.tables, self),  # a layer may overwrite what was followed
             yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
         for name, program in (("propose", self._propose), ("miss", self._miss)):
@@ -116,13 +119,13 @@ class RecordedDrafts:
             self._miss(bucket)
 
     def draft(
-        self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
+        self, shape: StepShape, hidden: SteppedHidden, max_length: int, search: Search, tokens: StepTokens
     ) -> StepTokens:
         """Do as `Speculation.draft`, after a step that was no recording; the drafts are valid until the next step."""
         num_rows = len(shape.sampled_rows)
         bucket = self._fit(num_rows)
         if bucket is None or not search.proposes:
-            return self._speculation.draft(shape, tokens, hidden, max_length, search)
+            return self._speculation.draft(shape, hidden, max_length, search, tokens)
         assert self._followed is not None
         followed = self._speculation.follow(shape, tokens, hidden)
         self._rows[num_rows:bucket] = self._padding_row
@@ -139,13 +142,6 @@ class RecordedDrafts:
     def _fit(self, num_rows: int) -> int | None:
         """Return the smallest recording of proposals for so many rows; None if there is none, or nothing to propose."""
         return min((bucket for bucket in self._recorded if bucket >= num_rows), default=None) if num_rows else None
-
-    def _reads(self) -> dict[str, torch.Tensor]:
-        kept = {"rows": self._rows, "token ids": self._token_ids, "valid": self._num_valid, "lengths": self._lengths}
-        return kept | self._followed_by_name()
-
-    def _followed_by_name(self) -> dict[str, torch.Tensor]:
-        return {f"followed {index}": tensor for index, tensor in enumerate(self._followed or ())}
 
     def _yields_followed(self, result: None) -> dict[str, torch.Tensor]:
         counts, followed = self._have_room(), self._followed or ()

@@ -6,16 +6,15 @@ token and drafts, fed back by the last stage. Nothing here is ever copied to the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
-from raypp.messages import NULL_BLOCK, StepPlan
-from raypp.ops.decode_inputs import DecodeInputs, NewEntries, decode_inputs
+from raypp.messages import NULL_BLOCK, Int32s, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
+from raypp.ops.row_inputs import NewEntries, RowInputs, row_inputs
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
+from raypp.starting_rows import StartingRows
 
 
 class BlockTables:
@@ -28,88 +27,43 @@ class BlockTables:
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         self._block_size = spec.block_size
-        self._num_entries = spec.blocks_per_row + 1
+        self._max_len = spec.max_seq_len
         self._device = device
-        self._tables = torch.full((spec.max_num_seqs, self._num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
-        self._gathered: dict[StepShape, StepBlocks] = {}  # since the tables last changed
+        self._no_entries = NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind())
+        num_entries = spec.blocks_per_row + 1
+        self._tables = torch.full((spec.max_num_seqs, num_entries), NULL_BLOCK, dtype=torch.int32, device=device)
 
     @property
     def tables(self) -> torch.Tensor:
         """All tables, int32 [max_num_seqs, W]; their address never changes."""
         return self._tables
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables, which keep their addresses."""
-        return {"block tables": self._tables}
+    def start(self, starting: StartingRows) -> None:
+        """Empty the tables of rows that start."""
+        # Not by an assignment: on a GPU that copies its number from ordinary memory, and so waits for the device.
+        self._tables.index_fill_(0, starting.rows, NULL_BLOCK)
 
-    def decode_inputs(
-        self,
-        entries: NewEntries,
-        rows: torch.Tensor,
-        num_computed_tokens: torch.Tensor,
-        *,
-        query_len: int,
-        max_len: int,
-    ) -> DecodeInputs:
-        """Write entries (`forget_gathered` belongs to it), and return what the tables say to a step of decode rows.
+    def new_entries(self, plan: StepPlan) -> NewEntries:
+        """Return what a plan brings to the tables, on the device."""
+        if not len(plan.block_rows):
+            return self._no_entries
+        columns = [each.astype(np.int64) for each in (plan.block_rows, plan.block_positions, plan.block_ids)]
+        return NewEntries(*to_device_together(columns, self._device))
 
-        From the tables as they are when it runs, so that a recording follows them; see `raypp.ops.decode_inputs`.
+    def inputs(self, entries: NewEntries, shape: StepShape, num_computed_tokens: torch.Tensor) -> RowInputs:
+        """Write entries, and return what the tables say to a step; as they are when it runs, so recordings follow them.
+
+        Shapes: num_computed_tokens [R] int32.
         """
-        return decode_inputs(
+        return row_inputs(
             self._tables,
             entries,
-            rows,
+            shape.rows,
             num_computed_tokens,
-            query_len=query_len,
+            shape.queries,
             block_size=self._block_size,
-            max_len=max_len,
+            max_len=self._max_len,
         )
-
-    def forget_gathered(self) -> None:
-        """Say that the tables have changed."""
-        self._gathered.clear()
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over the rows that start and the new entries of the plan."""
-        if not len(plan.start_rows) and not len(plan.block_rows):
-            return
-        self.forget_gathered()
-        indices = [each.astype(np.int64) for each in (plan.start_rows, plan.block_rows, plan.block_positions)]
-        starting, rows, positions, block_ids = to_device_together([*indices, plan.block_ids], self._device)
-        if len(plan.start_rows):
-            # Not by an assignment: on a GPU that copies its number from ordinary memory, and so waits for the device.
-            self._tables.index_fill_(0, starting, NULL_BLOCK)
-        if len(plan.block_rows):
-            self._tables.index_put_((rows, positions), block_ids)
-
-    def gather(self, shape: StepShape, max_seq_len: int) -> StepBlocks:
-        """Return the step's rows of the tables, wide enough for `max_seq_len` tokens."""
-        width = min(-(-max_seq_len // self._block_size), self._num_entries)
-        blocks = self._gathered.get(shape)
-        if blocks is None or blocks.tables.shape[1] != width:
-            tables = self._tables[:, :width].index_select(0, shape.rows)
-            blocks = self._gathered[shape] = StepBlocks(
-                tables=tables,
-                first_slots=(tables.to(torch.int64) * self._block_size).view(-1),
-                first_entries=shape.token_rows * width,
-                block_size=self._block_size,
-            )
-        return blocks
-
-
-@dataclass(frozen=True, eq=False)
-class StepBlocks:
-    """The blocks of a step's rows. What it holds is known before the positions are."""
-
-    tables: torch.Tensor  # [R, W] int32
-    first_slots: torch.Tensor  # [R * W] int64, the first slot of each of these blocks
-    first_entries: torch.Tensor  # [T] int64, where the table of each token's row begins in `first_slots`
-    block_size: int
-
-    def slot_mapping(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the KV slot of each token, int64 [T]. Shapes: positions [T] int64."""
-        indices = torch.div(positions, self.block_size, rounding_mode="floor").clamp_(max=self.tables.shape[1] - 1)
-        return self.first_slots.index_select(0, indices.add_(self.first_entries)).add_(positions % self.block_size)
 
 
 class NextInputs:
@@ -121,22 +75,10 @@ class NextInputs:
         self._lengths[spec.padding_row] = 1
         self._last_token_ids = torch.zeros(spec.max_num_seqs, dtype=torch.int32, device=device)
         self._draft_ids = torch.zeros(spec.max_num_seqs, spec.max_drafts, dtype=torch.int32, device=device)
-        self._known_token_ids: dict[int, np.ndarray] = {}  # row -> tokens that the driver sent; host side
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tables, which keep their addresses."""
-        return {"lengths": self._lengths, "last tokens": self._last_token_ids, "drafts": self._draft_ids}
-
-    def apply(self, plan: StepPlan) -> None:
-        """Take over the rows that start."""
-        if not len(plan.start_rows):
-            return
-        ends = np.cumsum(plan.start_num_tokens).tolist()
-        starts = [0, *ends[:-1]]
-        for row, start, end in zip(plan.start_rows.tolist(), starts, ends, strict=True):
-            self._known_token_ids[row] = plan.start_token_ids[start:end]
-        rows, lengths = to_device_together((plan.start_rows.astype(np.int64), plan.start_num_tokens), self._device)
-        self._lengths.index_copy_(0, rows, lengths)
+    def start(self, starting: StartingRows) -> None:
+        """Take over rows that start."""
+        self._lengths.index_copy_(0, starting.rows, starting.num_tokens)
 
     def apply_feedback(self, shape: StepShape, feedback: dict[str, torch.Tensor]) -> None:
         """Take over what an earlier step of that shape yielded; see `transport.schema.feedback_schema`."""
@@ -178,16 +120,7 @@ class NextInputs:
         planned = plan.num_computed_tokens[shape.num_decode_rows :]
         return torch.cat((decode, to_device(planned, self._device)))
 
-    def input_ids(self, shape: StepShape, plan: StepPlan) -> torch.Tensor:
-        """Return the step's tokens, int32 [T]."""
+    def input_ids(self, shape: StepShape, of_chunks: Int32s) -> torch.Tensor:
+        """Return the step's tokens, int32 [T]: those of decode rows from the tables, then those of its chunks."""
         decode = self.decode_input_ids(shape)
-        if shape.num_decode_rows == shape.num_rows:
-            return decode
-        prefill_rows = zip(
-            plan.rows[shape.num_decode_rows :].tolist(),
-            plan.num_computed_tokens[shape.num_decode_rows :].tolist(),
-            shape.prefill_query_lens,
-            strict=True,
-        )
-        chunks = [self._known_token_ids[row][start : start + count] for row, start, count in prefill_rows]
-        return torch.cat((decode, to_device(np.concatenate(chunks), self._device)))
+        return decode if not len(of_chunks) else torch.cat((decode, to_device(of_chunks, self._device)))

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StartExtras, StepPlan
 from raypp.ops.device_kernels import choose_token_choice
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
@@ -26,6 +25,7 @@ from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_tokens import StepTokens
 from raypp.stage.token_history import TokenHistory
+from raypp.starting_rows import StartingRows
 
 
 class Sampler:
@@ -38,29 +38,21 @@ class Sampler:
         if device.type == "cuda":
             self.reserve()
 
-    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
+    def start(self, starting: StartingRows) -> None:
         """Take over the parameters and known tokens of rows that start."""
-        if not len(plan.start_rows):
+        self.rows.start(starting)
+        if starting.extras is None:
             return
-        self.rows.apply(plan, extras)
-        if extras is None:
-            return
-        ends = np.cumsum(plan.start_num_tokens).tolist()
-        for index, row in enumerate(plan.start_rows.tolist()):
-            needs = self.rows.needs(plan.start_rows[index : index + 1])
+        prompt_lens = starting.plan.start_prompt_lens.tolist()
+        for row, token_ids, prompt_len in zip(starting.rows_np.tolist(), starting.token_ids, prompt_lens, strict=True):
+            needs = self.rows.needs(np.array([row]))
             if needs.history:
-                token_ids = plan.start_token_ids[ends[index] - int(plan.start_num_tokens[index]) : ends[index]]
-                prompt_len = int(plan.start_prompt_lens[index])
                 self.history.start(row, token_ids, prompt_len, counts=Needs.PENALTIES in needs)
 
     def reserve(self) -> None:
         """Have all tables from now on, in full: recordings read them."""
         self.rows.reserve()
         self.history.reserve()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what steps read, at addresses that never change."""
-        return self.rows.draws.by_name() | self.rows.tables.by_name()
 
     def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
         """Return what a step with these rows needs."""
@@ -123,7 +115,7 @@ class Sampler:
             num_valid = torch.ones_like(rows, dtype=torch.int32)
         compared = tuple(count for count in (tokens.num_drafted, tokens.num_matched) if count is not None)
         yielded = YieldedTokens(rows, tokens.positions, tokens.token_ids, num_valid, compared, draft_ids)
-        return replace(tokens, num_valid=num_valid, lengths=self._choice.hold(yielded, masks))
+        return replace(tokens, num_valid=num_valid, lengths=self._choice.hold(yielded, masks, self.history.last))
 
     def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor, needs: Needs) -> None:
         """Let the positions after drafts see them, where that matters.

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StartExtras, StepPlan
-from raypp.ops.host_to_device import to_device, to_device_together
+from raypp.messages import StartExtras
+from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN, DrawTables, Needs, RowTables, Widths
 from raypp.request_limits import (
@@ -21,6 +21,7 @@ from raypp.request_limits import (
     MAX_END_TOKENS,
 )
 from raypp.stage.spec import StageSpec
+from raypp.starting_rows import StartingRows
 
 
 class SamplingRows:
@@ -73,14 +74,11 @@ class SamplingRows:
         """Return what any of these rows needs."""
         return Needs(int(np.bitwise_or.reduce(self._needs_np[rows_np], initial=0)))
 
-    def apply(self, plan: StepPlan, extras: StartExtras | None) -> None:
-        """Take over the parameters of the rows that start with a plan."""
-        draws = self.draws
-        tables = (draws.temperature, draws.top_p, draws.top_k, draws.min_p, draws.seeds)
-        given = (plan.start_temperature, plan.start_top_p, plan.start_top_k, plan.start_min_p, plan.start_seed)
-        rows, *columns = to_device_together((plan.start_rows.astype(np.int64), *given), self._device)
-        for table, values in zip(tables, columns, strict=True):
-            table.index_copy_(0, rows, values)
+    def start(self, starting: StartingRows) -> None:
+        """Take over the parameters of rows that start."""
+        plan, extras, rows = starting.plan, starting.extras, starting.rows
+        for name, table in vars(self.draws).items():
+            table.index_copy_(0, rows, getattr(starting, name))
         truncates = (plan.start_top_p < 1) | (plan.start_top_k > 0) | (plan.start_min_p > 0)
         is_drawn = plan.start_temperature > 0
         self._needs_np[plan.start_rows] = is_drawn * int(Needs.DRAW) | (is_drawn & truncates) * int(Needs.TRUNCATE)
@@ -121,6 +119,7 @@ class SamplingRows:
         )
         for has_some, need in (
             (is_penalized, Needs.PENALTIES),
+            (extras.has_grammar > 0, Needs.GRAMMAR),
             (extras.num_end_tokens > 0, Needs.MIN_TOKENS),
             (extras.num_biased > 0, Needs.BIAS),
             (extras.num_allowed > 0, Needs.ALLOWED),

@@ -21,6 +21,7 @@ from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
+from raypp.starting_rows import StartingRows
 
 _LOG = logging.getLogger(__name__)
 
@@ -79,15 +80,15 @@ class Speculation:
         """The bytes of the token table."""
         return self._tokens.num_bytes
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a step reads and changes, at addresses that never change."""
-        return {"token table": self._tokens.tokens, **self._drafts.tensors()}
+    @property
+    def tables(self) -> tuple[TokenTable, DraftTables]:
+        """What a step reads and changes, at addresses that never change."""
+        return self._tokens, self._drafts
 
-    def apply(self, plan: StepPlan) -> None:
+    def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
-        self._tokens.apply(plan)
-        self._drafts.apply(plan)
-        self._proposer.apply(plan)
+        self._tokens.start(starting)
+        self._drafts.start(starting)
 
     def search_of(self, plan: StepPlan) -> Search:
         """Return what to do in this step; called once for each. A step with drafts does everything."""
@@ -175,7 +176,7 @@ class Speculation:
         return self._drafts.miss(rows, token_ids)
 
     def draft(
-        self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden, max_length: int, search: Search
+        self, shape: StepShape, hidden: SteppedHidden, max_length: int, search: Search, tokens: StepTokens
     ) -> StepTokens:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
         rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden)

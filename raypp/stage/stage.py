@@ -10,27 +10,24 @@ A stage executes the driver's plans in their order and decides nothing itself.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from raypp.graphs.manager import CudaGraphManager, graph_maker
-from raypp.messages import MaskUpdate, StartExtras, StepPlan, Unrecorded, unpack
+from raypp.messages import MaskUpdate, StepPlan, Unrecorded
 from raypp.models.decoder import Deepstack
-from raypp.ops.attention import AttentionBatch
 from raypp.ops.sample.tables import Needs
-from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
-from raypp.stage.choose import Drafting, LastHidden, verify_tokens
 from raypp.stage.compile_ahead import compile_ahead
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.forward_clock import forward_clock
-from raypp.stage.grammar_masks import GrammarMasks, body_mark
-from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
+from raypp.stage.grammar_masks import GrammarMasks
+from raypp.stage.item_inputs import place_items, received_deepstack
 from raypp.stage.item_rows import ItemRows
 from raypp.stage.item_store import ItemStore
+from raypp.stage.known_tokens import KnownTokens
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
-from raypp.stage.next_tokens import NextTokens
 from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.pending_result import PendingResult, ResultRing
 from raypp.stage.recorded_decode import RecordedDecode
@@ -38,13 +35,15 @@ from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.speculation import Search, Speculation
+from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
-from raypp.stage.step_needs import StepNeeds
+from raypp.stage.step_body import StepBody, StepInputs
+from raypp.stage.step_end import LastHidden, StepEnd
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
-from raypp.stage.step_tokens import ToldTokens, pending_result, write_feedback
+from raypp.stage.step_tokens import pending_result
 from raypp.stage.warm_up import warm_up
+from raypp.starting_rows import StartingRows
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.edges import StageLinks
 from raypp.transport.schema import Schema
@@ -93,15 +92,17 @@ class Stage:
         if spec.is_last:
             self._sampler = Sampler(spec, self._device)
             self._logprobs = LogprobReporter(spec, self._sampler)
-            self._step_needs = StepNeeds(self._sampler)
             self._grammars = GrammarMasks(spec, self._device)
             most_told = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
             self._results = ResultRing(spec.num_ring_entries, most_told, self._device)
         self._speculation: Speculation | None = None
         if spec.is_last and spec.max_drafts:
             self._speculation = Speculation(spec, self._device, model.draft_head, self._block_tables.tables)
-        self._aux_states = AuxStates(spec, model.taps)
-        self._next_tokens = NextTokens(self._device) if spec.is_last and spec.draft_head is not None else None
+        if spec.is_last:
+            self._end = StepEnd(self._sampler, self._grammars, self._speculation, self._device)
+        self._body = StepBody(spec, model, self._block_tables, self._item_rows, AuxStates(spec, model.taps))
+        self._known_tokens = KnownTokens(self._device)
+        self._drafts_by_head = spec.is_last and spec.draft_head is not None
         if self._device.type == "cuda":
             with torch.inference_mode():
                 warm_up(spec, model, kv_caches)
@@ -133,16 +134,17 @@ class Stage:
                 self._graphs,
                 self._item_rows,
                 wanted.full,
-                self._aux_states,
+                self._body,
                 links.entering,
                 links.leaving,
+                self._end if spec.is_last else None,
                 self._grammars if spec.is_last else None,
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
             full = () if self._recorded is None else self._recorded.record()
         recorded_drafts = None if self._recorded is None else self._recorded.drafts
-        self._drafting: Drafting | None = recorded_drafts or self._speculation
+        self._drafting = recorded_drafts or self._speculation
         self._graphs.log_costs()
         recorded = StepSizes(full, piecewise)
         if spec.graphs.is_required:
@@ -203,7 +205,7 @@ class Stage:
         started, step_id, shape, fed_back = now_ns(), plan.step_id, None, None
         if self._spec.is_first:
             shape = self._shapes.of(plan)
-            fed_back = self._inbox.hand_over_before(plan, self._next_inputs, bucket)
+            fed_back = self._inbox.apply_before(plan, self._next_inputs, handed_over_rows=bucket)
             self._inbox.expect(step_id, shape, bucket)
         recorded.upload(plan, bucket, fed_back)
         if links.previous is not None:
@@ -225,18 +227,16 @@ class Stage:
         assert links.feedback_out is not None
         links.feedback_out.acquire(step_id)  # on a single stage that is the slot which was released just now
         shape = shape or self._shapes.of(plan)
-        masks = self._grammars.of_step(plan, shape, bucket, bucket * (1 + plan.num_drafts), body_mark(self._device))
-        search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        needs = self._step_needs.of(shape)
-        choice, told, top = recorded.choose(bucket, plan.num_drafts, needs, search, masks)
+        asked = self._end.inputs(plan, shape, bucket, bucket * (1 + plan.num_drafts))
+        chosen, told, top = recorded.choose(bucket, plan.num_drafts, asked)
         if not recorded.has_recorded_choice and self._graphs.makes_graphs:
             self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
         self._clock.end()
         links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
-        if top is not None and Needs.LOGPROBS in needs:
+        if top is not None and Needs.LOGPROBS in asked.needs:
             step = slice(0, shape.num_tokens)
-            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], choice.chosen[step], top)
+            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], chosen[step], top)
         result = pending_result(self._results, plan, shape, told, logprobs)
         self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())
@@ -247,53 +247,36 @@ class Stage:
         began = now_ns()
         # What the plan alone says is made ready while the input is still on its way.
         shape = self._shapes.of(plan)
-        decode_len, prefill_lens = max_decode_seq_len(plan), prefill_seq_lens(plan)
-        self._block_tables.apply(plan)
+        starting = StartingRows(plan, self._device) if len(plan.start_rows) else None
+        if starting is not None:
+            self._block_tables.start(starting)
         items = None
         if self._item_rows is not None:
-            self._item_rows.apply(plan)
+            if starting is not None:
+                self._item_rows.start(starting)
             items = self._item_rows.step_items(shape, plan)
-        blocks = self._block_tables.gather(shape, max([decode_len, *prefill_lens]))
-        if self._spec.is_last and len(plan.start_rows):
-            extras = unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
-            self._sampler.apply(plan, extras)
-            self._logprobs.apply(plan, extras)
-            self._step_needs.forget()
-            self._grammars.apply(plan, extras)
-            if self._speculation is not None:
-                self._speculation.apply(plan)
-            if self._next_tokens is not None:
-                self._next_tokens.apply(plan)
+        entries = self._block_tables.new_entries(plan)
+        if starting is not None and (self._spec.is_first or self._drafts_by_head):
+            self._known_tokens.start(starting)
+        if self._spec.is_last and starting is not None:
+            self._end.start(starting)
+            self._logprobs.start(starting)
 
         waiting, deepstack = now_ns(), None
         if self._spec.is_first:
             self._inbox.apply_before(plan, self._next_inputs)
             self._inbox.expect(plan.step_id, shape, shape.num_rows)
-            self._next_inputs.apply(plan)
+            if starting is not None:
+                self._next_inputs.start(starting)
             num_computed_tokens = self._next_inputs.num_computed_tokens(shape, plan)
             received: Mapping[str, torch.Tensor] = {}
-            entering = self._next_inputs.input_ids(shape, plan)
+            entering = self._next_inputs.input_ids(shape, self._known_tokens.of_chunks(plan, shape))
         else:
             received = self._receive(plan, shape)
             num_computed_tokens, entering = received["num_computed_tokens"], received["hidden_states"]
             if items is not None and self._spec.num_carried_taps:
                 deepstack = received_deepstack(items, received["deepstack"], self._spec.num_deepstack_layers)
-        positions = rope_positions = shape.positions(num_computed_tokens)
-        if self._item_rows is not None:
-            rope_positions = self._item_rows.rope_positions(shape, plan, positions)
-        attention = AttentionBatch(
-            num_decode_rows=shape.num_decode_rows,
-            decode_query_len=shape.decode_query_len,
-            query_start_loc=shape.query_start_loc,
-            seq_lens=num_computed_tokens + shape.num_scheduled_tokens,
-            block_tables=blocks.tables,
-            slot_mapping=blocks.slot_mapping(positions),
-            max_decode_seq_len=min(decode_len, self._spec.max_seq_len),
-            prefill_query_lens=shape.prefill_query_lens,
-            prefill_seq_lens=prefill_lens,
-        )
-
-        self._model.plan_attention(attention, plan.step_id % self._spec.num_ring_entries)
+        inputs = self._body.inputs(shape, num_computed_tokens, entries, received, plan)
 
         started = now_ns()
         self._clock.begin(plan.step_id)
@@ -305,24 +288,19 @@ class Stage:
             decodes = plan.num_decode_rows == len(plan.rows) and not len(plan.start_rows)
             if decodes or bucket is None:
                 self._tracer.forwards.add_unrecorded(Unrecorded.ROWS if decodes else Unrecorded.TOKENS)
-        hidden = self._layers.run(hidden, rope_positions, attention, bucket, deepstack)
+        hidden = self._layers.run(hidden, inputs.rope_positions, inputs.attention, bucket, deepstack)
+        last = None
         if self._spec.is_last:
-            logits = self._model.compute_logits(hidden.index_select(0, shape.logits_indices))
+            following = self._known_tokens.after_each(plan, shape) if self._drafts_by_head else None
+            last = self._body.last(inputs, hidden, next_token_ids=following)
         self._clock.end()
         ended = now_ns()
 
         result = None
-        if self._spec.is_last:
-            stepped = SteppedHidden(
-                hidden,
-                positions,
-                attention.slot_mapping,
-                self._aux_states.gather(received, shape.num_tokens, self._aux_states.drafting_tokens(plan, shape)),
-                None if self._next_tokens is None else self._next_tokens.of(plan, shape),
-            )
-            result = self._finish(plan, shape, logits, stepped)
+        if last is not None:
+            result = self._finish(plan, shape, last)
         else:
-            self._send(plan, shape, num_computed_tokens, hidden, deepstack, received)
+            self._send(plan, inputs, hidden, deepstack)
         if self._links.previous is not None:
             self._links.previous.release(plan.step_id)
         self._clock.read()
@@ -348,53 +326,25 @@ class Stage:
         sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
         return self._entering.views(link.wait(plan.step_id), *sizes)
 
-    def _send(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        num_computed_tokens: torch.Tensor,
-        hidden: torch.Tensor,
-        deepstack: Deepstack | None,
-        received: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _send(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, deepstack: Deepstack | None) -> None:
         link, schema = self._links.next, self._leaving
         assert link is not None
+        shape = inputs.shape
         sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
-        views = schema.views(link.acquire(plan.step_id), *sizes)
-        views["num_computed_tokens"].copy_(num_computed_tokens)
-        views["hidden_states"].copy_(hidden)
-        if deepstack is not None and self._spec.num_carried_taps:
-            views["deepstack"].copy_(carried_rows(deepstack, self._spec.num_carried_taps))
-        drafting_tokens = self._aux_states.drafting_tokens(plan, shape)
-        self._aux_states.send(received, views, shape.num_tokens, drafting_tokens)
+        self._body.leave(inputs, hidden, schema.views(link.acquire(plan.step_id), *sizes), deepstack)
         link.send(plan.step_id, schema.num_bytes(*sizes))
 
-    def _finish(
-        self,
-        plan: StepPlan,
-        shape: StepShape,
-        logits: torch.Tensor,
-        stepped: SteppedHidden,
-    ) -> PendingResult:
-        """Sample, verify drafts and propose the next ones, feed back to the first stage, and return the result.
-
-        Shapes: logits [N, V]. N counts the tokens whose successor is chosen.
-        """
-        hidden = stepped.hidden_states
-        chosen_positions = stepped.positions.index_select(0, shape.logits_indices).add_(1)
-        last = LastHidden(logits, chosen_positions, stepped)
-        max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
-        needs = self._sampler.needs(shape.logits_rows_np)
-        search = Search() if self._speculation is None else self._speculation.search_of(plan)
-        masks = self._grammars.of_step(plan, shape, len(shape.sampled_np), len(logits), body_mark(self._device))
-        choice = verify_tokens(shape, last, self._sampler, self._speculation, needs, search, masks)
-        if self._drafting is not None:
-            drafted = self._drafting.draft(shape, choice.tokens, stepped, max_length, search)
-            choice = replace(choice, tokens=drafted)
-        logprobs = self._logprobs.report(plan, shape, logits, choice.chosen, hidden, self._model.compute_logits)
-        link, schema = self._links.feedback_out, self._schemas.feedback
+    def _finish(self, plan: StepPlan, shape: StepShape, last: LastHidden) -> PendingResult:
+        """Sample, verify drafts and propose the next ones, feed back to the first stage, and return the result."""
+        logits, link, schema = last.logits, self._links.feedback_out, self._schemas.feedback
         assert link is not None
-        write_feedback(schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows), shape, choice.tokens)
+        asked, draft = self._end.inputs(plan, shape, len(shape.sampled_np), len(logits)), None
+        if self._drafting is not None:
+            max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
+            draft = partial(self._drafting.draft, shape, last.hidden, max_length, asked.search)
+        feedback = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows)
+        ended = self._end.run(shape, last, asked, feedback, draft)
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
-        told = ToldTokens.of(choice.tokens, tells_drafts=masks is not None)
-        return pending_result(self._results, plan, shape, told, logprobs)
+        hidden, compute_logits = last.hidden.hidden_states, self._model.compute_logits
+        logprobs = self._logprobs.report(plan, shape, logits, ended.chosen, hidden, compute_logits)
+        return pending_result(self._results, plan, shape, ended.told, logprobs)

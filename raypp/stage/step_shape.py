@@ -7,15 +7,16 @@ added on the device, see `request_rows.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import StepPlan
+from raypp.messages import Int32s, StepPlan
 from raypp.ops.host_to_device import to_device_together
+from raypp.ops.row_inputs import Queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +32,8 @@ class StepShape:
     decode_query_len: int  # 1 + K
     rows: torch.Tensor  # [R] int64
     rows_np: NDArray[np.int64]  # [R]
-    num_scheduled_tokens: torch.Tensor  # [R] int32
     query_start_loc: torch.Tensor  # [R + 1] int32
     token_rows: torch.Tensor  # [T] int64, each token's index into the step's rows
-    token_offsets: torch.Tensor  # [T] int64, index within the row's tokens of this step
     logits_indices: torch.Tensor  # [N] int64, into the step's tokens: all of decode rows, the last of final chunks
     logits_row_indices: torch.Tensor  # [N] int64, of the row of each among the step's rows
     logits_rows_np: NDArray[np.int64]  # [N] the rows themselves
@@ -60,12 +59,10 @@ class StepShape:
             return self.rows
         return self.rows.index_select(0, self.logits_row_indices)
 
-    def positions(self, num_computed_tokens: torch.Tensor) -> torch.Tensor:
-        """Return each token's position, int64 [T]. Shapes: num_computed_tokens [R] int32, before this step."""
-        positions = num_computed_tokens.to(torch.int64)
-        if self.has_one_token_per_row:
-            return positions
-        return positions.index_select(0, self.token_rows).add_(self.token_offsets)
+    @property
+    def queries(self) -> Queries:
+        """How many tokens each row has."""
+        return Queries(self.query_start_loc, self.num_tokens, max([self.decode_query_len, *self.prefill_query_lens]))
 
 
 class StepShapes:
@@ -79,44 +76,28 @@ class StepShapes:
     def of(self, plan: StepPlan) -> StepShape:
         """Return the plan's shape; copies nothing to the device for rows that stepped before."""
         if plan.num_decode_rows < len(plan.rows):
-            return _shape_of(plan, self._device)  # prompts do not repeat
+            return self._make(plan)  # prompts do not repeat
         key = (plan.num_decode_rows, plan.num_drafts, plan.rows.tobytes())
         shape = self._kept.get(key)
         if shape is None:
-            shape = _shape_of(plan, self._device)
+            shape = self._make(plan)
             if len(self._kept) >= self._num_kept:
                 del self._kept[next(iter(self._kept))]
             self._kept[key] = shape
         return shape
 
+    def _make(self, plan: StepPlan) -> StepShape:
+        rows_np, counts = plan.rows.astype(np.int64), plan.num_scheduled_tokens
+        return _shape(rows_np, counts, plan.samples, plan.num_decode_rows, 1 + plan.num_drafts, self._device)
+
 
 def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
     """Return the shape of a decode step of the rows that `rows` will hold, int64 [R], each with `query_len` tokens."""
-    num_rows, device = len(rows), rows.device
-    num_tokens = num_rows * query_len
-    indices_np = np.arange(num_rows)
-    tokens = torch.arange(num_tokens, device=device)
-    token_rows = tokens // query_len
-    return StepShape(
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-        num_decode_rows=num_rows,
-        decode_query_len=query_len,
-        rows=rows,
-        rows_np=np.full(num_rows, -1),  # not known: they change from step to step
-        num_scheduled_tokens=torch.full((num_rows,), query_len, dtype=torch.int32, device=device),
-        query_start_loc=torch.arange(0, num_tokens + 1, query_len, dtype=torch.int32, device=device),
-        token_rows=token_rows,
-        token_offsets=tokens % query_len,
-        logits_indices=tokens,
-        logits_row_indices=token_rows,
-        logits_rows_np=np.full(num_tokens, -1),
-        samples_np=np.ones(num_rows, np.bool_),
-        sampled_np=indices_np,
-        sampled=torch.arange(num_rows, device=device),
-        sampled_rows=rows,
-        prefill_query_lens=[],
-    )
+    num_rows = len(rows)
+    unknown = np.full(num_rows, -1)  # they change from step to step
+    samples, scheduled = np.ones(num_rows, np.bool_), np.full(num_rows, query_len, np.int32)
+    shape = _shape(unknown, scheduled, samples, num_rows, query_len, rows.device)
+    return replace(shape, rows=rows, sampled_rows=rows)
 
 
 def max_decode_seq_len(plan: StepPlan) -> int:
@@ -133,24 +114,25 @@ def prefill_seq_lens(plan: StepPlan) -> list[int]:
     return lengths
 
 
-def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
-    num_rows, num_decode_rows, query_len = len(plan.rows), plan.num_decode_rows, 1 + plan.num_drafts
-    scheduled = plan.num_scheduled_tokens
+def _shape(
+    rows_np: NDArray[np.int64],
+    scheduled: Int32s,
+    samples_np: NDArray[np.bool_],
+    num_decode_rows: int,
+    query_len: int,
+    device: torch.device,
+) -> StepShape:
+    num_rows = len(rows_np)
     query_start_loc = np.zeros(num_rows + 1, np.int32)
     np.cumsum(scheduled, out=query_start_loc[1:])
-    num_tokens = int(query_start_loc[-1])
-    token_rows = np.repeat(np.arange(num_rows), scheduled)
-    final_chunks = np.flatnonzero(plan.samples[num_decode_rows:]) + num_decode_rows
+    final_chunks = np.flatnonzero(samples_np[num_decode_rows:]) + num_decode_rows
     logits_indices = np.concatenate((np.arange(num_decode_rows * query_len), query_start_loc[final_chunks + 1] - 1))
-    rows_np, sampled_np = plan.rows.astype(np.int64), np.flatnonzero(plan.samples)
+    sampled_np = np.flatnonzero(samples_np)
     logits_row_indices = np.concatenate((np.repeat(np.arange(num_decode_rows), query_len), final_chunks))
-
     on_host: dict[str, NDArray[Any]] = {
         "rows": rows_np,
-        "num_scheduled_tokens": scheduled,
         "query_start_loc": query_start_loc,
-        "token_rows": token_rows,
-        "token_offsets": np.arange(num_tokens) - query_start_loc[token_rows],
+        "token_rows": np.repeat(np.arange(num_rows), scheduled),
         "logits_indices": logits_indices,
         "logits_row_indices": logits_row_indices,
         "sampled": sampled_np,
@@ -159,12 +141,12 @@ def _shape_of(plan: StepPlan, device: torch.device) -> StepShape:
     on_device = dict(zip(on_host, to_device_together(list(on_host.values()), device), strict=True))
     return StepShape(
         num_rows=num_rows,
-        num_tokens=num_tokens,
+        num_tokens=int(query_start_loc[-1]),
         num_decode_rows=num_decode_rows,
         decode_query_len=query_len,
         rows_np=rows_np,
         logits_rows_np=rows_np[logits_row_indices],
-        samples_np=plan.samples,
+        samples_np=samples_np,
         sampled_np=sampled_np,
         prefill_query_lens=scheduled[num_decode_rows:].tolist(),
         **on_device,

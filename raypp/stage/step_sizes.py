@@ -130,7 +130,8 @@ class StepPadding:
         if plan.num_decode_rows != len(plan.rows) or len(plan.start_rows):
             return None
         buckets = self._rows.get(plan.num_drafts)
-        return None if buckets is None else buckets.fit(len(plan.rows))
+        # A recording has room for as many new blocks as it has rows: more is rare, since few tokens of a row need them.
+        return None if buckets is None else buckets.fit(max(len(plan.rows), len(plan.block_rows)))
 
     def piecewise_tokens(self, num_tokens: int) -> int | None:
         """Return the tokens of the pieces that take a step of any rows; None for one that is too large."""

@@ -52,13 +52,6 @@ class TokenHistory:
         """Keep counts from now on; they never move."""
         self._count_tables()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a step reads and changes: all that is there. What is there keeps its address."""
-        tables = {"last tokens": self.last, "counted lengths": self.lengths}
-        if self._counts is not None and self._in_prompt is not None:
-            tables |= {"counts": self._counts, "in prompt": self._in_prompt}
-        return tables
-
     def start(self, row: int, token_ids: NDArray[np.int32], prompt_len: int, *, counts: bool) -> None:
         """Begin a row.
 

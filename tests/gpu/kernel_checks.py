@@ -25,14 +25,14 @@ from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.decode_inputs_kernel import decode_inputs as decode_inputs_kernel
 from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
 from raypp.ops.cuda.quantize import quantize_rows
-from raypp.ops.decode_inputs import NewEntries, decode_inputs
+from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
+from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw import mask_truncated, sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
@@ -292,7 +292,7 @@ def poison(cache: torch.Tensor, seq_lens: Sequence[int], tables: torch.Tensor) -
             cache[:, table[position // block_size], :, position % block_size] = next(bad)
 
 
-def check_decode_inputs(num_rows: int, query_len: int, num_entries: int, width: int) -> None:
+def check_row_inputs(num_rows: int, query_len: int, num_entries: int, width: int, *, has_prompts: bool) -> None:
     """The inputs of rows in any order, and the tables with their new entries."""
     kernels = Kernels(torch.float32, seed=num_rows)
     block_size, max_rows = 4, num_rows + 3
@@ -311,10 +311,14 @@ def check_decode_inputs(num_rows: int, query_len: int, num_entries: int, width: 
     computed = torch.tensor(
         [kernels.rng.randrange(block_size * width + 5) for _ in range(num_rows)], dtype=torch.int32, device=DEVICE
     )
-    sizes = {"query_len": query_len, "block_size": block_size, "max_len": block_size * width - 2}
+    counts = [kernels.rng.randrange(1, 1100) if has_prompts and row % 3 == 2 else query_len for row in range(num_rows)]
+    begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=DEVICE)
+    queries = Queries(begins, sum(counts), max(counts, default=0))
+    sizes = {"block_size": block_size, "max_len": block_size * width - 2}
     expected_tables = tables.cpu()
-    expected = decode_inputs(expected_tables, NewEntries(*(t.cpu() for t in new)), rows.cpu(), computed.cpu(), **sizes)
-    got = decode_inputs_kernel(tables, new, rows, computed, *sizes.values())
+    new_on_cpu, queries_on_cpu = NewEntries(*(t.cpu() for t in new)), queries._replace(query_start_loc=begins.cpu())
+    expected = row_inputs(expected_tables, new_on_cpu, rows.cpu(), computed.cpu(), queries_on_cpu, **sizes)
+    got = row_inputs_kernel(tables, new, rows, computed, queries, *sizes.values())
     assert torch.equal(tables.cpu(), expected_tables)
     for ours, theirs in zip(got, expected, strict=True):
         assert ours.dtype == theirs.dtype

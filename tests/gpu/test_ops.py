@@ -91,9 +91,10 @@ def test_decode_from_projection(heads, query_len, num_rows, has_norm):
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("query_len", [1, 5])
-def test_decode_inputs(num_rows, query_len):
-    checks.check_decode_inputs(num_rows, query_len, 0, 40)  # as a draft head's steps, which bring no entries
-    checks.check_decode_inputs(num_rows, query_len, num_rows, 2049)
+def test_row_inputs(num_rows, query_len):
+    checks.check_row_inputs(num_rows, query_len, 0, 40, has_prompts=False)  # as a draft head's: no entries
+    checks.check_row_inputs(num_rows, query_len, num_rows, 2049, has_prompts=False)
+    checks.check_row_inputs(num_rows, query_len, 3 * num_rows, 600, has_prompts=True)
 
 
 def _check_projections(num_rows, num_outputs, num_inputs, tuning, *, is_gated, has_8_bits=False, reads=None):

@@ -42,9 +42,9 @@ class KernelTokenChoice(TokenChooser):
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
         """Let each row keep at most as many tokens as it has masks for."""
-        return hold(tokens, masks)
+        return hold(tokens, masks, last)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

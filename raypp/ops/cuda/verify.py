@@ -58,7 +58,7 @@ def verify_and_append(
     return num_valid, num_drafted, num_matched, lengths
 
 
-def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
     """Let each row keep at most as many tokens as it has masks for; see `raypp.ops.sample.step_masks.hold`."""
     rows, positions, token_ids, draft_ids = tokens.rows, tokens.positions, tokens.token_ids, tokens.draft_ids
     num_rows, width = token_ids.shape
@@ -80,11 +80,12 @@ def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
             masks.num_masks,
             masks.positions,
             masks.draft_ids,
-            masks.last_token_ids,
+            last,
             HAS_COMPARED=bool(tokens.compared),
             K=width - 1,
             K_MAX=0 if draft_ids is None else draft_ids.shape[1],
             MASK_K=masks.draft_ids.stride(0),
+            HISTORY_LEN=last.shape[1],
             BLOCK=triton.next_power_of_2(width),
             num_warps=1,
         )
@@ -147,11 +148,12 @@ def _hold(
     num_masks,
     mask_positions,
     mask_draft_ids,
-    last_token_ids,
+    last,
     HAS_COMPARED: tl.constexpr,
     K: tl.constexpr,
     K_MAX: tl.constexpr,
     MASK_K: tl.constexpr,
+    HISTORY_LEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
@@ -169,10 +171,9 @@ def _hold(
         allowed = tl.where(position == tl.load(mask_positions + index), allowed, 0)
         valid = tl.minimum(valid, allowed)
         tl.store(num_valid + index, valid)
-        if valid > 0:
-            tl.store(last_token_ids + row, tl.load(token_ids + index * (1 + K) + valid - 1))
-        else:
-            tl.store(token_ids + index * (1 + K), tl.load(last_token_ids + row))
+        if valid == 0:
+            before = tl.load(last + row * HISTORY_LEN + (position - 1) % HISTORY_LEN)
+            tl.store(token_ids + index * (1 + K), before)
             if HAS_COMPARED:
                 tl.store(num_drafted + index, 0)
                 tl.store(num_matched + index, 0)

@@ -24,12 +24,11 @@ class StepMasks:
     positions: torch.Tensor  # [Y] int32, that the rows' first masks are for
     draft_ids: torch.Tensor  # [Y, K] int32, that the later masks are for
     of_positions: PositionMasks
-    last_token_ids: torch.Tensor  # [max_num_seqs] int32, of rows under a grammar; `hold` keeps it up to date
 
 
 @dataclass(frozen=True, eq=False)
 class YieldedTokens:
-    """What rows yield before masks are looked at. `hold` changes all but rows, positions and drafts in place."""
+    """What rows yield before masks are looked at. `hold` changes tokens, and how many of them count, in place."""
 
     rows: torch.Tensor  # [Y] int64
     positions: torch.Tensor  # [Y] int64, of each row's first token, with any stride
@@ -39,10 +38,12 @@ class YieldedTokens:
     draft_ids: torch.Tensor | None = None  # [max_num_seqs, K or more] int32, the drafts by row; None: K is 0
 
 
-def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
     """Let each row keep at most as many tokens as it has masks for; return the rows' lengths, int64 [Y].
 
     A row that keeps none gets its last token as the first that it yields, where others look for its last one.
+
+    Shapes: last [max_num_seqs, H] int32, the last tokens of rows under a grammar; see `HistoryTables`.
     """
     rows, token_ids, num_drafts = tokens.rows, tokens.token_ids, masks.draft_ids.shape[1]
     allowed, is_free = masks.num_masks, masks.num_masks == FREE
@@ -52,10 +53,7 @@ def hold(tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
     allowed = allowed * (tokens.positions == masks.positions)
     tokens.num_valid.copy_(torch.where(is_free, tokens.num_valid, torch.minimum(tokens.num_valid, allowed)))
     has_kept = tokens.num_valid > 0
-    before = masks.last_token_ids.index_select(0, rows)
-    newest = (tokens.num_valid.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)
-    last = torch.where(has_kept, token_ids.gather(1, newest).squeeze(1), before)
-    masks.last_token_ids.index_copy_(0, rows, torch.where(is_free, before, last))
+    before = last[rows, (tokens.positions - 1) % last.shape[1]]
     token_ids[:, 0] = torch.where(has_kept, token_ids[:, 0], before)
     for count in tokens.compared:
         count.mul_(has_kept)

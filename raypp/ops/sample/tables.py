@@ -33,8 +33,9 @@ class Needs(IntFlag):
     BAD_WORDS = 32
     ALLOWED = 64
     LOGPROBS = 128
+    GRAMMAR = 256
     CHANGES = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | ALLOWED
-    HISTORY = PENALTIES | BAD_WORDS
+    HISTORY = PENALTIES | BAD_WORDS | GRAMMAR
     ALL = DRAW | TRUNCATE | CHANGES | LOGPROBS
 
     @property
@@ -63,10 +64,6 @@ class DrawTables:
         """top_k, top_p and min_p."""
         return self.top_k, self.top_p, self.min_p
 
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return all, for messages."""
-        return {name.replace("_", " "): tensor for name, tensor in vars(self).items()}
-
 
 @dataclass(frozen=True, eq=False)
 class RowTables:
@@ -85,10 +82,6 @@ class RowTables:
     num_bad_words: torch.Tensor  # [S] int32
     allowed: torch.Tensor  # [S, W] int32, a bit per token
     num_reported: torch.Tensor  # [S] int32, see `raypp.ops.sample.token_choice.TokenChoice.report`
-
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Return all, for messages."""
-        return {name.replace("_", " "): tensor for name, tensor in vars(self).items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ class TokenChoice(Protocol):
             counts: Whether they are counted, or only among the last tokens.
         """
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
         """Let each row under a grammar keep at most as many tokens as it has masks for; return the rows' lengths.
 
         See `raypp.ops.sample.step_masks.hold`.
@@ -85,9 +85,9 @@ class TorchTokenChoice:
         """Write tokens to the history of all rows."""
         history.remember(tokens, counts=counts)
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks) -> torch.Tensor:
+    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
         """Let each row keep at most as many tokens as it has masks for."""
-        return hold(tokens, masks)
+        return hold(tokens, masks, last)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

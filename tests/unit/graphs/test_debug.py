@@ -62,8 +62,8 @@ class Doubler:
         self.input = torch.zeros(4, 3)
         self.output = torch.zeros(4, 3)
         self.watched = Watched(
-            reads=lambda: {"input": self.input},
-            changes=lambda: {"output": self.output},
+            reads=(self,),
+            changes=({"output": self.output},),
             yields=lambda result: {"output": self.output},
         )
 

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.cuda import between_products, decode_attention, decode_inputs_kernel, heads, projection
+from raypp.ops.cuda import between_products, decode_attention, heads, projection, row_inputs_kernel
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
@@ -144,7 +144,9 @@ def call_all(workspace: Workspace) -> None:
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    decode_inputs_kernel.decode_inputs(tables, (integers, integers, integers), integers, lengths, 1, 16, 1000)
+    for most in (1, 1000):
+        queries = (lengths, 32, most)
+        row_inputs_kernel.row_inputs(tables, (integers, integers, integers), integers, lengths, queries, 16, 1000)
     logits = torch.zeros(32, 5000)
     head = projection.Weights(torch.empty(5000, 4096, dtype=BF16), None, 1e-6)
     for rows in (1, 2):
@@ -181,8 +183,8 @@ def call_all(workspace: Workspace) -> None:
     for width in (1, 5):
         token_ids, compared = torch.zeros(32, width, dtype=torch.int32), (lengths, lengths) if width > 1 else ()
         drafts = torch.zeros(32, 4, dtype=torch.int32)
-        step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks, lengths)
-        chooser.hold(YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks)
+        step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks)
+        chooser.hold(YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks, history.last)
 
 
 def call_wide(workspace: Workspace) -> None:

@@ -115,10 +115,11 @@ def test_decode_from_projection(query_len, has_norm):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "query_len", "num_entries", "width"), [(1, 1, 1, 5), (4, 3, 9, 20), (7, 1, 7, 3), (3, 1, 0, 4)]
+    ("num_rows", "query_len", "num_entries", "width", "has_prompts"),
+    [(1, 1, 1, 5, False), (4, 3, 9, 20, False), (7, 1, 7, 3, False), (3, 1, 0, 4, False), (5, 3, 300, 90, True)],
 )
-def test_decode_inputs(num_rows, query_len, num_entries, width):
-    checks.check_decode_inputs(num_rows, query_len, num_entries, width)
+def test_row_inputs(num_rows, query_len, num_entries, width, has_prompts):
+    checks.check_row_inputs(num_rows, query_len, num_entries, width, has_prompts=has_prompts)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 17])

@@ -35,7 +35,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_rotation_table",
         "_append_heads",
         "_decode_attention",
-        "_decode_inputs",
+        "_row_inputs",
         "_project_few",
         "_project_rows",
         "_best",

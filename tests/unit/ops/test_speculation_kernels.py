@@ -83,18 +83,18 @@ def test_rows_are_held_to_their_masks_as_by_the_twin(num_drafts):
         first = int32s(7, 1 + num_drafts, values=range(3, 6)).to(torch.int64)[:, 0]
         token_ids, draft_ids = int32s(7, 1 + num_drafts, values=range(50)), int32s(num_rows, 8, values=range(2))
         num_valid, counts = int32s(7, values=range(1, 2 + num_drafts)), int32s(2, 7, values=range(1, 9))
-        last_token_ids = int32s(num_rows, values=range(50, 99))
+        last = int32s(num_rows, 5, values=range(50, 99))
         nothing = PositionMasks(rows, rows)
         mask_drafts = int32s(7, max_drafts, values=range(2))[:, :num_drafts]
         num_masks, positions = int32s(7, values=range(FREE, 2 + num_drafts)), int32s(7, values=range(3, 6))
         outcomes = []
         for program in (hold, verify.hold):
-            masks = StepMasks(num_masks, positions, mask_drafts, nothing, last_token_ids.clone())
+            masks = StepMasks(num_masks, positions, mask_drafts, nothing)
             drafts = draft_ids if num_drafts else None
             compared = tuple(counts.clone()) if num_drafts else ()
             tokens = YieldedTokens(rows, first, token_ids.clone(), num_valid.clone(), compared, drafts)
-            lengths = program(tokens, masks)
+            lengths = program(tokens, masks, last)
             assert lengths.dtype == torch.int64
-            outcomes.append([lengths, tokens.token_ids, tokens.num_valid, masks.last_token_ids, *compared])
+            outcomes.append([lengths, tokens.token_ids, tokens.num_valid, *compared])
         for of_twin, of_kernel in zip(*outcomes, strict=True):
             assert of_kernel.tolist() == of_twin.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,13 @@ from raypp.specdec.token_table import TokenTable
 
 
 def start(table: TokenTable, texts: dict[int, list[int]]) -> None:
-    table.apply(
-        SimpleNamespace(
-            start_rows=np.array(list(texts), np.int32),
-            start_num_tokens=np.array([len(text) for text in texts.values()], np.int32),
-            start_token_ids=np.array([token_id for text in texts.values() for token_id in text], np.int32),
-        )
+    plan: Any = SimpleNamespace(
+        start_rows=np.array(list(texts), np.int32),
+        start_num_tokens=np.array([len(text) for text in texts.values()], np.int32),
+        start_token_ids=np.array([token_id for text in texts.values() for token_id in text], np.int32),
     )
+    starting: Any = SimpleNamespace(plan=plan)
+    table.start(starting)
 
 
 @pytest.mark.parametrize("window", [16, 64])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from raypp.messages import StartExtras, StepPlan, pack, unpack
+from raypp.messages import StepPlan, pack, unpack
 from raypp.ops.sample.tables import Needs
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
@@ -17,6 +17,7 @@ from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec
+from raypp.starting_rows import StartingRows
 
 VOCAB_SIZE = 70
 
@@ -48,19 +49,18 @@ def spec(*, max_num_seqs: int = 8, max_drafts: int = 0) -> StageSpec:
     )
 
 
-def start_plan(requests: Sequence[Request], rows: Sequence[int]) -> tuple[StepPlan, StartExtras | None]:
+def start_plan(requests: Sequence[Request], rows: Sequence[int]) -> StepPlan:
     """Return a plan that starts requests in rows, as a stage receives it; their output so far is known already."""
     chunks = []
     for request, row in zip(requests, rows, strict=True):
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         state = RequestState(request, 0, 1024, end_token_ids(request), num_tokens, row=row)
         chunks.append(Chunk(state, 0, num_tokens, is_last=True, is_first=True))
-    plan = unpack(StepPlan, pack(build_plan(InFlightStep(0, Cohort(0), 0, [], chunks))))
-    return plan, unpack(StartExtras, plan.start_extras.data) if len(plan.start_extras) else None
+    return unpack(StepPlan, pack(build_plan(InFlightStep(0, Cohort(0), 0, [], chunks))))
 
 
 def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) -> None:
-    sampler.apply(*start_plan(requests, rows))
+    sampler.start(StartingRows(start_plan(requests, rows), sampler.rows.draws.seeds.device))
 
 
 def choose(

@@ -16,6 +16,7 @@ from raypp.ops.sample.tables import Asked, Needs
 from raypp.scheduler.request import Request
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.step_shape import StepShape, uniform_shape
+from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -43,12 +44,12 @@ def update(row: int, position: int, tokens: list[int], *, start: int = 0, after:
 
 def begun(rows: list[int], grammars: list[bool], max_drafts: int = 0) -> GrammarMasks:
     masks = GrammarMasks(spec(max_drafts=max_drafts), CPU)
-    masks.apply(*start_plan([request(has_grammar=has) for has in grammars], rows))
+    masks.start(StartingRows(start_plan([request(has_grammar=has) for has in grammars], rows), CPU))
     return masks
 
 
 def decode(rows: list[int], step_id: int, wait_us: int = 0, num_drafts: int = 0) -> tuple[StepPlan, StepShape]:
-    plan, _ = start_plan([request(has_grammar=False)] * len(rows), rows)
+    plan = start_plan([request(has_grammar=False)] * len(rows), rows)
     values = {**vars(plan), "step_id": step_id, "max_mask_wait_us": wait_us, "num_drafts": num_drafts}
     shape = uniform_shape(torch.tensor(rows), query_len=1 + num_drafts)
     return StepPlan(**values), StepShape(**{**vars(shape), "rows_np": np.array(rows)})
@@ -74,7 +75,7 @@ def held(
     positions: list[int],
     drafts: list[list[int]] | None = None,
 ) -> tuple[YieldedTokens, list[int]]:
-    """Return what the rows keep, and their lengths."""
+    """Return what the rows keep, and their lengths. What stood in front of position p is token p + 40."""
     tokens = YieldedTokens(
         rows=torch.tensor(rows),
         positions=torch.tensor(positions),
@@ -82,7 +83,7 @@ def held(
         num_valid=torch.full((len(token_ids),), len(token_ids[0]), dtype=torch.int32),
         draft_ids=None if drafts is None else torch.tensor(drafts, dtype=torch.int32),
     )
-    return tokens, hold(tokens, found).tolist()
+    return tokens, hold(tokens, found, torch.arange(41, 41 + 32).expand(8, -1)).tolist()
 
 
 def test_a_step_without_grammars_has_no_masks() -> None:
@@ -111,12 +112,12 @@ def test_a_row_without_its_mask_yields_nothing_and_keeps_its_last_token() -> Non
     tokens, lengths = held(step(masks, [0, 1], 0), [0, 1], [[7], [8]], [3, 3])
     assert tokens.num_valid.tolist() == [1, 0]
     assert lengths == [4, 3]
-    assert tokens.token_ids.tolist() == [[7], [PROMPT[-1]]]
+    assert tokens.token_ids.tolist() == [[7], [43]]
     masks.put(update(1, 3, [9], after=0))
     assert held(step(masks, [0, 1], 1), [0, 1], [[7], [9]], [4, 3])[0].token_ids.tolist() == [[7], [9]]
     tokens, _ = held(step(masks, [0, 1], 2), [0, 1], [[7], [9]], [5, 4])  # the mask of a position that is past
     assert tokens.num_valid.tolist() == [1, 0]
-    assert tokens.token_ids.tolist() == [[7], [9]]
+    assert tokens.token_ids.tolist() == [[7], [44]]
 
 
 def test_a_step_without_any_mask_in_time_leaves_all_logits() -> None:

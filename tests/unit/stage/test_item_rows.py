@@ -16,7 +16,8 @@ from raypp.scheduler.request_state import RequestState
 from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
 from raypp.stage.item_rows import ItemRows
 from raypp.stage.item_store import ItemStore
-from raypp.stage.step_shape import StepShapes
+from raypp.stage.step_shape import StepShapes, uniform_shape
+from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -66,6 +67,8 @@ def _plan(rows, computed, scheduled, num_decode_rows, starting, num_item_tokens)
         "num_computed_tokens": np.array(computed, np.int32),
         "samples": np.ones(len(rows), np.bool_),
         "start_rows": np.array(list(starting), np.int32),
+        "start_num_tokens": np.array([num_tokens for num_tokens, _ in starting.values()], np.int32),
+        "start_token_ids": np.zeros(sum(num_tokens for num_tokens, _ in starting.values()), np.int32),
         "start_extras": NO_BYTES,
         "start_items": pack_start_items(states),
     }
@@ -100,8 +103,9 @@ def test_positions_and_places_of_any_step(data, all_prompts, num_decode):
         token += end - start
     plan = _plan(list(known), computed, scheduled, num_decode, known, len(places))
     shape = StepShapes(CPU, 1).of(plan)
-    tables.apply(plan)
-    positions = shape.positions(torch.tensor(computed, dtype=torch.int32))
+    tables.start(StartingRows(plan, CPU))
+    ranges = zip(computed, scheduled, strict=True)
+    positions = torch.cat([torch.arange(start, start + count) for start, count in ranges])
     found = tables.rope_positions(shape, plan, positions)
     assert found.ndim == (2 if places else 1)
     assert (found if places else found.unsqueeze(1).expand(-1, 3)).tolist() == expected
@@ -136,9 +140,13 @@ def test_decode_rows_stand_behind_their_prompts():
     items = PromptItems((item,), (1,), merge_size=2)
     assert items.rope_positions(9).tolist()[-2:] == [[4, 4, 4], [5, 5, 5]]
     assert items.position_offset == 6 - 9
-    tables.apply(_plan([3, 5], [0, 0], [9, 4], 0, {3: (9, items), 5: (4, None)}, 6))
+    tables.start(StartingRows(_plan([3, 5], [0, 0], [9, 4], 0, {3: (9, items), 5: (4, None)}, 6), CPU))
     rows = torch.tensor([5, 3])
-    assert tables.decode_positions(torch.tensor([4, 9]), rows, 1).tolist() == [4, 9 - 3]
-    assert tables.decode_positions(torch.tensor([4, 5, 9, 10]), rows, 2).tolist() == [4, 5, 6, 7]
-    tables.apply(_plan([3], [0], [2], 0, {3: (2, None)}, 0))  # the row's next owner has none
-    assert tables.decode_positions(torch.tensor([2]), torch.tensor([3]), 1).tolist() == [2]
+
+    def rope_positions(of_rows: torch.Tensor, query_len: int, positions: list[int]) -> list[int]:
+        return tables.rope_positions(uniform_shape(of_rows, query_len), None, torch.tensor(positions)).tolist()
+
+    assert rope_positions(rows, 1, [4, 9]) == [4, 9 - 3]
+    assert rope_positions(rows, 2, [4, 5, 9, 10]) == [4, 5, 6, 7]
+    tables.start(StartingRows(_plan([3], [0], [2], 0, {3: (2, None)}, 0), CPU))  # the row's next owner has none
+    assert rope_positions(torch.tensor([3]), 1, [2]) == [2]

@@ -19,6 +19,7 @@ from raypp.ops.sample.tables import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
 from raypp.stage.sampler import Sampler
+from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
 EVERYTHING = Needs(127)
@@ -181,7 +182,7 @@ def test_greedy_rows_need_nothing():
     sampler = Sampler(spec(), CPU)
     start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.needs(np.array([0])) == Needs.GREEDY
-    _, extras = start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0])
+    extras = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).extras
     assert extras is None
 
 

@@ -1,4 +1,4 @@
-"""Makes the inputs of a decode step in one launch. Twin: the torch half of `raypp.ops.decode_inputs`.
+"""The inputs of a step's rows in one launch. Twin: the torch half of `raypp.ops.row_inputs`.
 
 Every program writes all new entries of the block tables before it reads its own row; all write the same.
 """
@@ -12,34 +12,39 @@ import triton.language as tl
 from raypp.ops.cuda.launch import Device, start
 
 _TILE = 1024
-_MIN_ENTRIES = 128
-"""Fewer entries are padded to this number: each power of two would be one more kernel to compile."""
-_OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "positions", "slot_mapping"]
-"""Arguments of which a program reads a few elements. Their alignment is not worth one more compiled kernel."""
+_ENTRIES = 128  # that are written at a time: as many as a program has threads
+_FEW_TOKENS = 32
+_MANY_TOKENS = 512
+"""The tokens of a row that are computed at a time: few where all rows decode, many where some have prompts."""
+_OF_FEW = ["entry_rows", "entry_positions", "entry_blocks", "rows", "num_computed_tokens", "query_start_loc"]
+_OF_FEW += ["positions", "slot_mapping"]
+"""Arguments of which a program touches a few elements: where they begin is not worth a kernel of its own."""
 
 
-def decode_inputs(
+def row_inputs(
     tables: torch.Tensor,
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rows: torch.Tensor,
     num_computed_tokens: torch.Tensor,
-    query_len: int,
+    queries: tuple[torch.Tensor, int, int],
     block_size: int,
     max_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return positions, slot_mapping, seq_lens and block_tables; see `raypp.ops.decode_inputs.decode_inputs`."""
+    """Return positions, slot_mapping, seq_lens and block_tables; see `raypp.ops.row_inputs.row_inputs`."""
+    query_start_loc, num_tokens, most = queries
     num_rows, width = len(rows), tables.shape[1]
     device = Device.of(tables.device)
-    numbers = torch.empty(2, num_rows * query_len, dtype=torch.int64, device=rows.device)
+    numbers = torch.empty(2, num_tokens, dtype=torch.int64, device=rows.device)
     positions, slot_mapping = numbers
     seq_lens = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
     block_tables = torch.empty(num_rows, width, dtype=torch.int32, device=rows.device)
     if num_rows:
-        _decode_inputs[(num_rows,)](
+        _row_inputs[(num_rows,)](
             tables,
             *entries,
             rows,
             num_computed_tokens,
+            query_start_loc,
             positions,
             slot_mapping,
             seq_lens,
@@ -47,10 +52,9 @@ def decode_inputs(
             len(entries[0]),
             width,
             max_len,
-            QUERY_LEN=query_len,
-            TOKENS=triton.next_power_of_2(query_len),
+            TOKENS=_FEW_TOKENS if most <= _FEW_TOKENS else _MANY_TOKENS,
             BLOCK_SIZE=block_size,
-            ENTRIES=triton.next_power_of_2(max(_MIN_ENTRIES, len(entries[0]))),
+            ENTRIES=_ENTRIES,
             TILE=min(_TILE, triton.next_power_of_2(width)),
             OVERLAPS=device.has_dependent_launch,
             num_warps=4,
@@ -60,13 +64,14 @@ def decode_inputs(
 
 
 @triton.jit(do_not_specialize=["num_entries", "max_len"], do_not_specialize_on_alignment=_OF_FEW)
-def _decode_inputs(
+def _row_inputs(
     tables,
     entry_rows,
     entry_positions,
     entry_blocks,
     rows,
     num_computed_tokens,
+    query_start_loc,
     positions,
     slot_mapping,
     seq_lens,
@@ -74,7 +79,6 @@ def _decode_inputs(
     num_entries,
     width,
     max_len,
-    QUERY_LEN: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -83,12 +87,13 @@ def _decode_inputs(
 ):
     index = tl.program_id(0)
     start(OVERLAPS)
-    entry = tl.arange(0, ENTRIES)
-    is_entry = entry < num_entries
-    entry_row = tl.load(entry_rows + entry, mask=is_entry, other=0)
-    entry_position = tl.load(entry_positions + entry, mask=is_entry, other=0)
-    block_id = tl.load(entry_blocks + entry, mask=is_entry, other=0)
-    tl.store(tables + entry_row * width + entry_position, block_id.to(tl.int32), mask=is_entry)
+    for begin in range(0, num_entries, ENTRIES):
+        entry = begin + tl.arange(0, ENTRIES)
+        is_entry = entry < num_entries
+        entry_row = tl.load(entry_rows + entry, mask=is_entry, other=0)
+        entry_position = tl.load(entry_positions + entry, mask=is_entry, other=0)
+        block_id = tl.load(entry_blocks + entry, mask=is_entry, other=0)
+        tl.store(tables + entry_row * width + entry_position, block_id.to(tl.int32), mask=is_entry)
     tl.debug_barrier()  # what this program wrote it reads again
     table = tables + tl.load(rows + index) * width
     for begin in range(0, width, TILE):
@@ -96,14 +101,16 @@ def _decode_inputs(
         inside = column < width
         blocks = tl.load(table + column, mask=inside, other=0, cache_modifier=".cg")
         tl.store(block_tables + index.to(tl.int64) * width + column, blocks, mask=inside)
-    token = tl.arange(0, TOKENS)
-    is_token = token < QUERY_LEN
     computed = tl.load(num_computed_tokens + index)
-    position = computed + token
-    blocks = tl.load(
-        table + tl.minimum(position // BLOCK_SIZE, width - 1), mask=is_token, other=0, cache_modifier=".cg"
-    )
-    slot = blocks.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    tl.store(positions + index * QUERY_LEN + token, position.to(tl.int64), mask=is_token)
-    tl.store(slot_mapping + index * QUERY_LEN + token, slot, mask=is_token)
-    tl.store(seq_lens + index, tl.minimum(computed + QUERY_LEN, max_len))
+    first, end = tl.load(query_start_loc + index), tl.load(query_start_loc + index + 1)
+    for begin in range(first, end, TOKENS):
+        token = begin + tl.arange(0, TOKENS)
+        is_token = token < end
+        position = computed + token - first
+        blocks = tl.load(
+            table + tl.minimum(position // BLOCK_SIZE, width - 1), mask=is_token, other=0, cache_modifier=".cg"
+        )
+        slot = blocks.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(positions + token, position.to(tl.int64), mask=is_token)
+        tl.store(slot_mapping + token, slot, mask=is_token)
+    tl.store(seq_lens + index, tl.minimum(computed + end - first, max_len))
