@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint holds, by its files' headers alone: planning must not wait for torch, or gigabytes.
+"""Lists the tensors of a checkpoint from its files' headers alone, so that planning waits for neither torch nor data.
 
 One rule says which files are a checkpoint, for planning and for loading: those that `model.safetensors.index.json`
 names, or `model.safetensors`; for a draft head also `pytorch_model.bin`.

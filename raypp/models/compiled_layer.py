@@ -1,4 +1,4 @@
-"""A layer's pure functions, before and after attention, as torch.compile makes them: one for all layers of a stage."""
+"""Compiles what a layer computes before and after attention, by torch.compile, once for all layers of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What raypp knows of a model before it reads a weight: its architecture and sizes, from config.json.
+"""Reads a model's architecture and sizes from its config.json.
 
 Both forms of that file are read: `rope_theta` with `rope_scaling` (published checkpoints) and `rope_parameters` (what
 transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that planning stays cheap.
@@ -14,6 +14,7 @@ from typing import Literal, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
+from raypp.models.families import FAMILIES
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
@@ -71,32 +72,6 @@ class ModelConfig:
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
 
-@dataclass(frozen=True)
-class _Family:
-    """Where an architecture differs in what its config.json says and leaves unsaid."""
-
-    qkv_bias: bool | str  # fixed, or the key that says it
-    attention_output_bias: bool | str
-    mlp_bias: bool | str
-    qk_norm: bool
-    default_head_dim: int | None  # None: hidden_size / num_attention_heads
-    default_max_position_embeddings: int
-    weight_prefix: str = "model."
-    has_vision: bool = False  # its language model is described in `text_config`, its tower in `vision_config`
-
-
-_FAMILIES = {
-    "LlamaForCausalLM": _Family("attention_bias", "attention_bias", "mlp_bias", False, None, 2048),
-    "Qwen2ForCausalLM": _Family(True, False, False, False, None, 32768),
-    "Qwen3ForCausalLM": _Family("attention_bias", "attention_bias", False, True, 128, 32768),
-    "Qwen3VLForConditionalGeneration": _Family(
-        "attention_bias", "attention_bias", False, True, 128, 128000, "model.language_model.", has_vision=True
-    ),
-}
-
-SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
-
-
 def load_model_config(path: Path) -> ModelConfig:
     """Read a model directory's config.json, and the end-of-sequence ids of its generation_config.json if it has one.
 
@@ -106,7 +81,7 @@ def load_model_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     whole = ConfigFields(file, read_json(file))
     architecture = _architecture(whole)
-    family = _FAMILIES[architecture]
+    family = FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
     refuse_unsupported(fields)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -179,12 +154,12 @@ def _architecture(fields: ConfigFields) -> str:
     names = fields.get("architectures")
     if isinstance(names, list):
         for name in names:
-            if name in _FAMILIES:
+            if name in FAMILIES:
                 return cast(str, name)
     raise ModelLoadError(
         f"{fields.file}: raypp does not have this architecture",
         got=names if names else f"architectures={names!r}, model_type={fields.get('model_type')!r}",
-        expected=f"one of {', '.join(SUPPORTED_ARCHITECTURES)}",
+        expected=f"one of {', '.join(FAMILIES)}",
     )
 
 

@@ -1,4 +1,4 @@
-"""Reading a JSON object field by field, with errors that name the file and the field."""
+"""Reads a JSON object field by field, with errors that name the file and the field."""
 
 from __future__ import annotations
 

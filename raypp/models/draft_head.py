@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
+from raypp.models.dense_layer import AttentionWeights, GatedMLP, read_attention
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.models.mlp import GatedMLP
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
-from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
+from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import JoinedProjection, KernelSet, Projection
 from raypp.ops.rotary import Rotation
 from raypp.ops.sample.tables import AdjustedLogits
@@ -91,27 +91,15 @@ class DraftHead:
 
     def _read_layer(self, weights: WeightReader) -> None:
         config, kernels = self.config, self._kernels
-        layer, hidden, eps = config.layer, config.layer.hidden_size, config.layer.rms_norm_eps
-        q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-        attention, rows = weights.below("self_attn."), (q_size, kv_size, kv_size)
-        qkv_bias = output_bias = norm = None
-        if layer.qkv_bias:
-            qkv_bias = attention.stacked(("q_proj.bias", "k_proj.bias", "v_proj.bias"), rows)
-        if layer.attention_output_bias:
-            output_bias = attention.tensor("o_proj.bias", hidden)
-        if layer.qk_norm:
-            q_norm, k_norm = (attention.tensor(f"{name}_norm.weight", layer.head_dim) for name in "qk")
-            norm = HeadNorm(q_norm, k_norm, eps)
-        names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-        qkv = attention.stacked(names, rows, config.attention_inputs)
-        self._read_entry(weights, qkv, qkv_bias)
-        self._attention = kernels.attention(Heads(layer.num_heads, layer.num_kv_heads, layer.head_dim, norm))
-        self._output = kernels.add_linear(attention.tensor("o_proj.weight", hidden, q_size), output_bias)
-        mlp_norm = weights.tensor("post_attention_layernorm.weight", hidden)
-        self._mlp = GatedMLP(layer, mlp_norm, weights.below("mlp."), kernels)
+        attention = read_attention(config.layer, weights.below("self_attn."), config.attention_inputs)
+        self._read_entry(weights, attention)
+        self._attention = kernels.attention(attention.heads)
+        self._output = kernels.add_linear(attention.output, attention.output_bias)
+        self._mlp = GatedMLP(config.layer, weights, kernels)
 
-    def _read_entry(self, weights: WeightReader, qkv: torch.Tensor, qkv_bias: torch.Tensor | None) -> None:
+    def _read_entry(self, weights: WeightReader, attention: AttentionWeights) -> None:
         config, kernels, eps = self.config, self._kernels, self.config.layer.rms_norm_eps
+        qkv, qkv_bias = attention.qkv, attention.qkv_bias
         self._qkv: Projection | None = None  # of eagle
         self._joined: JoinedProjection | None = None  # of eagle3
         self._state_norm: Projection | None = None  # of eagle3, if the normalized state is what the layer adds to

@@ -1,4 +1,4 @@
-"""What raypp knows of an EAGLE head before it reads a weight: its kind, its sizes, and what it shares with its target.
+"""Reads an EAGLE head's kind and sizes, and what it shares with its target, before any weight is read.
 
 Two kinds, both of one layer (`raypp.models.draft_head` computes them):
 
@@ -20,12 +20,14 @@ from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
 from raypp.models.config import ModelConfig, read_dtype, read_rope, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
+from raypp.models.families import FAMILIES
 from raypp.models.sizes import layer_weight_bytes
 
 HeadKind = Literal["eagle", "eagle3"]
 
-_FAMILIES = ("Llama", "Qwen2", "Qwen3")
+_TARGET_NAMES = [name for name, family in FAMILIES.items() if not family.has_vision]
 _DECORATIONS = re.compile(r"eagle3?|forcausallm|speculator|draftmodel|model", re.IGNORECASE)
+_FAMILY_NAMES = {"", *(_DECORATIONS.sub("", name) for name in _TARGET_NAMES)}  # "": the head names no family
 _EXPECTED = "an EAGLE or EAGLE-3 head, such as LlamaForCausalLMEagle3 or EagleLlamaForCausalLM"
 _NEW_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")  # of heads that compute otherwise
 
@@ -216,10 +218,10 @@ def _flattened(file: Path, values: Mapping[str, object]) -> ConfigFields:
 def _kind(fields: ConfigFields, shapes: Mapping[str, tuple[int, ...]] | None) -> HeadKind:
     names = fields.get("architectures") or []
     for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and "eagle" in name.lower() and _DECORATIONS.sub("", name) in ("", *_FAMILIES):
+        if isinstance(name, str) and "eagle" in name.lower() and _DECORATIONS.sub("", name) in _FAMILY_NAMES:
             return "eagle3" if "eagle3" in name.lower() else "eagle"
         # The first heads carry their target's name; what they are, their tensors say.
-        if name in {f"{family}ForCausalLM" for family in _FAMILIES} and shapes is not None and "fc.weight" in shapes:
+        if name in _TARGET_NAMES and shapes is not None and "fc.weight" in shapes:
             return "eagle3" if any(tensor.startswith("midlayer.") for tensor in shapes) else "eagle"
     raise ModelLoadError(f"{fields.file}: raypp does not have this draft head", got=names, expected=_EXPECTED)
 

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of sampling: the values that its makers recommend."""
+"""Reads the values for sampling that a model's makers recommend in its generation_config.json."""
 
 from __future__ import annotations
 

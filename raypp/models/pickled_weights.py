@@ -1,4 +1,4 @@
-"""Weights in a `pytorch_model.bin`, as most published EAGLE heads have them. Read without running code of theirs."""
+"""Reads weights from a `pytorch_model.bin`, as most published EAGLE heads have it, without running code in it."""
 
 from __future__ import annotations
 

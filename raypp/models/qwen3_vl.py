@@ -1,4 +1,4 @@
-"""Qwen3-VL's vision tower. Its language model is Qwen3 with three-axis rotary positions, see `raypp.models.registry`.
+"""Qwen3-VL's vision tower. Its language model is Qwen3 with three-axis rotary positions, see `raypp.models.families`.
 
     patches -> patch embedding + learned positions -> blocks -> merge 2 x 2 patches -> a row per token
                                                        |

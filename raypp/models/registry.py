@@ -1,32 +1,24 @@
-"""From a model's name to its directory, and from its architecture to its layers."""
+"""Finds a model's directory by its name, and builds a range of its layers, or its vision tower."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import PICKLED_FILE
-from raypp.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from raypp.models.config import ModelConfig
 
 if TYPE_CHECKING:  # planning asks where a model is, and must not wait for torch
     import torch
 
-    from raypp.models.decoder import DecoderLayer, DecoderModel, HeadSupport
+    from raypp.models.decoder import DecoderModel, HeadSupport
     from raypp.models.qwen3_vl import Qwen3VLVisionTower
     from raypp.models.weights import WeightSource
     from raypp.ops.backend import KernelSet
-
-LAYER_CLASSES = {
-    "LlamaForCausalLM": "raypp.models.llama.LlamaLayer",
-    "Qwen2ForCausalLM": "raypp.models.qwen2.Qwen2Layer",
-    "Qwen3ForCausalLM": "raypp.models.qwen3.Qwen3Layer",
-    "Qwen3VLForConditionalGeneration": "raypp.models.qwen3.Qwen3Layer",  # its tower is in raypp.models.qwen3_vl
-}
-"""Where each architecture's layer is; imported when first used."""
 
 EMBEDDED_MODELS = ("tiny", "tiny-vl")
 """Models that are part of the package."""
@@ -38,14 +30,6 @@ _EXPECTED = f"{', '.join(EMBEDDED_MODELS)}, a directory in Hugging Face layout, 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _EXPECTED_HEAD = f"{', '.join(EMBEDDED_DRAFT_HEADS)}, a directory with a head's checkpoint, or a Hugging Face id"
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-
-
-def layer_class_of(architecture: str) -> type[DecoderLayer]:
-    """Return the layer class of one of the supported architectures."""
-    assert architecture in SUPPORTED_ARCHITECTURES
-    module, name = LAYER_CLASSES[architecture].rsplit(".", 1)
-    layer_class: type[DecoderLayer] = getattr(import_module(module), name)
-    return layer_class
 
 
 def build_model(
@@ -74,7 +58,6 @@ def build_model(
 
     return DecoderModel(
         config,
-        layer_class_of(config.architecture),
         start_layer=start_layer,
         end_layer=end_layer,
         dtype=dtype,

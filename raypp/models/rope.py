@@ -1,4 +1,4 @@
-"""The frequencies of a model's rotary embedding, stretched and shared out to axes as its configuration says."""
+"""Computes the frequencies of a model's rotary embedding, stretched and split among axes as its configuration says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a model's parts take, from its configuration alone: for planning without building anything.
+"""Computes the bytes of a model's parts from its configuration alone, for planning without building anything.
 
 Weights are counted as the checkpoint holds them. On a CPU linear layers may keep more, see `raypp.ops.cpu.linear`.
 """

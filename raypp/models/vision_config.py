@@ -1,4 +1,4 @@
-"""What raypp knows of a vision tower before it reads a weight: its sizes, and how pictures are brought to its patches.
+"""Reads a vision tower's sizes, and how pictures are brought to its patches, from the files beside its weights.
 
 The first is in config.json's `vision_config`, the second in preprocessor_config.json and
 video_preprocessor_config.json, with the values of the published Qwen3-VL where they are missing. Needs no torch.

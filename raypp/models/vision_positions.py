@@ -1,4 +1,4 @@
-"""Where the patches of a picture are: what a vision tower must know of a picture's shape, worked out on the host.
+"""Computes on the host where the patches of a picture lie, which a vision tower needs to know.
 
 Patches come in the order in which they are merged: block by block, and row by row within a block.
 """

@@ -15,10 +15,11 @@ from safetensors.torch import save_file
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import LM_HEAD, SUPPORTED_ARCHITECTURES, RopeConfig, as_stored, load_model_config
+from raypp.models.config import LM_HEAD, RopeConfig, as_stored, load_model_config
+from raypp.models.families import FAMILIES
 from raypp.models.rope import inverse_frequencies
 
-TEXT_ARCHITECTURES = [name for name in SUPPORTED_ARCHITECTURES if name != "Qwen3VLForConditionalGeneration"]
+TEXT_ARCHITECTURES = [name for name in FAMILIES if name != "Qwen3VLForConditionalGeneration"]
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -165,8 +166,8 @@ def test_a_stored_lm_head_that_is_not_the_embedding_is_not_tied(tmp_path, sharde
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", *SUPPORTED_ARCHITECTURES]),
-        ({"architectures": ...}, ["architecture", "qwen3", *SUPPORTED_ARCHITECTURES]),
+        ({"architectures": ["MambaForCausalLM"]}, ["architecture", "MambaForCausalLM", *FAMILIES]),
+        ({"architectures": ...}, ["architecture", "qwen3", *FAMILIES]),
         ({"hidden_size": ...}, ["'hidden_size'", "nothing"]),
         ({"vocab_size": "64"}, ["'vocab_size'", "'64'", "positive integer"]),
         ({"num_hidden_layers": 0}, ["'num_hidden_layers'", "0"]),

@@ -1,0 +1,57 @@
+"""The families of models that raypp has, one declaration each: where their config.json and their layers differ.
+
+All have the layer of `raypp.models.dense_layer`. Needs no torch, so that planning stays cheap.
+
+Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
+`models/qwen3`, `models/qwen3_vl`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What the checkpoints of an architecture have in common."""
+
+    qkv_bias: bool | str = False  # of queries, keys and values: fixed, or the key of config.json that says it
+    attention_output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False  # whether each query and key head is normalized before it is rotated
+    default_head_dim: int | None = None  # where config.json says nothing; None: hidden_size / num_attention_heads
+    default_max_position_embeddings: int
+    weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
+    has_vision: bool = False  # config.json has `text_config` and `vision_config`; see `raypp.models.qwen3_vl`
+
+
+FAMILIES = {
+    # Llama 2 and 3. From 3.1 on the rotary frequencies are stretched, see `raypp.models.rope`.
+    "LlamaForCausalLM": Family(
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        default_max_position_embeddings=2048,
+    ),
+    # Qwen2 and Qwen2.5.
+    "Qwen2ForCausalLM": Family(qkv_bias=True, default_max_position_embeddings=32768),
+    # Qwen3, dense.
+    "Qwen3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        qk_norm=True,
+        default_head_dim=128,
+        default_max_position_embeddings=32768,
+    ),
+    # Qwen3-VL: a vision tower, and Qwen3 with rotary positions along three axes.
+    "Qwen3VLForConditionalGeneration": Family(
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        qk_norm=True,
+        default_head_dim=128,
+        default_max_position_embeddings=128000,
+        weight_prefix="model.language_model.",
+        has_vision=True,
+    ),
+}
+"""By the name of the architecture in config.json."""
