@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -253,18 +254,13 @@ class ResponseRequest(RequestFields):
         return ResponseFormat(type="json_schema", json_schema={"schema": wanted.schema_})
 
 
+@dataclass(frozen=True)
 class ResponseChat:
     """The chat that a body of `/v1/responses` asks for."""
 
-    def __init__(self, request: ChatRequest, origins: list[str]) -> None:
-        """Keep what is known.
-
-        Args:
-            request: The body of the chat.
-            origins: The field that each of its messages comes from.
-        """
-        self.request = request
-        self._origins = origins
+    request: ChatRequest
+    origins: Sequence[str]
+    """The field that each of its messages comes from."""
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -278,5 +274,5 @@ class ResponseChat:
 
     def _own_param(self, param: str) -> str:
         if message := re.match(r"messages\[(\d+)\]", param):
-            return self._origins[int(message[1])]
+            return self.origins[int(message[1])]
         return _CHAT_PARAMS.get(param, param)
