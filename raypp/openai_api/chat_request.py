@@ -224,6 +224,7 @@ class ChatRequest(CompletionFields):
             has_thoughts=conventions.has_thoughts,
             calls=None if use is None else conventions.calls,
             begins_in_thought=is_thinking,
+            is_continued=bool(self.continued_text),
             must_call=use is not None and use.must_call,
             as_function_call=self._has_functions,
         )

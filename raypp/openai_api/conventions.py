@@ -9,10 +9,12 @@ the answer
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Literal
 
 from raypp.api.tokenizer import Tokenizer
+from raypp.types import CompletionOutput
 
 THINK, END_THINK = "<think>", "</think>"
 _SWITCHES = ("enable_thinking", "reasoning_effort")
@@ -102,22 +104,27 @@ def begins_in_thought(prompt: str, continued: str = "") -> bool:
     return prompt.rstrip().endswith(THINK) or continued.rfind(THINK) > continued.rfind(END_THINK)
 
 
-def num_thought_tokens(tokenizer: Tokenizer, token_ids: list[int], *, is_begun: bool = False) -> int:
+def num_thought_tokens(tokenizer: Tokenizer, answer: CompletionOutput, *, is_begun: bool = False) -> int:
     """Return how many tokens of an answer are the thought in front of it, its tags included.
 
     Args:
         tokenizer: The model's.
-        token_ids: The answer.
+        answer: As far as it has come. Tags that the model spelled in pieces are found when it has ended.
         is_begun: Whether the prompt leaves off inside of the thought.
     """
-    begin, end = tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
+    token_ids, begin, end = answer.token_ids, tokenizer.token_id(THINK), tokenizer.token_id(END_THINK)
     if begin is None or end is None:
         return 0
+    text = answer.text if answer.finish_reason is not None else ""
     start = 0
     if not is_begun:
         at = (index for index, token in enumerate(token_ids) if not tokenizer.token_text(token).isspace())
         start = next(at, len(token_ids))
-        if token_ids[start : start + 1] != [begin]:
+        if token_ids[start : start + 1] != [begin] and not text.lstrip().startswith(THINK):
             return 0
-    behind = token_ids.index(end, start) + 1 if end in token_ids else len(token_ids)
-    return behind - start
+    if end in token_ids:
+        return token_ids.index(end) + 1 - start
+    if END_THINK not in text:
+        return len(token_ids) - start
+    lengths = range(len(token_ids) + 1)
+    return bisect_left(lengths, True, key=lambda n: END_THINK in tokenizer.decode(token_ids[:n])) - start

@@ -48,16 +48,16 @@ class ResponseHead:
         return cls(f"{prefix}{name or uuid.uuid4().hex}", int(time.time()), model)
 
 
-def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[list[int]], int] | None = None) -> Usage:
+def usage_of(outputs: Sequence[RequestOutput], num_reasoning: Callable[[CompletionOutput], int] | None = None) -> Usage:
     """Return how many tokens the requests had, together.
 
     Args:
         outputs: The engine's.
         num_reasoning: Returns how many of a continuation's tokens are thoughts; None: nobody asks.
     """
-    texts = [completion.token_ids for output in outputs for completion in output.outputs]
+    texts = [completion for output in outputs for completion in output.outputs]
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    num_output = sum(map(len, texts))
+    num_output = sum(len(text.token_ids) for text in texts)
     num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
     return Usage(
         prompt_tokens=num_prompt,
@@ -75,7 +75,7 @@ def chat_completion(
     output: RequestOutput,
     params: SamplingParams,
     make_parser: Callable[[], MessageParser] = _no_conventions,
-    num_reasoning: Callable[[list[int]], int] | None = None,
+    num_reasoning: Callable[[CompletionOutput], int] | None = None,
     *,
     return_token_ids: bool = False,
 ) -> ChatCompletion:

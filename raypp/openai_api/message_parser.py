@@ -79,6 +79,7 @@ class MessageParser:
         has_thoughts: bool,
         calls: CallSyntax | None,
         begins_in_thought: bool = False,
+        is_continued: bool = False,
         must_call: bool = False,
         as_function_call: bool = False,
     ) -> None:
@@ -88,15 +89,17 @@ class MessageParser:
             has_thoughts: Whether a thought in front is one, or content.
             calls: How the calls that are looked for are written; None: what looks like one is content.
             begins_in_thought: Whether the prompt has begun one.
+            is_continued: Whether the prompt has begun the message: its white space counts, and no thought comes first.
             must_call: Whether the text is held to calls: what is none is the beginning of one that was cut off.
             as_function_call: Whether calls are told in the older form; see `MessageDelta.plain`.
         """
         self.as_function_call = as_function_call
         self._calls = calls
         self._must_call = must_call
-        self._place = _Place.THOUGHT if begins_in_thought else _Place.START if has_thoughts else self._behind_thoughts
+        first = _Place.CONTENT if is_continued else _Place.START if has_thoughts else self._behind_thoughts
+        self._place = _Place.THOUGHT if begins_in_thought else first
         self._rest = ""
-        self._is_after_tag = begins_in_thought  # white space is still to be dropped
+        self._is_after_tag = begins_in_thought and not is_continued  # white space is still to be dropped
         self._call: OpenedCall | None = None
         self.num_calls = 0
 

@@ -12,7 +12,7 @@ from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion, usage_of
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import ChatCompletion, Completion, Usage
-from raypp.types import RequestOutput, SamplingParams
+from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class PreparedChat:
     params: SamplingParams
     make_parser: Callable[[], MessageParser]
     """Of a parser for each answer."""
-    num_reasoning: Callable[[list[int]], int] = lambda _: 0
+    num_reasoning: Callable[[CompletionOutput], int] = lambda _: 0
     """Returns how many of an answer's tokens are thoughts."""
     return_token_ids: bool = False
     """Whether the response holds the tokens."""

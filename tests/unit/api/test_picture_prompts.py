@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from raypp.api.picture_prompts import EncodedPrompt
+from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.sections import ImagesSection
@@ -39,8 +39,8 @@ def marks(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def preparer(tokenizer: Tokenizer, marks: dict[str, int]) -> RequestPreparer:
-    """A door whose model makes a token of every 16 x 16 pixels."""
+def reader(marks: dict[str, int]) -> PictureReader:
+    """Of a model that makes a token of every 16 x 16 pixels."""
     bounds = PixelBounds(min_pixels=256, max_pixels=1 << 20)
     config = VisionConfig(
         depth=1,
@@ -64,8 +64,12 @@ def preparer(tokenizer: Tokenizer, marks: dict[str, int]) -> RequestPreparer:
         image_pixels=bounds,
         video_pixels=bounds,
     )
-    pictures = PictureReader(config, 200, Fetcher(ImagesSection()))
-    return RequestPreparer(tokenizer, vocab_size=4032, max_model_len=200, seed=0, pictures=pictures)
+    return PictureReader(config, 200, Fetcher(ImagesSection()))
+
+
+@pytest.fixture(scope="module")
+def preparer(tokenizer: Tokenizer, reader: PictureReader) -> RequestPreparer:
+    return RequestPreparer(tokenizer, vocab_size=4032, max_model_len=200, seed=0, pictures=reader)
 
 
 def _ask(*parts: Any) -> list[dict[str, Any]]:
@@ -155,6 +159,15 @@ def test_what_is_wrong_is_said_of_that_request(preparer: RequestPreparer, part: 
     with pytest.raises(RequestError, match=words) as caught:
         preparer.chats([_ask(TEXT), bad], request_ids=["good", "bad"])
     assert caught.value.request_id == "bad"
+
+
+def test_a_conversation_with_an_image_is_not_cut(tokenizer: Tokenizer, reader: PictureReader) -> None:
+    prompts, [asked] = PicturePrompts(tokenizer, reader), [_ask({"type": "image", "image": RED})]
+    whole = prompts.chat(asked)
+    assert len(prompts.chat(asked, max_kept=len(whole.token_ids)).token_ids) == len(whole.token_ids)
+    with pytest.raises(RequestError, match="with images cannot be cut") as caught:
+        prompts.chat(asked, max_kept=len(whole.token_ids) - 1)
+    assert caught.value.param == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize(

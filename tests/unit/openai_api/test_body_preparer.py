@@ -190,33 +190,48 @@ def test_functions_are_answered_in_their_own_form(tiny: Tokenizer) -> None:
     assert answered(prepared, "no", reason="stop")["finish_reason"] == "stop"
 
 
+def ended(text: str, token_ids: list[int], reason: Any = "stop") -> CompletionOutput:
+    return CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason=reason)
+
+
 @pytest.mark.parametrize(
-    ("text", "num_thoughts"),
+    ("thought", "rest"),
     [
-        ("<think>\nso\n</think>\n\nhello", "<think>\nso\n</think>"),
-        ("\n<think>so it never ends", "<think>so it never ends"),
-        ("hello <think>so</think>", ""),
-        ("hello", ""),
+        ("<think>\nso\n</think>", "\n\nhello"),
+        ("<think>so it never ends", ""),
+        ("", "hello <think>so</think>"),
+        ("", "hello"),
     ],
 )
-def test_thoughts_are_counted(tiny: Tokenizer, text: str, num_thoughts: str) -> None:
-    ids, thought = (ids.tolist() for ids in tiny.encode([text, num_thoughts]))
-    completion = CompletionOutput(index=0, text=text, token_ids=ids, finish_reason="stop")
+@pytest.mark.parametrize("is_spelled", [False, True])
+def test_thoughts_are_counted(tiny: Tokenizer, thought: str, rest: str, is_spelled: bool) -> None:
+    def ids_of(text: str) -> list[int]:
+        pieces = list(text) if is_spelled else [text]
+        return [token for ids in tiny.encode(pieces) for token in ids.tolist()]
+
+    ids = ids_of(thought + rest)
     metrics = RequestMetrics(arrival_time_s=0.0)
     output = RequestOutput(
-        request_id="r", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=True, metrics=metrics
+        request_id="r",
+        prompt=None,
+        prompt_token_ids=[1],
+        outputs=[ended(thought + rest, ids)],
+        finished=True,
+        metrics=metrics,
     )
     usage = prepare(tiny).response(ResponseHead("id", 0, "tiny"), [output]).usage
     assert usage.completion_tokens_details is not None
-    assert usage.completion_tokens_details.reasoning_tokens == len(thought)
+    assert usage.completion_tokens_details.reasoning_tokens == len(ids_of(thought))
     assert usage.completion_tokens == len(ids)
     assert complete(tiny, prompt="a").usage([output]).completion_tokens_details is None
 
 
 def test_thoughts_are_counted_from_where_the_prompt_has_begun_one(thinker: Tokenizer) -> None:
     ids = thinker.encode(["so\n</think>\n\nhello"])[0].tolist()
-    end = thinker.token_id("</think>")
-    assert prepare(thinker).num_reasoning(ids) == ids.index(end) + 1
+    behind = ids.index(thinker.token_id("</think>")) + 1
+    count = prepare(thinker).num_reasoning
+    assert count(ended("so\n</think>\n\nhello", ids)) == count(ended("so", ids, None)) == behind
+    assert count(ended("so", ids[: behind - 1], None)) == behind - 1
 
 
 def test_too_long_a_prompt_is_told_in_the_words_that_clients_look_for(tiny: Tokenizer) -> None:

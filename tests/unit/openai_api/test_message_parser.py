@@ -27,6 +27,8 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, str]]]]] 
     ("a < b <think>no</think>", {}, ("", "a < b <think>no</think>", [])),
     ("<think>\nnever ends\n", {}, ("never ends", "", [])),
     ("\nwhy\n</think>\n\nhello", {"begins_in_thought": True}, ("why", "hello", [])),
+    (" why</think>hello", {"begins_in_thought": True, "is_continued": True}, (" why", "hello", [])),
+    (" <think>no</think>", {"is_continued": True}, ("", " <think>no</think>", [])),
     ("<think>why</think>hello", {"has_thoughts": False}, ("", "<think>why</think>hello", [])),
     (WEATHER, {}, ("", "", [("weather", ARGUMENTS)])),
     (WEATHER, {"calls": None}, ("", WEATHER, [])),

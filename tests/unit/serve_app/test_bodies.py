@@ -119,7 +119,7 @@ def test_too_long_a_context_has_openais_code(http: httpx.Client, app: RunningApp
 
 
 def test_paths_and_methods_that_are_not_there_are_named(http: httpx.Client) -> None:
-    assert "POST /v1/responses" in error_of(http.post("/v1/responses", json={}), 404)["message"]
+    assert "POST /v1/embeddings" in error_of(http.post("/v1/embeddings", json={}), 404)["message"]
     assert "expected: POST" in error_of(http.get(TEXT), 405)["message"]
 
 

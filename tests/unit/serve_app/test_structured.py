@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
-from openai_tools import HELLO, SILENT
+from openai_tools import HELLO, SILENT, Ping
 from running_app import RunningApp, running_app
 
 FREE = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
@@ -58,18 +59,48 @@ def test_json_object(http: httpx.Client) -> None:
 
 
 def test_thoughts_are_told_apart(http: httpx.Client) -> None:
-    thought = {"structured_outputs": {"regex": "<think>\nwhy not\n</think>\n\nfine"}, "max_tokens": 60}
-    [choice] = http.post("/v1/chat/completions", json={"messages": HELLO, **thought}).json()["choices"]
+    thought = {
+        "structured_outputs": {"regex": "<think>\nwhy not\n</think>\n\nfine"},
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    answer = http.post("/v1/chat/completions", json={"messages": HELLO, **thought}).json()
+    [choice], usage = answer["choices"], answer["usage"]
     assert choice["message"]["reasoning_content"] == "why not"
     assert choice["message"]["content"] == "fine"
+    assert usage["completion_tokens"] > usage["completion_tokens_details"]["reasoning_tokens"] > 3
     reasoning = content = ""
-    with http.stream("POST", "/v1/chat/completions", json={"messages": HELLO, "stream": True, **thought}) as stream:
+    streamed = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": True}, **thought}
+    with http.stream("POST", "/v1/chat/completions", json=streamed) as stream:
         for line in stream.iter_lines():
-            if line.startswith("data: {"):
+            if line.startswith("data: {") and '"choices":[]' in line:
+                assert json.loads(line[6:])["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
+            elif line.startswith("data: {"):
                 delta = json.loads(line[6:])["choices"][0]["delta"]
                 reasoning += delta.get("reasoning_content", "")
                 content += delta.get("content", "")
     assert (reasoning, content) == ("why not", "fine")
+
+
+def test_functions_are_called_as_they_once_were(app: RunningApp) -> None:
+    function = openai.pydantic_function_tool(Ping)["function"]
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none") as client:
+        given: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 200, "temperature": 0, **{"extra_body": SILENT}}
+        given |= {"functions": [function], "function_call": {"name": "Ping"}}
+        [choice] = client.chat.completions.create(**given).choices
+        call = choice.message.function_call
+        assert choice.finish_reason == "function_call"
+        assert call is not None
+        assert (call.name, bool(Ping.model_validate_json(call.arguments))) == ("Ping", True)
+        pieces = [chunk.choices[0] for chunk in client.chat.completions.create(**given, stream=True)]
+        streamed = [piece.delta.function_call for piece in pieces if piece.delta.function_call is not None]
+        assert "".join(piece.name or "" for piece in streamed) == "Ping"
+        assert "".join(piece.arguments or "" for piece in streamed) == call.arguments
+        assert pieces[-1].finish_reason == "function_call"
+        said = {"role": "assistant", "content": None, "function_call": call.model_dump()}
+        heard = {"role": "function", "name": "Ping", "content": "pong"}
+        given |= {"messages": [*HELLO, said, heard], "function_call": "none"}
+        assert client.chat.completions.create(**given).choices[0].message.function_call is None
 
 
 HOSTILE: dict[str, tuple[dict[str, Any], str | None]] = {
