@@ -29,8 +29,8 @@ from raypp.ops.attention import AttentionBatch
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.build import allocate_kv_caches, build_stage_model
+from raypp.stage.first_steps import warm_up
 from raypp.stage.padded_forward import PaddedForward
-from raypp.stage.warm_up import warm_up
 
 _CONTEXT = 640
 

@@ -15,6 +15,7 @@ import torch
 
 from raypp.errors import GraphMismatchError
 from raypp.graphs.pieces import Program, Replay
+from raypp.messages import NULL_BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,3 +135,17 @@ def _compare(key: object, replayed: Mapping[str, torch.Tensor], computed: Mappin
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a view as bytes, at least two dimensions: NaN equals itself."""
     return tensor.contiguous().view(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
+
+
+def owned_tokens(slot_mapping: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Return whether each token lies in a block of its row, bool [T]. Shapes: slot_mapping [T] int64.
+
+    A token at or past its row's limit writes the null block, as padding does, and reads there what others wrote at the
+    same time. Nobody reads what becomes of it, and it need not be the same twice.
+    """
+    return slot_mapping >= (NULL_BLOCK + 1) * block_size
+
+
+def only(counts: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the values, zero where they do not count. Shapes: counts [T] bool; values [T, ...]."""
+    return values.masked_fill(~counts.view(-1, *[1] * (values.ndim - 1)), 0)

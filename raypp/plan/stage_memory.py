@@ -16,11 +16,18 @@ from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_weight_bytes,
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
-from raypp.stage.sampler_sizes import sampler_table_bytes
+from raypp.request_limits import (
+    MAX_BAD_WORD_SPELLINGS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BIASED_TOKENS,
+    MAX_END_TOKENS,
+)
 from raypp.stage.spec import NUM_PADDING_ROWS
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
 _SHORTEST_REQUEST = 2  # tokens
+_SAMPLER_ROW_BYTES = 4 * MAX_END_TOKENS + (4 + 4) * MAX_BIASED_TOKENS + 4 * MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORD_TOKENS
+_SAMPLER_BITS = 32 + 8 + 1  # by row and token: how often it was generated; whether it is in the prompt, and allowed
 _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
 
 
@@ -202,5 +209,6 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     most_positions = num_rows * (1 + config.speculative.max_drafts)
     num_logits = min(most_positions, max(tokens, num_rows))
     logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
-    table_bytes = sampler_table_bytes(config.scheduler.max_num_seqs + NUM_PADDING_ROWS, model.vocab_size)
+    num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
+    table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
     return max(layer_bytes, logits_bytes) + table_bytes + draw_bytes(most_positions, model.vocab_size)

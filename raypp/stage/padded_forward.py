@@ -13,13 +13,12 @@ from functools import partial
 
 import torch
 
-from raypp.graphs.debug import Watched
+from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
-from raypp.stage.checked_tokens import only, owned_tokens
-from raypp.stage.padding_step import padding_step
+from raypp.stage.first_steps import padding_step
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
 
@@ -133,4 +132,6 @@ class PaddedForward:
 
     def _yields(self, result: None) -> dict[str, torch.Tensor]:
         num_tokens = self._num_tokens
-        return {"output": only(owned_tokens(self._slots[:num_tokens], self._spec), self._output[:num_tokens])}
+        return {
+            "output": only(owned_tokens(self._slots[:num_tokens], self._spec.block_size), self._output[:num_tokens])
+        }

@@ -18,21 +18,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from raypp.graphs.debug import Watched
+from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.row_inputs import NewEntries
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import Needs
-from raypp.stage.checked_tokens import only, owned_tokens
 from raypp.stage.feedback import FedBack
 from raypp.stage.grammar_masks import GrammarMasks
-from raypp.stage.item_rows import ItemRows
+from raypp.stage.items import ItemRows
+from raypp.stage.recorded_buffers import SlotReader, SlotWriter, UploadRing
 from raypp.stage.recorded_drafts import RecordedDrafts
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.slot_copy import SlotReader, SlotWriter
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_model import StageModel
@@ -41,7 +40,6 @@ from raypp.stage.step_end import EndInputs, EndOutputs, LastHidden, StepEnd
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import ToldTokens
-from raypp.stage.upload_ring import UploadRing
 from raypp.transport.link import LinkReceiver, LinkSender
 
 FULL = "full"
@@ -278,7 +276,7 @@ class RecordedDecode:
     def _watched_body(self, bucket: int, num_drafts: int) -> Watched:
         def yields(ran: RanBody) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
-            counts = owned_tokens(ran.slot_mapping, self._spec)[:num_tokens]
+            counts = owned_tokens(ran.slot_mapping, self._spec.block_size)[:num_tokens]
             if ran.last is not None:
                 return {"logits": only(counts, ran.last.logits[:num_tokens])}
             schema = self._schemas.forward[self._spec.stage_index]
@@ -302,7 +300,7 @@ class RecordedDecode:
 
         def yields(ran: RanTail) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
-            counts = owned_tokens(self._last.hidden.slot_mapping, self._spec)[:num_tokens]
+            counts = owned_tokens(self._last.hidden.slot_mapping, self._spec.block_size)[:num_tokens]
             rows = {name: column[:num_rows] for name, column in self._feedback_views(bucket).items()}
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.ended.chosen[:num_tokens])}

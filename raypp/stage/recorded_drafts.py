@@ -14,10 +14,9 @@ from functools import partial
 
 import torch
 
-from raypp.graphs.debug import Watched
+from raypp.graphs.debug import Watched, only
 from raypp.graphs.manager import CudaGraphManager
 from raypp.specdec.proposer import Followed, SteppedHidden
-from raypp.stage.checked_tokens import only
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.step_shape import StepShape

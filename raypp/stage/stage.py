@@ -19,13 +19,11 @@ from raypp.messages import MaskUpdate, StepPlan, Unrecorded
 from raypp.models.decoder import Deepstack
 from raypp.ops.sample.tables import Needs
 from raypp.stage.aux_states import AuxStates
-from raypp.stage.compile_ahead import compile_ahead
 from raypp.stage.feedback import FeedbackInbox
+from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.grammar_masks import GrammarMasks
-from raypp.stage.item_inputs import place_items, received_deepstack
-from raypp.stage.item_rows import ItemRows
-from raypp.stage.item_store import ItemStore
+from raypp.stage.items import ItemRows, ItemStore, place_items, received_deepstack
 from raypp.stage.known_tokens import KnownTokens
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.padded_forward import PaddedForward
@@ -42,7 +40,6 @@ from raypp.stage.step_end import LastHidden, StepEnd
 from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
 from raypp.stage.step_tokens import pending_result
-from raypp.stage.warm_up import warm_up
 from raypp.starting_rows import StartingRows
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.edges import StageLinks

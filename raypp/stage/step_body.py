@@ -20,8 +20,7 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
-from raypp.stage.item_inputs import carried_rows
-from raypp.stage.item_rows import ItemRows
+from raypp.stage.items import ItemRows, carried_rows
 from raypp.stage.request_rows import BlockTables
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel

@@ -15,7 +15,7 @@ from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
-from raypp.stage.item_store import ItemStore
+from raypp.stage.items import ItemStore
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 

@@ -13,10 +13,9 @@ from raypp.messages import NULL_BLOCK
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.build import allocate_kv_caches, build_stage_model
-from raypp.stage.compile_ahead import compile_ahead
+from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.sampler import Sampler
 from raypp.stage.step_sizes import FullSize
-from raypp.stage.warm_up import warm_up
 
 CPU = torch.device("cpu")
 

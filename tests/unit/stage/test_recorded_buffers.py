@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.stage.slot_copy import SlotReader, SlotWriter
+from raypp.stage.recorded_buffers import SlotReader, SlotWriter
 
 
 def _slots(num_slots: int, stride: int, slot_bytes: int) -> torch.Tensor:

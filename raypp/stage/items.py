@@ -1,7 +1,7 @@
-"""What a stage knows of the pictures in its rows' prompts: where their tokens stand, and rotary positions along axes.
+"""Pictures in steps: their embeddings on the first stage, their places in prompts, and what layers are given of them.
 
-A row without pictures has the same position on every axis, its index. Behind a picture all three are its index plus a
-constant, so only tokens of pictures need three numbers, and a decode step never does.
+The driver puts embeddings in and has them dropped. A stage knows of each row where pictures stand in its prompt, and
+which rotary positions its tokens have. Deepstack rows travel with the hidden states where later stages need them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,50 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raypp.encoder.items import EncodedItem
 from raypp.messages import StepPlan
+from raypp.models.decoder import Deepstack
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
+
+
+class ItemStore:
+    """Holds what the driver had put here until it has it dropped.
+
+    Decides nothing: whoever puts an item in counts the bytes, and drops it when no plan that was dispatched and not
+    collected names it. `put` and `drop` may be called from another thread than the stage's own, while it steps.
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[bytes, EncodedItem] = {}
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: EncodedItem) -> None:
+        """Take an item in; what is under its key already is replaced.
+
+        On a GPU its rows must be complete: whoever wrote them has waited for that, or has made the stage's stream wait.
+        """
+        self._items[item.key] = item
+
+    def drop(self, key: bytes) -> None:
+        """Let an item go; an unknown key is ignored. Steps that have begun keep what they took."""
+        self._items.pop(key, None)
+
+    def rows(self, key: bytes) -> torch.Tensor:
+        """Return an item's rows, [1 + L, N, H]; the memory stays theirs until the current stream has used it."""
+        item = self._items.get(key)
+        assert item is not None, f"a plan names item {key.hex()}, which nobody has put here"
+        if item.rows.is_cuda:
+            item.rows.record_stream(torch.cuda.current_stream(item.rows.device))
+        return item.rows
 
 
 @dataclass(frozen=True)
@@ -127,3 +165,29 @@ class ItemRows:
                 chunks.append((self._prompts[row], token, start, start + count))
             token += count
         return chunks
+
+
+def place_items(hidden: torch.Tensor, items: StepItems, store: ItemStore) -> tuple[torch.Tensor, Deepstack | None]:
+    """Put embeddings in the place of placeholders; return the hidden states, [T, H], and the rows for deepstack.
+
+    Shapes: hidden [T, H], the embedded tokens; is overwritten.
+    """
+    rows = torch.cat([store.rows(part.key)[:, part.start : part.end] for part in items.parts], dim=1)
+    hidden.index_copy_(0, items.token_indices, rows[0].to(hidden.dtype))
+    return hidden, Deepstack(items.token_indices, rows[1:], first_layer=0) if len(rows) > 1 else None
+
+
+def carried_rows(deepstack: Deepstack, num_carried: int) -> torch.Tensor:
+    """Return the last `num_carried` layers' rows as they travel, [M, num_carried, H]."""
+    return deepstack.rows[len(deepstack.rows) - num_carried :].transpose(0, 1)
+
+
+def received_deepstack(items: StepItems, carried: torch.Tensor, num_layers: int) -> Deepstack:
+    """Return what the stage before has sent.
+
+    Args:
+        items: The step's.
+        carried: [M, num_carried, H].
+        num_layers: Leading layers of the model that take rows; the last of them were carried.
+    """
+    return Deepstack(items.token_indices, carried.transpose(0, 1), first_layer=num_layers - carried.shape[1])

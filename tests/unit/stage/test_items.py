@@ -13,9 +13,7 @@ from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.plan_builder import pack_start_items
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
-from raypp.stage.item_inputs import carried_rows, place_items, received_deepstack
-from raypp.stage.item_rows import ItemRows
-from raypp.stage.item_store import ItemStore
+from raypp.stage.items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
 from raypp.stage.step_shape import StepShapes, uniform_shape
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams

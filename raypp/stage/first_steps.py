@@ -1,0 +1,141 @@
+"""The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
+
+`warm_up` runs the largest step that a plan may order, and small mixed ones. `compile_ahead` runs every decode step that
+will be recorded, side by side in threads: one after the other their kernels take a second each to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from raypp.errors import ResourceError
+from raypp.messages import NULL_BLOCK
+from raypp.ops.attention import AttentionBatch
+from raypp.ops.sample.tables import Needs
+from raypp.stage.sampler import Sampler
+from raypp.stage.spec import StageSpec
+from raypp.stage.stage_model import StageModel
+from raypp.stage.step_sizes import FullSize
+
+
+@dataclass(frozen=True, eq=False)
+class PaddingStep:
+    """Rows without a prefix, of T tokens together; they write the null block alone."""
+
+    positions: torch.Tensor  # [T] int64
+    attention: AttentionBatch
+
+
+def padding_step(
+    spec: StageSpec, num_prefill_tokens: int, *, num_decode_rows: int = 0, decode_query_len: int = 1
+) -> PaddingStep:
+    """Return a step of some decode rows and `num_prefill_tokens` tokens in as few rows as the model's length allows."""
+    device, most = torch.device(spec.device), spec.max_model_len
+    prefill_lens = [min(most, num_prefill_tokens - start) for start in range(0, num_prefill_tokens, most)]
+    lens = [decode_query_len] * num_decode_rows + prefill_lens
+    positions = torch.cat([torch.arange(length, device=device) for length in lens])
+    query_start_loc = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    attention = AttentionBatch(
+        num_decode_rows=num_decode_rows,
+        decode_query_len=decode_query_len,
+        query_start_loc=query_start_loc,
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_tables=torch.full((len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
+        slot_mapping=positions % spec.block_size,
+        max_decode_seq_len=decode_query_len if num_decode_rows else 0,
+        prefill_query_lens=prefill_lens,
+        prefill_seq_lens=prefill_lens,
+    )
+    return PaddingStep(positions, attention)
+
+
+_FEW_TOKENS = 16
+
+
+def warm_up(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor]) -> None:
+    """Run the largest prefill and small mixed steps, of padding alone; only the null block is written.
+
+    Raises:
+        ResourceError: the largest step does not fit the device's memory.
+    """
+    few_tokens = min(_FEW_TOKENS, spec.max_step_tokens)
+    for step in (padding_step(spec, few_tokens), padding_step(spec, spec.max_step_tokens)):
+        try:
+            _run(spec, model, kv_caches, step)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"stage {spec.stage_index} has no memory for a step of {len(step.positions)} tokens",
+                got=str(error).split("\n", 1)[0],
+                hint="lower max_num_batched_tokens, gpu_memory_utilization or num_kv_blocks",
+            ) from error
+    for num_drafts in spec.speculative.ladder:
+        num_rows, query_len = 1, 1 + num_drafts
+        while num_rows <= spec.max_step_rows and num_rows * query_len + few_tokens <= spec.max_step_tokens:
+            step = padding_step(spec, few_tokens, num_decode_rows=num_rows, decode_query_len=query_len)
+            _run(spec, model, kv_caches, step)
+            num_rows *= 2
+
+
+def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], step: PaddingStep) -> None:
+    device, num_tokens = torch.device(spec.device), len(step.positions)
+    model.plan_attention(step.attention, 0)
+    if spec.is_first:
+        hidden = model.embed(torch.zeros(num_tokens, dtype=torch.int32, device=device))
+    else:
+        hidden = torch.ones(num_tokens, model.hidden_size, dtype=getattr(torch, spec.dtype), device=device)
+    hidden = model.forward(hidden, step.positions, step.attention, kv_caches)
+    if spec.is_last:
+        model.compute_logits(hidden[: spec.max_step_rows])
+
+
+def compile_ahead(
+    spec: StageSpec,
+    model: StageModel,
+    kv_caches: Sequence[torch.Tensor],
+    sampler: Sampler | None,
+    sizes: Sequence[FullSize],
+) -> None:
+    """Run decode steps of padding alone, of all sizes, in `spec.graphs.compile_threads` threads; 1: do nothing.
+
+    Only the null block is written. A size for which there is no memory is left to whoever records it.
+    """
+    num_threads = min(spec.graphs.compile_threads, len(sizes))
+    if num_threads <= 1:
+        return
+    device = torch.device(spec.device)
+    if device.type == "cuda" and device.index is None:  # threads begin with the first one as theirs
+        device = torch.device("cuda", torch.cuda.current_device())
+
+    def run(size: FullSize) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with torch.inference_mode(), suppress(torch.OutOfMemoryError):
+            _decode(spec, model, kv_caches, sampler, size)
+
+    with ThreadPoolExecutor(num_threads, "compile") as pool:
+        for _ in pool.map(run, sizes):  # raises what a thread raised
+            pass
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _decode(
+    spec: StageSpec,
+    model: StageModel,
+    kv_caches: Sequence[torch.Tensor],
+    sampler: Sampler | None,
+    size: FullSize,
+) -> None:
+    step = padding_step(spec, 0, num_decode_rows=size.num_rows, decode_query_len=1 + size.num_drafts)
+    device = torch.device(spec.device)
+    model.plan_attention(step.attention, 0)
+    hidden = torch.ones(size.num_tokens, model.hidden_size, dtype=getattr(torch, spec.dtype), device=device)
+    hidden = model.forward(hidden, step.positions, step.attention, kv_caches)
+    if sampler is not None:
+        rows = torch.full((size.num_tokens,), spec.padding_row, dtype=torch.int64, device=device)
+        sampler.choose(model.compute_logits(hidden), rows, step.positions, Needs.DRAW)
