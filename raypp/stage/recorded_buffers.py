@@ -1,8 +1,8 @@
 """What recorded decode steps read and write at addresses that stay: what the host uploads, and messages of links.
 
 The host runs ahead of the device, so every step in flight has pinned memory of its own. It is used again after
-`num_entries` steps: by then the driver has had the step's result. A recording repeats its addresses, and a step's message
-lies in another slot each time: the slot's number is uploaded with all else, so no copy is left for the host to launch.
+`num_entries` steps: by then the driver has had the step's result. A recording repeats its addresses, and a step's
+message lies in another slot each time: the slot's number is uploaded with all else, so the host launches no copy.
 """
 
 from __future__ import annotations
