@@ -202,7 +202,7 @@ class RequestFields(RequestModel):
     not cut."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS)
     """Share what is cached of the prompt's beginning only with requests of the same salt: others cannot tell by the
-    time that an answer takes whether this prompt was here before."""
+    time that an answer takes whether this prompt was here before. What is encoded of images is shared all the same."""
 
     # Accounting and routing of OpenAI's own service, without meaning here: `IGNORED` names them.
     user: str | None = None
