@@ -200,7 +200,7 @@ def _gpu_share(config: EngineConfig, hardware: Hardware, model: ModelConfig, dty
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:
     """Return what the largest step's tensors take at once: a layer's widest ones, or the logits and their copies.
 
-    And what choosing tokens keeps: the tables by row, the changed logits, and what draws hand on.
+    And what choosing tokens keeps: the tables by row, masks, the changed logits, and what draws hand on.
     """
     tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
     widest = 4 * model.hidden_size + 3 * model.intermediate_size
@@ -211,4 +211,5 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     logits_bytes = num_logits * model.vocab_size * (LOGIT_BYTES + _REPORT_BYTES)
     num_table_rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
     table_bytes = num_table_rows * (_SAMPLER_ROW_BYTES + model.vocab_size * _SAMPLER_BITS // 8)
-    return max(layer_bytes, logits_bytes) + table_bytes + draw_bytes(most_positions, model.vocab_size)
+    mask_bytes = most_positions * model.vocab_size // 8
+    return max(layer_bytes, logits_bytes) + table_bytes + mask_bytes + draw_bytes(most_positions, model.vocab_size)
