@@ -72,11 +72,9 @@ def forward_call(model: DecoderModel, config: Any, decode_lens: Sequence[int], p
         batch = AttentionBatch(
             num_decode_rows=len(decode_lens),
             decode_query_len=1,
-            query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).to(torch.int32),
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=tables,
             slot_mapping=slots,
-            max_decode_seq_len=max(decode_lens, default=0),
             prefill_query_lens=[] if decode_lens else query_lens,
             prefill_seq_lens=[] if decode_lens else lens,
         )

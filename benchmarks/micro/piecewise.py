@@ -37,18 +37,15 @@ _CONTEXT = 640
 
 def _batch(num_rows: int, num_tokens: int, block_size: int, width: int, device: torch.device) -> AttentionBatch:
     """Return decode rows of a context, and one prefill row without any."""
-    starts = [*range(num_rows + 1), num_rows + num_tokens]
     tables = torch.arange(1, 1 + (num_rows + 1) * width, dtype=torch.int32, device=device).view(-1, width)
     slots = [int(tables[row, 0]) * block_size for row in range(num_rows)]
     first = int(tables[num_rows, 0]) * block_size
     return AttentionBatch(
         num_decode_rows=num_rows,
         decode_query_len=1,
-        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor([_CONTEXT] * num_rows + [num_tokens], dtype=torch.int32, device=device),
         block_tables=tables,
         slot_mapping=torch.tensor([*slots, *range(first, first + num_tokens)], device=device),
-        max_decode_seq_len=_CONTEXT if num_rows else 0,
         prefill_query_lens=[num_tokens],
         prefill_seq_lens=[num_tokens],
     )

@@ -54,11 +54,9 @@ class DecodeStep:
         batch = AttentionBatch(
             num_decode_rows=rows,
             decode_query_len=query_len,
-            query_start_loc=torch.arange(rows + 1, device=device).int() * query_len,
             seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
             block_tables=tables,
             slot_mapping=(tables.long()[:, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE).flatten(),
-            max_decode_seq_len=context,
             prefill_query_lens=[],
             prefill_seq_lens=[],
         )

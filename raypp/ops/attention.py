@@ -45,11 +45,9 @@ class AttentionBatch:
 
     num_decode_rows: int
     decode_query_len: int  # 1 + K
-    query_start_loc: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32, this step's tokens included
     block_tables: torch.Tensor  # [R, blocks] int32
     slot_mapping: torch.Tensor  # [T] int64
-    max_decode_seq_len: int
     prefill_query_lens: list[int]
     prefill_seq_lens: list[int]
     plan: object = None
@@ -67,10 +65,8 @@ class AttentionBatch:
         """Take over that step's fields, all but `slot_mapping` and `padded_out`, whose addresses stay."""
         self.num_decode_rows = step.num_decode_rows
         self.decode_query_len = step.decode_query_len
-        self.query_start_loc = step.query_start_loc
         self.seq_lens = step.seq_lens
         self.block_tables = step.block_tables
-        self.max_decode_seq_len = step.max_decode_seq_len
         self.prefill_query_lens = step.prefill_query_lens
         self.prefill_seq_lens = step.prefill_seq_lens
         self.plan = step.plan

@@ -42,8 +42,7 @@ class EagleProposer:
         device, max_rows = block_tables.device, len(block_tables)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         self._no_entries = NewEntries(nothing, nothing, nothing)
-        self._query_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._draft_start_loc = self._query_start_loc * num_drafts
+        self._draft_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device) * num_drafts
         self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
 
     def follow(self, step: SteppedTokens) -> Followed:
@@ -84,11 +83,9 @@ class EagleProposer:
             attention = AttentionBatch(
                 num_decode_rows=num_rows,
                 decode_query_len=1,
-                query_start_loc=self._query_start_loc[: num_rows + 1],
                 seq_lens=seq_lens[index],
                 block_tables=inputs.block_tables,
                 slot_mapping=slots[index],
-                max_decode_seq_len=min(drafting.max_length + index, self._max_len),
                 prefill_query_lens=[],
                 prefill_seq_lens=[],
             )

@@ -105,11 +105,9 @@ class PaddedForward:
         batch = self._batches[bucket] = AttentionBatch(
             num_decode_rows=0,
             decode_query_len=1,
-            query_start_loc=step.attention.query_start_loc,
             seq_lens=step.attention.seq_lens,
             block_tables=step.attention.block_tables,
             slot_mapping=self._slots[:bucket],
-            max_decode_seq_len=0,
             prefill_query_lens=[],
             prefill_seq_lens=[],
             padded_out=self._attended[:bucket],

@@ -25,22 +25,19 @@ from raypp.ops.row_inputs import NewEntries
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import Needs
 from raypp.stage.feedback import FedBack
-from raypp.stage.grammar_masks import GrammarMasks
-from raypp.stage.items import ItemRows
 from raypp.stage.recorded_buffers import SlotReader, SlotWriter, UploadRing
 from raypp.stage.recorded_drafts import RecordedDrafts
-from raypp.stage.request_rows import BlockTables, NextInputs
-from raypp.stage.sampler import Sampler
+from raypp.stage.request_rows import NextInputs
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.spec import StageSpec
-from raypp.stage.speculation import Search, Speculation
+from raypp.stage.speculation import Search
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_body import StepBody
 from raypp.stage.step_end import EndInputs, EndOutputs, LastHidden, StepEnd
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
 from raypp.stage.step_tokens import ToldTokens
-from raypp.transport.link import LinkReceiver, LinkSender
+from raypp.transport.edges import StageLinks
 
 FULL = "full"
 
@@ -81,40 +78,31 @@ class RecordedDecode:
         model: StageModel,
         kv_caches: Sequence[torch.Tensor],
         schemas: StageSchemas,
-        block_tables: BlockTables,
-        next_inputs: NextInputs | None,
-        sampler: Sampler | None,
-        speculation: Speculation | None,
         graphs: CudaGraphManager,
-        item_rows: ItemRows | None,
         sizes: Sequence[FullSize],
+        next_inputs: NextInputs | None,
         body: StepBody,
-        entering: LinkReceiver,
-        leaving: LinkSender,
         end: StepEnd | None,
-        grammars: GrammarMasks | None,
+        links: StageLinks,
     ) -> None:
         device = torch.device(spec.device)
         self._spec = spec
         self._model = model
         self._kv_caches = kv_caches
         self._schemas = schemas
-        self._block_tables = block_tables
         self._next_inputs = next_inputs
-        self._sampler = sampler
-        self._speculation = speculation
-        self._item_rows = item_rows
         self._sizes = sizes
         self._body = body
+        self._end = end
         self._num_rows = 0  # of the step that was uploaded last
         self._graphs = graphs
         self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + _COLUMNS * spec.max_step_rows, device)
         # What the step reads: the message of the stage before; on the first stage a feedback message.
-        self._input = torch.zeros(entering.slots.shape[1], dtype=torch.uint8, device=device)
-        self._entering = SlotReader(entering.slots, self._input, *self._uploads.values[:2].split(1))
+        self._input = torch.zeros(links.entering.slots.shape[1], dtype=torch.uint8, device=device)
+        self._entering = SlotReader(links.entering.slots, self._input, *self._uploads.values[:2].split(1))
         # What it writes: the message to the next stage; on the last stage the feedback.
-        self._output = torch.zeros(leaving.slots.shape[1], dtype=torch.uint8, device=device)
-        self._leaving = SlotWriter(leaving.slots, self._output, self._uploads.values[2:3])
+        self._output = torch.zeros(links.leaving.slots.shape[1], dtype=torch.uint8, device=device)
+        self._leaving = SlotWriter(links.leaving.slots, self._output, self._uploads.values[2:3])
         self._logits: torch.Tensor | None = None
         self.has_recorded_choice = True
         """Whether the last choice of tokens was a recording."""
@@ -122,6 +110,7 @@ class RecordedDecode:
         self._shapes = {size: self._shape(*size, column=0) for size in sizes}
         self.drafts: RecordedDrafts | None = None
         """What the proposer's own recordings do, if it has some."""
+        speculation = None if end is None else end.speculation
         if speculation is not None and speculation.is_recorded_apart:
             self.drafts = RecordedDrafts(
                 spec, speculation, graphs, FULL, lambda bucket: self._feedback_views(bucket)["draft_ids"]
@@ -130,10 +119,8 @@ class RecordedDecode:
         buckets = {size.num_rows for size in sizes}
         self._fed_back = {bucket: self._shape(bucket, spec.max_drafts, column=4) for bucket in buckets}
         self._padding_np = {bucket: self._padding(bucket) for bucket in buckets}
-        self._end = end
-        self._grammars = grammars
-        if sampler is not None and graphs.makes_graphs:
-            sampler.reserve()
+        if end is not None and graphs.makes_graphs:
+            end.sampler.reserve()
 
     def record(self) -> tuple[FullSize, ...]:
         """Record as many sizes as memory allows; return them. All rows are padding meanwhile."""
@@ -160,8 +147,8 @@ class RecordedDecode:
 
     def _record_tail(self, size: FullSize, needs: Needs) -> None:
         masks = None
-        if needs == Needs.ALL and self._grammars is not None:
-            masks = self._grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
+        if needs == Needs.ALL and self._end is not None:
+            masks = self._end.grammars.of_places(size.num_rows, size.num_tokens, size.num_drafts)
         tail = partial(self._tail, *size, EndInputs(needs, masks=masks))
         self._graphs.record(FULL, ("tail", *size, needs), tail, watched=self._watched_tail(*size, needs))
 
@@ -221,14 +208,13 @@ class RecordedDecode:
         return Chosen(chosen, told if search.compares else told.without("num_drafted", "num_matched"), top)
 
     def _choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
-        for recorded in _TAILS:
-            serves = recorded == Needs.ALL or (inputs.needs == recorded and inputs.masks is None)
-            if serves and ("tail", bucket, num_drafts, recorded) in self._graphs:
-                ran: RanTail = self._graphs.run(("tail", bucket, num_drafts, recorded))
-                self.has_recorded_choice = True
-                return ran
-        self.has_recorded_choice = False
-        return self._tail(bucket, num_drafts, inputs)  # there was no memory for it, or nobody makes graphs
+        is_greedy = inputs.needs == Needs.GREEDY and inputs.masks is None
+        key = ("tail", bucket, num_drafts, Needs.GREEDY if is_greedy else Needs.ALL)
+        self.has_recorded_choice = key in self._graphs
+        if not self.has_recorded_choice:  # there was no memory for it, or nobody makes graphs
+            return self._tail(bucket, num_drafts, inputs)
+        ran: RanTail = self._graphs.run(key)
+        return ran
 
     @property
     def logits(self) -> torch.Tensor:
@@ -289,14 +275,14 @@ class RecordedDecode:
 
         caches = {"KV cache": self._kv_caches}
         return Watched(
-            reads=({"output": self._output}, self._uploads, self._block_tables, self._item_rows, caches),
+            reads=({"output": self._output}, self._uploads, *self._body.tables, caches),
             changes=({"input": self._input}, self._next_inputs),
             yields=yields,
         )
 
     def _watched_tail(self, bucket: int, num_drafts: int, needs: Needs) -> Watched:
-        sampler, speculation = self._sampler, self._speculation
-        assert sampler is not None
+        assert self._end is not None
+        sampler, grammars, speculation = self._end.sampler, self._end.grammars, self._end.speculation
 
         def yields(ran: RanTail) -> dict[str, torch.Tensor]:
             num_rows, num_tokens = self._num_rows, self._num_rows * (1 + num_drafts)
@@ -307,7 +293,7 @@ class RecordedDecode:
 
         changed = () if speculation is None else speculation.tables
         return Watched(
-            reads=({"output": self._output}, sampler.rows.draws, sampler.rows.tables, self._grammars),
+            reads=({"output": self._output}, sampler.rows.draws, sampler.rows.tables, grammars),
             changes=(*changed, sampler.history if needs.history else None),
             yields=yields,
         )
@@ -325,16 +311,15 @@ class RecordedDecode:
         assert self._end is not None
         if self.drafts is not None:
             draft = partial(self.drafts.keep, shape.rows)
-        elif self._speculation is not None:
-            draft = partial(self._speculation.draft, shape, last.hidden, self._spec.max_seq_len + 1, Search())
+        elif self._end.speculation is not None:
+            draft = partial(self._end.speculation.draft, shape, last.hidden, self._spec.max_seq_len + 1, Search())
         inputs = replace(inputs, search=Search())
         ended = self._end.run(shape, last, inputs, self._feedback_views(bucket), draft)
         if self.drafts is None:
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
         top = None
         if Needs.LOGPROBS in inputs.needs:
-            assert self._sampler is not None
-            top = self._sampler.report(last.logits, shape.rows_of_logits(), ended.chosen)
+            top = self._end.sampler.report(last.logits, shape.rows_of_logits(), ended.chosen)
         return RanTail(ended, top)
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:

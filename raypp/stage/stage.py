@@ -37,7 +37,7 @@ from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_body import StepBody, StepInputs
 from raypp.stage.step_end import LastHidden, StepEnd
-from raypp.stage.step_shape import StepShape, StepShapes, max_decode_seq_len, prefill_seq_lens
+from raypp.stage.step_shape import StepShape, StepShapes
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
 from raypp.stage.step_tokens import pending_result
 from raypp.starting_rows import StartingRows
@@ -119,23 +119,10 @@ class Stage:
         self._layers = PaddedForward(spec, model, kv_caches, self._graphs, wanted.piecewise)
         self._recorded: RecordedDecode | None = None
         if wanted.full:
+            first = self._next_inputs if spec.is_first else None
+            end = self._end if spec.is_last else None
             self._recorded = RecordedDecode(
-                spec,
-                model,
-                kv_caches,
-                schemas,
-                self._block_tables,
-                self._next_inputs if spec.is_first else None,
-                self._sampler if spec.is_last else None,
-                self._speculation,
-                self._graphs,
-                self._item_rows,
-                wanted.full,
-                self._body,
-                links.entering,
-                links.leaving,
-                self._end if spec.is_last else None,
-                self._grammars if spec.is_last else None,
+                spec, model, kv_caches, schemas, self._graphs, wanted.full, first, self._body, end, links
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -269,7 +256,9 @@ class Stage:
             received: Mapping[str, torch.Tensor] = {}
             entering = self._next_inputs.input_ids(shape, self._known_tokens.of_chunks(plan, shape))
         else:
-            received = self._receive(plan, shape)
+            assert self._links.previous is not None
+            sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
+            received = self._entering.views(self._links.previous.wait(plan.step_id), *sizes)
             num_computed_tokens, entering = received["num_computed_tokens"], received["hidden_states"]
             if items is not None and self._spec.num_carried_taps:
                 deepstack = received_deepstack(items, received["deepstack"], self._spec.num_deepstack_layers)
@@ -316,13 +305,6 @@ class Stage:
         """Of the messages to the next stage."""
         return self._schemas.forward[self._spec.stage_index]
 
-    def _receive(self, plan: StepPlan, shape: StepShape) -> Mapping[str, torch.Tensor]:
-        """Return what the stage before sent, still in its slot."""
-        link = self._links.previous
-        assert link is not None
-        sizes = (shape.num_rows, shape.num_tokens, plan.num_item_tokens, plan.num_drafting_tokens)
-        return self._entering.views(link.wait(plan.step_id), *sizes)
-
     def _send(self, plan: StepPlan, inputs: StepInputs, hidden: torch.Tensor, deepstack: Deepstack | None) -> None:
         link, schema = self._links.next, self._leaving
         assert link is not None
@@ -337,7 +319,7 @@ class Stage:
         assert link is not None
         asked, draft = self._end.inputs(plan, shape, len(shape.sampled_np), len(logits)), None
         if self._drafting is not None:
-            max_length = max(max_decode_seq_len(plan), *prefill_seq_lens(plan), 0) + 1
+            max_length = int((plan.num_computed_tokens + plan.num_scheduled_tokens).max()) + 1
             draft = partial(self._drafting.draft, shape, last.hidden, max_length, asked.search)
         feedback = schema.views(link.acquire(plan.step_id), shape.num_rows, shape.num_rows)
         ended = self._end.run(shape, last, asked, feedback, draft)

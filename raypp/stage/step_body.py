@@ -25,7 +25,7 @@ from raypp.stage.request_rows import BlockTables
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_end import LastHidden
-from raypp.stage.step_shape import StepShape, max_decode_seq_len, prefill_seq_lens
+from raypp.stage.step_shape import StepShape, prefill_seq_lens
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,11 @@ class StepBody:
         self._item_rows = item_rows
         self._aux_states = aux_states
 
+    @property
+    def tables(self) -> tuple[BlockTables, ItemRows | None]:
+        """What it reads of rows, at addresses that never change."""
+        return self._block_tables, self._item_rows
+
     def inputs(
         self,
         shape: StepShape,
@@ -87,15 +92,12 @@ class StepBody:
         rope_positions = of_rows.positions
         if self._item_rows is not None:
             rope_positions = self._item_rows.rope_positions(shape, plan, of_rows.positions)
-        bound = self._spec.max_seq_len
         attention = AttentionBatch(
             num_decode_rows=shape.num_decode_rows,
             decode_query_len=shape.decode_query_len,
-            query_start_loc=shape.query_start_loc,
             seq_lens=of_rows.seq_lens,
             block_tables=of_rows.block_tables,
             slot_mapping=of_rows.slot_mapping,
-            max_decode_seq_len=bound if plan is None else min(max_decode_seq_len(plan), bound),
             prefill_query_lens=shape.prefill_query_lens,
             prefill_seq_lens=[] if plan is None else prefill_seq_lens(plan),
         )

@@ -64,19 +64,19 @@ class StepEnd:
     def __init__(
         self, sampler: Sampler, grammars: GrammarMasks, speculation: Speculation | None, device: torch.device
     ) -> None:
-        self._sampler = sampler
-        self._grammars = grammars
-        self._speculation = speculation
+        self.sampler = sampler
+        self.grammars = grammars
+        self.speculation = speculation
         self._device = device
         self._needs: dict[StepShape, Needs] = {}  # of steps that only decode, until rows start
 
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
         self._needs.clear()
-        self._sampler.start(starting)
-        self._grammars.start(starting)
-        if self._speculation is not None:
-            self._speculation.start(starting)
+        self.sampler.start(starting)
+        self.grammars.start(starting)
+        if self.speculation is not None:
+            self.speculation.start(starting)
 
     def inputs(self, plan: StepPlan, shape: StepShape, num_yielding: int, num_positions: int) -> EndInputs:
         """Return what a step's end is to do; called once for each. Waits for masks as long as the plan allows.
@@ -87,8 +87,8 @@ class StepEnd:
             num_yielding: Rows that yield, and padding.
             num_positions: Positions at which tokens are chosen, and padding.
         """
-        masks = self._grammars.of_step(plan, shape, num_yielding, num_positions, body_mark(self._device))
-        search = Search() if self._speculation is None else self._speculation.search_of(plan)
+        masks = self.grammars.of_step(plan, shape, num_yielding, num_positions, body_mark(self._device))
+        search = Search() if self.speculation is None else self.speculation.search_of(plan)
         return EndInputs(self._needs_of(shape), search, masks)
 
     def run(
@@ -108,7 +108,7 @@ class StepEnd:
             feedback: The message to the first stage, to be written.
             draft: Returns the tokens with the next drafts; None when nobody drafts.
         """
-        needs, masks, sampler, speculation = inputs.needs, inputs.masks, self._sampler, self._speculation
+        needs, masks, sampler, speculation = inputs.needs, inputs.masks, self.sampler, self.speculation
         self._place_drafts(shape, last, needs)
         of_positions = None if masks is None else masks.of_positions
         chosen = sampler.choose(last.logits, shape.rows_of_logits(), last.positions, needs, of_positions)
@@ -130,7 +130,7 @@ class StepEnd:
         """Return what a step's rows ask for; of steps that repeat, found out once."""
         needs = self._needs.get(shape)
         if needs is None:
-            needs = self._sampler.needs(shape.logits_rows_np)
+            needs = self.sampler.needs(shape.logits_rows_np)
             if shape.num_decode_rows == shape.num_rows:
                 if len(self._needs) >= _MAX_KEPT:
                     self._needs.clear()
@@ -140,7 +140,7 @@ class StepEnd:
     def _place_drafts(self, shape: StepShape, last: LastHidden, needs: Needs) -> None:
         """Let every position see the drafts in front of it, for needs that depend on what was generated before."""
         width = shape.decode_query_len
-        if self._speculation is not None and width > 1 and needs.history:
+        if self.speculation is not None and width > 1 and needs.history:
             decode = slice(0, shape.num_decode_rows * width, width)
-            rows, drafts = shape.rows_of_logits()[decode], self._speculation.drafts(shape)
-            self._sampler.place_drafts(rows, last.positions[decode], drafts, needs)
+            rows, drafts = shape.rows_of_logits()[decode], self.speculation.drafts(shape)
+            self.sampler.place_drafts(rows, last.positions[decode], drafts, needs)

@@ -100,13 +100,6 @@ def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
     return replace(shape, rows=rows, sampled_rows=rows)
 
 
-def max_decode_seq_len(plan: StepPlan) -> int:
-    """Return an upper bound of the decode rows' lengths, this step included; 0 without any."""
-    if not plan.num_decode_rows:
-        return 0
-    return int(plan.num_computed_tokens[: plan.num_decode_rows].max()) + 1 + plan.num_drafts
-
-
 def prefill_seq_lens(plan: StepPlan) -> list[int]:
     """Return the prefill rows' lengths, this step included."""
     first = plan.num_decode_rows

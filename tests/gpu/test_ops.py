@@ -224,11 +224,9 @@ def _prefill_batch(kernels, prefill, num_kv_heads, head_dim):
     batch = AttentionBatch(
         num_decode_rows=1,
         decode_query_len=1,
-        query_start_loc=torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=CUDA),
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=CUDA),
         block_tables=tables,
         slot_mapping=torch.tensor(slots, device=CUDA),
-        max_decode_seq_len=40,
         prefill_query_lens=counts[1:],
         prefill_seq_lens=lengths[1:],
     )

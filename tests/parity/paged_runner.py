@@ -91,11 +91,9 @@ class PagedRunner:
             attention = AttentionBatch(
                 num_decode_rows=len(decode),
                 decode_query_len=query_len,
-                query_start_loc=torch.cat((torch.zeros(1), query_lens.cumsum(0))).int(),
                 seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
                 block_tables=tables,
                 slot_mapping=blocks.long() * self._block_size + position % self._block_size,
-                max_decode_seq_len=max(seq_lens[: len(decode)], default=0),
                 prefill_query_lens=[count for _, count in prefill],
                 prefill_seq_lens=seq_lens[len(decode) :],
             )

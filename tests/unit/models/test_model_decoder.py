@@ -113,11 +113,9 @@ def _logits(path, cuts, dtype=torch.float32):
         attention = AttentionBatch(
             num_decode_rows=0,
             decode_query_len=1,
-            query_start_loc=torch.tensor([0, 7], dtype=torch.int32),
             seq_lens=torch.tensor([7], dtype=torch.int32),
             block_tables=torch.tensor([[2, 1]], dtype=torch.int32),
             slot_mapping=torch.tensor([8, 9, 10, 11, 4, 5, 6]),
-            max_decode_seq_len=0,
             prefill_query_lens=[7],
             prefill_seq_lens=[7],
         )

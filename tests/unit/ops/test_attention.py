@@ -59,11 +59,9 @@ class Step:
         self.batch = AttentionBatch(
             num_decode_rows=len(decode_lens),
             decode_query_len=query_len,
-            query_start_loc=torch.tensor([0, *self.query_lens]).cumsum(0).int(),
             seq_lens=torch.tensor(self.seq_lens, dtype=torch.int32),
             block_tables=self.tables,
             slot_mapping=torch.tensor(slots),
-            max_decode_seq_len=max(decode_lens, default=0),
             prefill_query_lens=[count for count, _ in prefill],
             prefill_seq_lens=[length for _, length in prefill],
         )
