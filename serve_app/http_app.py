@@ -1,4 +1,14 @@
-"""The HTTP app around one engine: routes, errors, keys, limits. Knows nothing of Ray."""
+"""The HTTP app around one engine: routes, errors, keys, limits. Knows nothing of Ray.
+
+    client --HTTP--> Serve's proxy --> replica: this app --AsyncLLM, zmq--> driver --> stages
+                     proxy_answers.py    middleware.py                   count, key, size of the body
+                                         routes/                         one file per group of routes
+                                         runner.py                       admission, prompts merged, metrics
+                                         chunks.py, response_events.py   new outputs as server-sent events
+                                         client_connection.py            ends the work when the client leaves
+
+Tests run it on uvicorn, around an engine in threads.
+"""
 
 from __future__ import annotations
 

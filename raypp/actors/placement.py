@@ -5,7 +5,7 @@
     stages     |   0   1  |     2    3     |   4      |    in node order: at most nodes - 1 forward links cross
     encoders   |          |                |       0  |
 
-The driver is in no bundle: it takes no resources and belongs on the node of its client, see docs/design/0006.
+The driver is in no bundle: it takes no resources and belongs on the node of its client, see docs/design/0020.
 """
 
 from __future__ import annotations

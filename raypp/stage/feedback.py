@@ -1,4 +1,10 @@
-"""The first stage's inbox: what the last stage sampled, applied in step order, as late as it may be."""
+"""The first stage's inbox: what the last stage sampled, applied in step order, as late as it may be.
+
+Feedback never blocks the last stage. Each step sends exactly one message, possibly empty, into slot
+`step_id mod 2 * num_stages`. Before step s goes on to the next stage, the first stage has applied every message up to
+`max(requires_feedback_of, s - 2 * num_stages)` and given its slot back. So the last stage always finds its slot free,
+and the ring of stages cannot deadlock, however many steps are in flight.
+"""
 
 from __future__ import annotations
 

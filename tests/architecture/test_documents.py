@@ -78,6 +78,27 @@ def test_the_package_map_is_complete() -> None:
     assert mapped == there
 
 
+def test_the_architecture_is_one_page_and_its_paths_exist() -> None:
+    """Details belong into docstrings and design records."""
+    lines = (ROOT / "docs/architecture.md").read_text().splitlines()
+    assert len(lines) < 250
+    assert not [number for number, line in enumerate(lines, 1) if len(line) >= 120]
+    paths = re.findall(r"`([\w-]+(?:/[\w-]+)*(?:/|\.(?:py|md|json|toml)))`", "\n".join(lines))
+    assert len(paths) > 100
+    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "raypp" / path).exists()]
+
+
+def test_design_records_that_code_names_exist() -> None:
+    there = {path.name[:4] for path in (ROOT / "docs/design").glob("[0-9]*.md")}
+    dead = [
+        f"{name_of(path)}: {number}"
+        for path in project_files(".py")
+        for number in re.findall(r"\bdocs/design/(\d{4})", path.read_text())
+        if number not in there
+    ]
+    assert not dead
+
+
 @pytest.mark.parametrize("record", sorted((ROOT / "docs/design").glob("[0-9]*.md")), ids=lambda path: path.stem)
 def test_design_records_have_all_parts(record: Path) -> None:
     text = record.read_text()
