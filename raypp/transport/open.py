@@ -181,6 +181,7 @@ class _LinkOpener:
             edges_of_stage = NcclEdges(self.stage_index, own, self.device, self.meeting)
             opened.callback(edges_of_stage.abort)
             return edges_of_stage.ends
+        assert kind in ("gloo", "ray_collective"), kind
         return self._open_rings(own, self._gloo() if kind == "gloo" else self._ray_collective(), opened)
 
     def _open_ipc(self, edges: list[Edge], opened: ExitStack) -> EdgeEnds:
