@@ -61,14 +61,6 @@ class RanTail(NamedTuple):
     top: TopLogprobs | None  # of the step's positions, where their rows ask; None: none does
 
 
-class Chosen(NamedTuple):
-    """What a step chose."""
-
-    chosen: torch.Tensor  # [B * (1 + K)] int64, the model's own tokens
-    told: ToldTokens
-    top: TopLogprobs | None  # see `RanTail`
-
-
 class RecordedDecode:
     """The recordings of one stage. B rows of a recording, K drafts, V vocabulary."""
 
@@ -187,7 +179,7 @@ class RecordedDecode:
         if ran.last is not None:
             self._last = ran.last
 
-    def choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> Chosen:
+    def choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
         """Choose the tokens and write the feedback to its slot. Last stage only. Returns what padding chose, too.
 
         Args:
@@ -195,17 +187,19 @@ class RecordedDecode:
             num_drafts: K.
             inputs: What the end of the step is to do.
         """
-        (chosen, tokens, told), top = self._choose(bucket, num_drafts, inputs)
+        ended, top = self._choose(bucket, num_drafts, inputs)
+        told = ended.told
         has_grammar, search = inputs.masks is not None, inputs.search
         if self.drafts is not None:
             self.drafts.run(bucket, num_drafts, self._num_rows, proposes=search.proposes)
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
             if has_grammar:  # the driver is told the drafts, too
                 drafts = self._feedback_views(bucket)["draft_ids"]
-                told = ToldTokens.of(replace(tokens, draft_ids=drafts), tells_drafts=True)
+                told = ToldTokens.of(replace(ended.tokens, draft_ids=drafts), tells_drafts=True)
         if not has_grammar:
             told = told.without("draft_ids")
-        return Chosen(chosen, told if search.compares else told.without("num_drafted", "num_matched"), top)
+        told = told if search.compares else told.without("num_drafted", "num_matched")
+        return RanTail(ended._replace(told=told), top)
 
     def _choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
         is_greedy = inputs.needs == Needs.GREEDY and inputs.masks is None

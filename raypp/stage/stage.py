@@ -212,7 +212,7 @@ class Stage:
         links.feedback_out.acquire(step_id)  # on a single stage that is the slot which was released just now
         shape = shape or self._shapes.of(plan)
         asked = self._end.inputs(plan, shape, bucket, bucket * (1 + plan.num_drafts))
-        chosen, told, top = recorded.choose(bucket, plan.num_drafts, asked)
+        ended, top = recorded.choose(bucket, plan.num_drafts, asked)
         if not recorded.has_recorded_choice and self._graphs.makes_graphs:
             self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
         self._clock.end()
@@ -220,8 +220,8 @@ class Stage:
         logprobs = no_logprobs
         if top is not None and Needs.LOGPROBS in asked.needs:
             step = slice(0, shape.num_tokens)
-            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], chosen[step], top)
-        result = pending_result(self._results, plan, shape, told, logprobs)
+            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], ended.chosen[step], top)
+        result = pending_result(self._results, plan, shape, ended.told, logprobs)
         self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())
         return result

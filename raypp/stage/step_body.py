@@ -25,7 +25,7 @@ from raypp.stage.request_rows import BlockTables
 from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_end import LastHidden
-from raypp.stage.step_shape import StepShape, prefill_seq_lens
+from raypp.stage.step_shape import StepShape
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,8 @@ class StepBody:
         rope_positions = of_rows.positions
         if self._item_rows is not None:
             rope_positions = self._item_rows.rope_positions(shape, plan, of_rows.positions)
+        seq_lens = None if plan is None else plan.num_computed_tokens + plan.num_scheduled_tokens
+        prefill_seq_lens: list[int] = [] if seq_lens is None else seq_lens[shape.num_decode_rows :].tolist()
         attention = AttentionBatch(
             num_decode_rows=shape.num_decode_rows,
             decode_query_len=shape.decode_query_len,
@@ -99,7 +101,7 @@ class StepBody:
             block_tables=of_rows.block_tables,
             slot_mapping=of_rows.slot_mapping,
             prefill_query_lens=shape.prefill_query_lens,
-            prefill_seq_lens=[] if plan is None else prefill_seq_lens(plan),
+            prefill_seq_lens=prefill_seq_lens,
         )
         self._model.plan_attention(attention, 0 if plan is None else plan.step_id % self._spec.num_ring_entries)
         drafting_tokens = None if plan is None else self._aux_states.drafting_tokens(plan, shape)

@@ -100,13 +100,6 @@ def uniform_shape(rows: torch.Tensor, query_len: int) -> StepShape:
     return replace(shape, rows=rows, sampled_rows=rows)
 
 
-def prefill_seq_lens(plan: StepPlan) -> list[int]:
-    """Return the prefill rows' lengths, this step included."""
-    first = plan.num_decode_rows
-    lengths: list[int] = (plan.num_computed_tokens[first:] + plan.num_scheduled_tokens[first:]).tolist()
-    return lengths
-
-
 def _shape(
     rows_np: NDArray[np.int64],
     scheduled: Int32s,
