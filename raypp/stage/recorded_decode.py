@@ -196,9 +196,10 @@ class RecordedDecode:
             if has_grammar:  # the driver is told the drafts, too
                 drafts = self._feedback_views(bucket)["draft_ids"]
                 told = ToldTokens.of(replace(ended.tokens, draft_ids=drafts), tells_drafts=True)
-        if not has_grammar:
+            if not search.compares:
+                told = told.without("num_drafted", "num_matched")
+        if not has_grammar and "draft_ids" in told.columns:
             told = told.without("draft_ids")
-        told = told if search.compares else told.without("num_drafted", "num_matched")
         return RanTail(ended._replace(told=told), top)
 
     def _choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
