@@ -13,6 +13,7 @@ Tests run it on uvicorn, around an engine in threads.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -55,11 +56,15 @@ class OnlyReplica:
 
 async def exposition(llm: AsyncLLM, metrics: EngineMetrics) -> str:
     """Return one replica's metrics; of a dead engine only what happened before."""
+    return metrics.exposition(await stats_if_alive(llm))
+
+
+async def stats_if_alive(llm: AsyncLLM) -> dict[str, Any]:
+    """Return the engine's figures of this moment; none of a dead engine."""
     try:
-        stats = await llm.stats()
+        return await llm.stats()
     except raypp.RayppError:
-        stats = {}
-    return metrics.exposition(stats)
+        return {}
 
 
 def make_context(

@@ -1,7 +1,8 @@
 """What Prometheus is told: the engine's counters, and how long requests took.
 
-One registry per replica, so that nothing is global. Every series carries the model's and the replica's name; `merge`
-puts the expositions of several replicas together.
+Nothing is global: each replica has its own series, which carry the model's and the replica's name. `merge` puts the
+expositions of several replicas together. A series is declared here once; Ray's own metrics show the same ones
+(`ray_metrics.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -55,9 +56,7 @@ class EngineMetrics:
 
     def __init__(self, model: str, replica: str) -> None:
         self._names = (model, replica)
-        self._registry = CollectorRegistry()
-        self._engine = _EngineCollector(self._names)
-        self._registry.register(self._engine)
+        self._collectors: list[Collector] = [_ProcessSeries(self._names)]
         self._ttft = self._histogram("raypp_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self._itl = self._histogram("raypp_inter_token_seconds", "Time between two tokens", _TOKEN_SECONDS)
         self._tpot = self._histogram("raypp_time_per_output_token_seconds", "Mean of a request", _TOKEN_SECONDS)
@@ -67,6 +66,7 @@ class EngineMetrics:
         self._output = self._histogram("raypp_request_output_tokens", "Generated tokens of a request", _TOKENS)
         self._ends = self._counter("raypp_requests_finished", "Sequences by how they ended", "reason")
         self._http = self._counter("raypp_http_responses", "Responses by route and status", "route", "status")
+        self._view = self.view()
 
     @property
     def replica(self) -> str:
@@ -90,20 +90,46 @@ class EngineMetrics:
         """Count an HTTP response."""
         self._http.labels(*self._names, route, str(status)).inc()
 
+    def view(self) -> SeriesView:
+        """Return a new view of all series."""
+        return SeriesView(self._names, self._collectors)
+
     def exposition(self, stats: Mapping[str, Any]) -> str:
         """Return all series in Prometheus's text format.
 
         Args:
             stats: The engine's figures of this moment; empty when it is dead.
         """
-        self._engine.stats = stats
-        return generate_latest(self._registry).decode()
+        return generate_latest(self._view.look(stats)).decode()
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, what, _LABELS, buckets=buckets, registry=self._registry).labels(*self._names)
+        histogram = Histogram(name, what, _LABELS, buckets=buckets, registry=None)
+        self._collectors.append(histogram)
+        return histogram.labels(*self._names)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
-        return Counter(name, what, (*_LABELS, *labels), registry=self._registry)
+        counter = Counter(name, what, (*_LABELS, *labels), registry=None)
+        self._collectors.append(counter)
+        return counter
+
+
+class SeriesView:
+    """All series of a replica, for one who looks again and again: shares of the time are those since its last look."""
+
+    def __init__(self, names: tuple[str, str], collectors: Iterable[Collector]) -> None:
+        self._engine = _EngineCollector(names)
+        self._registry = CollectorRegistry()
+        for collector in (self._engine, *collectors):
+            self._registry.register(collector)
+
+    def look(self, stats: Mapping[str, Any]) -> CollectorRegistry:
+        """Return the series.
+
+        Args:
+            stats: The engine's figures of this moment; empty when it is dead.
+        """
+        self._engine.stats = stats
+        return self._registry
 
 
 class RequestWatch:
@@ -168,6 +194,20 @@ class RequestWatch:
             metrics._tpot.observe(output.metrics.tpot_s)
         for completion in output.outputs:
             metrics._output.observe(len(completion.token_ids))
+
+
+class _ProcessSeries(Collector):
+    """What the replica's process takes: processor time, memory, open files, its start. Driver and stages are others."""
+
+    def __init__(self, names: tuple[str, str]) -> None:
+        self._labels = dict(zip(_LABELS, names, strict=True))
+        self._process = ProcessCollector(registry=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all families; none where the system does not tell."""
+        for family in self._process.collect():
+            family.samples = [sample._replace(labels=self._labels) for sample in family.samples]
+            yield family
 
 
 class _EngineCollector(Collector):

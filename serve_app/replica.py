@@ -18,9 +18,10 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine import EngineConfig
 from serve_app.encoder import ServedPictures
 from serve_app.freed_memory import give_back_freed_memory
-from serve_app.http_app import exposition, make_context, make_http_app, model_names
+from serve_app.http_app import exposition, make_context, make_http_app, model_names, stats_if_alive
 from serve_app.metrics import EngineMetrics
 from serve_app.pictures import OpenGate, PictureGate
+from serve_app.ray_metrics import RayMetrics
 from serve_app.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class EngineReplica:
             actors = await asyncio.to_thread(self._llm.encoder_actors)
             self._pictures = ServedPictures(encoder, context.replica_id.unique_id, actors)
         self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
+        if settings.ray_metrics_period_s:
+            self._telling = asyncio.create_task(self._tell_ray(settings.ray_metrics_period_s))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP app. Serve calls this once the constructor is done."""
@@ -79,8 +82,16 @@ class EngineReplica:
         """Return the process ids of the driver, the stages and the encoders."""
         return await asyncio.to_thread(self._llm.processes)
 
+    async def _tell_ray(self, period_s: float) -> None:
+        view, ray_metrics = self._metrics.view(), RayMetrics()
+        while True:
+            ray_metrics.tell(view.look(await stats_if_alive(self._llm)).collect())
+            await asyncio.sleep(period_s)
+
     async def __del__(self) -> None:
         """Stop the engine, before another replica looks for the resources that it has."""
+        if hasattr(self, "_telling"):
+            self._telling.cancel()
         if hasattr(self, "_llm"):
             await self._llm.close()
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
+import ray
 from openai_tools import check_named_tool_and_none, check_parse, check_tools
 from ray import serve
 from serve_load import engine_processes, run_load
@@ -156,6 +157,22 @@ def test_a_second_server_of_one_cluster_is_refused(url: str) -> None:
         with pytest.raises(ConfigError, match=f"{host}:{port}"):
             run_server(EngineConfig.from_flat("tiny"), ServeSettings(), place=place, on_ready=print)
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
+
+
+def test_ray_shows_the_apps_metrics(url: str) -> None:
+    generated = metric(url, "raypp_generated_tokens_total")
+    port = ray.nodes()[0]["MetricsExportPort"]
+
+    def shown() -> list[float]:
+        lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_S).text.splitlines()
+        return [
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith("ray_raypp_generated_tokens_total{") and 'model="tiny"' in line
+        ]
+
+    assert generated > 0
+    wait_for(lambda: shown() == [generated])
 
 
 def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:

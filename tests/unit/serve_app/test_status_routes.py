@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from running_app import RunningApp, running_app
 
 import raypp
+from serve_app import ray_metrics
 from serve_app.metrics import EngineMetrics, busy_shares, merge
 
 
@@ -61,6 +64,79 @@ def test_metrics_count_what_was_done(http: httpx.Client) -> None:
     assert after["raypp_requests_running"] == after["raypp_requests_waiting"] == 0
     for name in ("preemptions_total", "prefix_hit_tokens_total", "draft_tokens_total", "kv_usage_ratio"):
         assert f"raypp_{name}" in after
+
+
+def test_the_process_is_told_of(http: httpx.Client) -> None:
+    seen = series(http.get("/metrics").text)
+    assert 50 << 20 < seen["process_resident_memory_bytes"] < 64 << 30
+    assert 0 < seen["process_open_fds"] <= seen["process_max_fds"]
+    assert 0 < seen["process_start_time_seconds"] < time.time()
+    sum(range(1_000_000))
+    assert series(http.get("/metrics").text)["process_cpu_seconds_total"] >= seen["process_cpu_seconds_total"] > 0
+
+
+def test_rays_metrics_are_those_of_the_exposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
+
+    class Instrument:
+        def __init__(self, name: str, what: str, tag_keys: tuple[str, ...]) -> None:
+            assert what
+            self.name, self.tag_keys = name, tag_keys
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert tuple(tags) == self.tag_keys
+            told.setdefault(self.name, []).append((value, tuple(tags.values())))
+
+        set = inc
+
+    monkeypatch.setattr(ray_metrics, "Counter", Instrument)
+    monkeypatch.setattr(ray_metrics, "Gauge", Instrument)
+    metrics = EngineMetrics("tiny", "a")
+    view, mirror = metrics.view(), ray_metrics.RayMetrics()
+
+    def stats(num_steps: int) -> dict[str, object]:
+        return {"num_steps": num_steps, "num_running": 3, "active_s": 0.0, "stages": []}
+
+    def tell(num_steps: int) -> dict[str, list[tuple[float, tuple[str, ...]]]]:
+        told.clear()
+        mirror.tell(view.look(stats(num_steps)).collect())
+        return told
+
+    metrics.count_end("stop", 2)
+    first = tell(10)
+    assert first["raypp_steps_total"] == [(10, ("tiny", "a"))]
+    assert first["raypp_requests_finished_total"] == [(2, ("tiny", "a", "stop"))]
+    assert first["raypp_requests_running"] == [(3, ("tiny", "a"))]
+    exposed = {
+        sample.name
+        for family in text_string_to_metric_families(metrics.exposition(stats(10)))
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    assert exposed - set(first) == {"raypp_active_seconds_total"}, "one declaration for both; what is 0 is not told"
+    assert set(first) <= exposed
+    metrics.count_end("stop")
+    second = tell(25)
+    assert second["raypp_steps_total"] == [(15, ("tiny", "a"))], "only what is new"
+    assert second["raypp_requests_finished_total"] == [(1, ("tiny", "a", "stop"))]
+    assert second["raypp_requests_running"] == [(3, ("tiny", "a"))]
+    assert "raypp_steps_total" not in tell(25)
+
+
+def test_shares_are_since_the_viewers_own_last_look() -> None:
+    metrics = EngineMetrics("tiny", "a")
+    first, second = metrics.view(), metrics.view()
+
+    def bubble(registry: CollectorRegistry) -> float | None:
+        return registry.get_sample_value("raypp_bubble_ratio", {"model": "tiny", "replica": "a"})
+
+    def stats(active_s: float, busy_s: float) -> dict[str, object]:
+        return {"active_s": active_s, "stages": [{"busy_s": busy_s}]}
+
+    first.look(stats(10, 10))
+    second.look(stats(10, 10))
+    assert bubble(second.look(stats(20, 10))) == 1
+    assert bubble(first.look(stats(30, 20))) == 0.5
 
 
 def test_busy_shares_reach_the_metrics(app: RunningApp, http: httpx.Client) -> None:
