@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
 
 from raypp.config.engine import EngineConfig
 from raypp.errors import ModelLoadError
@@ -51,16 +52,17 @@ def build_application(
     # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
+    drain_s = 0.0 if settings.max_replicas is None else settings.drain_timeout_s
     deployed = serve.deployment(
         name="engine",
-        num_replicas=settings.num_replicas,
+        **_number_of_replicas(config, settings),
         max_ongoing_requests=max_requests,
         max_constructor_retry_count=_MAX_STARTS,
         ray_actor_options={"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources},
         health_check_period_s=settings.health_check_period_s,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=2 * config.faults.close_timeout_s,
+        graceful_shutdown_timeout_s=drain_s + 2 * config.faults.close_timeout_s,
     )
     # Nothing is given to ingress: the app is made in the replica, once there is an engine to make it around.
     encoder = None
@@ -72,6 +74,21 @@ def build_application(
         ).bind()
     application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory, encoder)
     return application
+
+
+def _number_of_replicas(config: EngineConfig, settings: ServeSettings) -> dict[str, Any]:
+    """Return what Serve is told of the number of replicas."""
+    if settings.max_replicas is None:
+        return {"num_replicas": settings.num_replicas}
+    autoscaling = AutoscalingConfig(
+        min_replicas=settings.min_replicas,
+        initial_replicas=max(settings.num_replicas, settings.min_replicas),
+        max_replicas=settings.max_replicas,
+        target_ongoing_requests=settings.target_ongoing_requests or config.scheduler.max_num_seqs,
+        upscale_delay_s=settings.upscale_delay_s,
+        downscale_delay_s=settings.downscale_delay_s,
+    )
+    return {"num_replicas": None, "autoscaling_config": autoscaling}
 
 
 def takes_pictures(config: EngineConfig) -> bool:

@@ -6,14 +6,22 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from raypp.config.engine import EngineConfig
 from raypp.config.names import SECTION_OF_SETTING, unknown_name
 from raypp.errors import ConfigError
 from serve_app.client_connection import KEEP_ALIVE_S
+
+_OF_AUTOSCALING = {
+    "min_replicas",
+    "target_ongoing_requests",
+    "upscale_delay_s",
+    "downscale_delay_s",
+    "drain_timeout_s",
+}
 
 
 class ServeSettings(BaseModel):
@@ -24,7 +32,20 @@ class ServeSettings(BaseModel):
     served_model_name: list[str] = Field(default=[], max_length=64)
     """The names that requests may call the model by; the first is the one in answers. Empty: the model's own."""
     num_replicas: int = Field(default=1, ge=1)
-    """Engines behind the same address. Each has its own placement group."""
+    """Engines behind the same address. Each has its own placement group. With `max_replicas`: as many at the start."""
+    min_replicas: int = Field(default=1, ge=1)
+    """With `max_replicas`: the fewest engines."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """The most engines: their number then follows the requests that run and wait. None: there are `num_replicas`."""
+    target_ongoing_requests: float | None = Field(default=None, gt=0)
+    """With `max_replicas`: requests per engine, waiting ones included, at which the number is right. By default
+    `max_num_seqs`: another engine is started when requests wait for a row."""
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    """With `max_replicas`: how long there must be too many requests before an engine is added."""
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    """With `max_replicas`: how long there must be too few before one is taken away."""
+    drain_timeout_s: float = Field(default=300.0, gt=0)
+    """With `max_replicas`: how long an engine that is taken away may go on answering what it has."""
     replica_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a replica's HTTP process asks Ray for. Placement only."""
     replica_resources: dict[str, float] = {}
@@ -58,6 +79,25 @@ class ServeSettings(BaseModel):
     """How often Ray's own metrics are told how those of `/metrics` stand; 0: never."""
     live_period_s: float = Field(default=0.2, gt=0)
     """How often the page's live picture is renewed, while anybody looks at it."""
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> Self:
+        if self.max_replicas is None:
+            given = sorted(self.model_fields_set & _OF_AUTOSCALING)
+            if given:
+                raise ConfigError(
+                    f"{given[0]} means nothing without max_replicas",
+                    got=f"{given[0]} = {getattr(self, given[0])}",
+                    hint=f"set max_replicas, or leave {given[0]} out",
+                )
+        elif not max(self.min_replicas, self.num_replicas) <= self.max_replicas:
+            raise ConfigError(
+                "max_replicas is below min_replicas or num_replicas",
+                got=f"min_replicas = {self.min_replicas}, num_replicas = {self.num_replicas}, "
+                f"max_replicas = {self.max_replicas}",
+                expected="the largest of the three",
+            )
+        return self
 
     def keys(self) -> list[str]:
         """Return all API keys.

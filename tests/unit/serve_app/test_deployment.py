@@ -1,0 +1,66 @@
+"""What Ray Serve is told of the deployment; nothing is started."""
+
+from __future__ import annotations
+
+import pytest
+from ray.serve.deployment import Deployment
+
+from raypp.config.engine import EngineConfig
+from raypp.errors import ConfigError
+from serve_app.app import build_application
+from serve_app.settings import ServeSettings, door_settings
+
+
+def deployed(settings: ServeSettings) -> Deployment:
+    """Return the engine's deployment, for an engine of 64 rows."""
+    return build_application(EngineConfig.from_flat("tiny", max_num_seqs=64), settings)._bound_deployment
+
+
+def test_without_a_maximum_the_number_of_replicas_is_fixed() -> None:
+    engine = deployed(ServeSettings(num_replicas=3))
+    assert engine.num_replicas == 3
+    assert engine._deployment_config.autoscaling_config is None
+    assert engine._deployment_config.graceful_shutdown_timeout_s == 20
+
+
+def test_the_number_of_replicas_follows_requests_up_to_the_maximum() -> None:
+    engine = deployed(ServeSettings(max_replicas=4))._deployment_config
+    scaling = engine.autoscaling_config
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (1, 1, 4)
+    assert scaling.target_ongoing_requests == 64, "as many as run: more wait"
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (30, 600)
+    assert engine.graceful_shutdown_timeout_s == 320, "answers end before their engine does"
+
+
+def test_every_setting_of_autoscaling_reaches_serve() -> None:
+    engine = deployed(
+        ServeSettings(
+            num_replicas=1,
+            min_replicas=2,
+            max_replicas=5,
+            target_ongoing_requests=7.5,
+            upscale_delay_s=1.0,
+            downscale_delay_s=2.0,
+            drain_timeout_s=3.0,
+        )
+    )._deployment_config
+    scaling = engine.autoscaling_config
+    assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (2, 2, 5)
+    assert scaling.target_ongoing_requests == 7.5
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (1, 2)
+    assert engine.graceful_shutdown_timeout_s == 23
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"min_replicas": 2}, "min_replicas means nothing without max_replicas"),
+        ({"num_replicas": 3, "max_replicas": 2}, "num_replicas = 3, max_replicas = 2"),
+        ({"min_replicas": 3, "max_replicas": 2}, "min_replicas = 3"),
+        ({"max_replicas": 2, "target_ongoing_requests": 0}, "target_ongoing_requests"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(given: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        door_settings(given)
+    assert said in str(caught.value)
