@@ -3,142 +3,160 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from raypp.batch_job.id_index import IdIndex, IdIndexBuilder
-from raypp.batch_job.line import BadLineError, Line, read_line
+from raypp.batch_job.line import MAX_LINE_BYTES, BadLineError, Line, is_too_long, read_line
 from raypp.errors import ConfigError
 
 _BOM = b"\xef\xbb\xbf"
-_MAX_SHOWN = 5
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ScannedInput:
-    """An input whose every line has a name of its own."""
+    """An input, and what its lines are, by physical line."""
 
     path: Path
     sha256: str
     num_bytes: int
     ids: IdIndex
+    is_blank: npt.NDArray[np.bool_]
+    """Lines that ask for nothing."""
+    is_bad: npt.NDArray[np.bool_]
+    """Lines that cannot be run, whatever the engine: `bad_lines` says why."""
 
     @property
-    def num_lines(self) -> int:
-        """Physical lines, blank ones included."""
-        return len(self.ids.is_blank)
+    def num_requests(self) -> int:
+        """Lines that are not blank."""
+        return int(len(self.is_blank) - self.is_blank.sum())
 
 
 def scan_input(path: Path) -> ScannedInput:
-    """Read a whole input and check that every line can be answered under a name of its own.
+    """Read a whole input.
 
     Raises:
-        ConfigError: it cannot be read, lines have no `custom_id`, or an id stands on several lines.
+        ConfigError: it cannot be read, or all its lines are blank.
     """
-    ids, sha256, num_bytes = IdIndexBuilder(), hashlib.sha256(), 0
-    complaints: list[str] = []
-    num_bad = 0
-    with _open(path) as file:
-        for index, raw in enumerate(file):
-            sha256.update(raw)
-            num_bytes += len(raw)
-            if _is_blank(raw):
-                ids.add_blank()
-                continue
+    ids, sha256 = IdIndexBuilder(), hashlib.sha256()
+    is_blank, is_bad = bytearray(), bytearray()
+    num_bytes = 0
+
+    def take(piece: bytes) -> None:
+        nonlocal num_bytes
+        sha256.update(piece)
+        num_bytes += len(piece)
+
+    for index, raw in _physical_lines(path, take):
+        custom_id, blank, bad = None, _is_blank(raw), False
+        if not blank:
             try:
-                ids.add(read_line(_without_bom(raw, index), index).custom_id)
+                custom_id = read_line(raw, index).custom_id
             except BadLineError as error:
-                ids.add_blank()
-                num_bad += 1
-                if len(complaints) < _MAX_SHOWN:
-                    complaints.append(f"line {index + 1}: {error.message}, {error.got}")
-    if num_bad:
-        raise ConfigError(
-            "1 line of the input cannot be answered: it is no JSON object with a custom_id"
-            if num_bad == 1
-            else f"{num_bad} lines of the input cannot be answered: they are no JSON objects with a custom_id",
-            got=_listed(complaints, num_bad),
-            expected='on every line {"custom_id": "...", ...}',
-            hint="no line was run",
-        )
+                custom_id, bad = error.custom_id, True
+        ids.add(custom_id)
+        is_blank.append(blank)
+        is_bad.append(bad)
     index_of_ids = ids.build()
-    _check_unique(path, index_of_ids)
-    if not index_of_ids.num_ids:
+    scanned = ScannedInput(
+        path,
+        sha256.hexdigest(),
+        num_bytes,
+        index_of_ids,
+        np.frombuffer(is_blank, np.bool_),
+        np.frombuffer(is_bad, np.bool_) | index_of_ids.is_duplicate,
+    )
+    if not scanned.num_requests:
         raise ConfigError("the input has no lines", got=path, expected="one JSON object per line")
-    return ScannedInput(path, sha256.hexdigest(), num_bytes, index_of_ids)
+    return scanned
 
 
-def stream_lines(path: Path, is_done: npt.NDArray[np.bool_]) -> Iterator[Line]:
-    """Yield the lines that are not done, in order.
+def stream_lines(scanned: ScannedInput, is_done: npt.NDArray[np.bool_]) -> Iterator[Line]:
+    """Yield the lines that can be run and are not done, in order.
 
     Args:
-        path: An input that was scanned.
+        scanned: The input.
         is_done: By physical line; may change meanwhile.
 
     Raises:
         ConfigError: the file is not the one that was scanned any more.
     """
-    with _open(path) as file:
-        for index, raw in enumerate(file):
-            if index >= len(is_done):
-                raise ConfigError("the input grew while it was read", got=path, hint="run the same command again")
-            if is_done[index]:
-                continue
-            try:
-                yield read_line(_without_bom(raw, index), index)
-            except BadLineError as error:
-                raise ConfigError(
-                    "the input changed while it was read", got=f"line {index + 1}: {error.message}"
-                ) from error
+    for index, raw in _physical_lines(scanned.path):
+        if index >= len(is_done):
+            raise ConfigError("the input grew while it was read", got=scanned.path, hint="run the same command again")
+        if is_done[index] or scanned.is_bad[index]:
+            continue
+        try:
+            yield read_line(raw, index)
+        except BadLineError as error:
+            raise ConfigError(
+                "the input changed while it was read", got=f"line {index + 1}: {error.message}"
+            ) from error
 
 
-def _check_unique(path: Path, ids: IdIndex) -> None:
-    num_duplicates, groups = ids.duplicates(_MAX_SHOWN)
-    if not num_duplicates:
+def bad_lines(scanned: ScannedInput, is_done: npt.NDArray[np.bool_]) -> Iterator[tuple[int, BadLineError]]:
+    """Yield the lines, 0-based, that cannot be run and are not done, each with what is wrong with it.
+
+    Args:
+        scanned: The input.
+        is_done: By physical line; may change meanwhile.
+    """
+    num_left = int((scanned.is_bad & ~is_done).sum())
+    if not num_left:
         return
-    names = _ids_on_lines(path, {group[0] for group in groups})
-    shown = [f"{names[group[0]]!r} on lines {', '.join(str(i + 1) for i in group[:_MAX_SHOWN])}" for group in groups]
-    raise ConfigError(
-        f"{num_duplicates} custom_id{' of the input is' if num_duplicates == 1 else 's of the input are'} not unique",
-        got=_listed(shown, num_duplicates),
+    for index, raw in _physical_lines(scanned.path):
+        if scanned.is_bad[index] and not is_done[index]:
+            yield index, _error_of(scanned, raw, index)
+            num_left -= 1
+        if not num_left:
+            return
+
+
+def _error_of(scanned: ScannedInput, raw: bytes, index: int) -> BadLineError:
+    try:
+        custom_id = read_line(raw, index).custom_id
+    except BadLineError as error:
+        return error
+    [first] = scanned.ids.find([custom_id])
+    return BadLineError(
+        "the line has a custom_id that an earlier line has",
+        custom_id=custom_id,
+        got=f"{custom_id!r}, as on line {first + 1}",
         expected="a custom_id of its own on every line",
-        hint="no line was run",
+        param="custom_id",
     )
 
 
-def _ids_on_lines(path: Path, wanted: set[int]) -> dict[int, str]:
-    names: dict[int, str] = {}
-    with _open(path) as file:
-        for index, raw in enumerate(file):
-            if index in wanted:
-                names[index] = read_line(_without_bom(raw, index), index).custom_id
-            if len(names) == len(wanted):
-                break
-    return names
+def _physical_lines(path: Path, take: Callable[[bytes], None] = lambda _: None) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, 0-based, and the bytes of each line; of one that is too long, its beginning.
 
-
-def _open(path: Path) -> BinaryIO:
+    Args:
+        path: The input.
+        take: Gets all bytes, in order.
+    """
+    most = MAX_LINE_BYTES + 1
     try:
-        return path.open("rb", buffering=_BUFFER_BYTES)
+        file = path.open("rb", buffering=_BUFFER_BYTES)
     except OSError as error:
         raise ConfigError(
             "the input cannot be read", got=f"{path}: {error.strerror}", expected="a file of JSON lines"
         ) from error
+    with file:
+        index = 0
+        while raw := file.readline(most):
+            take(raw)
+            if is_too_long(raw):
+                while (rest := file.readline(most)) and not rest.endswith(b"\n"):
+                    take(rest)
+                take(rest)
+            yield index, raw.removeprefix(_BOM) if index == 0 else raw
+            index += 1
 
 
 def _is_blank(raw: bytes) -> bool:
-    return raw.isspace() or raw == _BOM
-
-
-def _without_bom(raw: bytes, index: int) -> bytes:
-    return raw.removeprefix(_BOM) if index == 0 else raw
-
-
-def _listed(shown: list[str], total: int) -> str:
-    return "; ".join(shown) + ("; ..." if total > len(shown) else "")
+    return not raw or raw.isspace()

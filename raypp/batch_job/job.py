@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import numpy as np
 import numpy.typing as npt
 
-from raypp.batch_job.answer import Answerer
+from raypp.batch_job.answer import Answer, Answerer, refusal
+from raypp.batch_job.answer_files import AnswerFiles
 from raypp.batch_job.engine import BatchEngine, OpenEngine
-from raypp.batch_job.input_file import ScannedInput, scan_input, stream_lines
+from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
 from raypp.batch_job.line import Line
 from raypp.batch_job.manifest import Manifest
-from raypp.batch_job.output_file import OutputFile
 from raypp.batch_job.progress import Progress, Reporter
 from raypp.batch_job.settings import JobSettings
 from raypp.batch_job.window import Window
@@ -44,7 +44,7 @@ class BatchJob:
             on_engine_started: Called whenever an engine was started.
 
         Raises:
-            ConfigError: the input, the output or the settings cannot work; nothing was run.
+            ConfigError: the input, the files of answers or the settings cannot work; nothing was run.
             RayppError: the engine cannot start, or dies again and again; what was answered is kept.
         """
 
@@ -54,58 +54,69 @@ class BatchJob:
             return engine
 
         scanned = await asyncio.to_thread(scan_input, self.settings.input_path)
-        output = OutputFile(self.settings.output_path)
+        files = AnswerFiles(self.settings.output_path, self.settings.errors_path)
         try:
-            await output.lock()
-            is_done = await asyncio.to_thread(self._take_up, scanned, output)
-            num_done_before = int(is_done.sum() - scanned.ids.is_blank.sum())
-            progress = Progress(scanned.ids.num_ids, num_done_before)
+            await files.lock()
+            is_done, num_failed = await asyncio.to_thread(self._take_up, scanned, files)
+            num_done = int(is_done.sum() - scanned.is_blank.sum())
+            progress = Progress(scanned.num_requests, num_done, num_failed)
             if not progress.num_left:
-                say(f"nothing to do: all {progress.total:,} lines are answered in {self.settings.output_path}")
-                return
-            say(f"{progress.total:,} lines, {num_done_before:,} of them answered by earlier runs")
-            try:
-                await _Run(self.settings, output, is_done, progress).answer_all(open_engine)
-            finally:
-                say(progress.summary())
+                say(f"nothing to do: {progress.totals()}")
+            else:
+                say(f"{progress.total:,} lines, {num_done:,} of them answered by earlier runs")
+                try:
+                    await _Run(self.settings, scanned, files, is_done, progress).answer_all(open_engine)
+                finally:
+                    say(progress.summary())
+            if progress.num_failed_before + progress.num_failed:
+                say(f"errors are in {self.settings.errors_path}")
         finally:
-            output.close()
+            files.close()
 
-    def _take_up(self, scanned: ScannedInput, output: OutputFile) -> npt.NDArray[np.bool_]:
-        """Return which lines are done; make sure that it was this job that did them."""
+    def _take_up(self, scanned: ScannedInput, files: AnswerFiles) -> tuple[npt.NDArray[np.bool_], int]:
+        """Return which lines are done, and how many failed; make sure that it was this job that did them."""
         manifest = Manifest(
-            scanned.sha256, scanned.num_bytes, scanned.ids.num_ids, self.settings.what_answers_depend_on()
+            scanned.sha256, scanned.num_bytes, scanned.num_requests, self.settings.what_answers_depend_on()
         )
         path = self.settings.manifest_path
         if self.settings.overwrite:
-            output.clear()
+            files.clear()
         elif (earlier := Manifest.read(path)) is not None:
             manifest.check_same_job(earlier, path)
-            return output.repair(scanned.ids)
-        elif not output.is_empty:
+            return files.repair(scanned)
+        elif not files.is_empty:
             raise ConfigError(
-                "the output exists, and no manifest says which job wrote it",
-                got=self.settings.output_path,
-                expected=f"{path} beside it, or no file",
+                "the output or the error file exists, and no manifest says which job wrote it",
+                got=f"{self.settings.output_path}, {self.settings.errors_path}",
+                expected=f"{path} beside the output, or no such files",
                 hint="name another output, or start anew with --overwrite",
             )
         manifest.write(path)
-        return scanned.ids.is_blank.copy()
+        return scanned.is_blank.copy(), 0
 
 
 class _Run:
     """What one run works on."""
 
     def __init__(
-        self, settings: JobSettings, output: OutputFile, is_done: npt.NDArray[np.bool_], progress: Progress
+        self,
+        settings: JobSettings,
+        scanned: ScannedInput,
+        files: AnswerFiles,
+        is_done: npt.NDArray[np.bool_],
+        progress: Progress,
     ) -> None:
         self._settings = settings
-        self._output = output
+        self._scanned = scanned
+        self._files = files
         self._is_done = is_done
         self._progress = progress
 
     async def answer_all(self, open_engine: OpenEngine) -> None:
-        """Answer what is left, with a new engine whenever one dies, as long as each brings the job forward."""
+        """Answer what is left, with a new engine whenever one dies, as long as each brings the job forward.
+
+        Lines that cannot be run come first: they need no engine, and whoever made a mistake knows early.
+        """
         progress, num_fruitless = self._progress, 0
         reporter = Reporter(progress, self._settings.progress_interval_s)
         try:
@@ -113,6 +124,7 @@ class _Run:
                 _beside(_every(_SYNC_INTERVAL_S, self._sync)),
                 _beside(_every(reporter.interval_s, reporter.show)),
             ):
+                await self._refuse_bad_lines()
                 while progress.num_left:
                     num_done = progress.num_done
                     try:
@@ -125,18 +137,24 @@ class _Run:
         finally:
             reporter.close()
 
+    async def _refuse_bad_lines(self) -> None:
+        for index, error in bad_lines(self._scanned, self._is_done):
+            self._write(index, refusal(index, error))
+            await asyncio.sleep(0)
+        self._files.sync()
+
     async def _answer_with(self, llm: BatchEngine) -> None:
         async with llm:
             try:
                 await self._answer_lines(Answerer(llm, self._settings))
             finally:
-                self._output.sync()  # before the engine is closed, which may take longer than a stopped job has
+                self._files.sync()  # before the engine is closed, which may take longer than a stopped job has
 
     async def _answer_lines(self, answerer: Answerer) -> None:
         window = Window(self._settings.window, self._settings.max_in_flight_bytes)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for line in stream_lines(self._settings.input_path, self._is_done):
+                for line in stream_lines(self._scanned, self._is_done):
                     await window.enter(line.num_bytes)
                     tasks.create_task(self._answer_line(line, answerer, window))
                     await asyncio.sleep(0)  # on its way before the next line is read
@@ -149,12 +167,15 @@ class _Run:
             answer = await answerer.answer(line)
         finally:
             window.leave(line.num_bytes)
-        self._output.append(answer.record)
-        self._is_done[line.index] = True
+        self._write(line.index, answer)
+
+    def _write(self, index: int, answer: Answer) -> None:
+        self._files.append(answer)
+        self._is_done[index] = True
         self._progress.count(answer)
 
     async def _sync(self) -> None:
-        await asyncio.to_thread(self._output.sync)
+        await asyncio.to_thread(self._files.sync)
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from raypp.errors import ConfigError
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The output: lines are only ever appended, by one process at a time, and what is there is what is done.
+"""A file of answers: lines are only ever appended, by one process at a time, and what is there is what is done.
 
 A line counts when its newline is there. A process that is killed leaves at most one line torn, the last; the next run
 cuts it off. A machine that crashes may lose what was not yet synced; those lines are then computed again.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,29 +32,41 @@ _IDS_PER_LOOKUP = 8192
 logger = logging.getLogger(__name__)
 
 
-class OutputFile:
-    """An output. Nothing may be done with it before it is locked."""
+class _Owner(NamedTuple):
+    """Whose answer a line is."""
 
-    def __init__(self, path: Path) -> None:
+    custom_id: str | None
+    line: int | None  # of the input, 0-based, where it is said: several lines may claim one custom_id, or have none
+
+
+class OutputFile:
+    """A job's output, or its error file. Nothing may be done with it before it is locked."""
+
+    def __init__(self, path: Path, name: str = "the output") -> None:
         """Open or create it.
+
+        Args:
+            path: Where it is.
+            name: What errors call it.
 
         Raises:
             ConfigError: it cannot be written, or is no regular file.
         """
         self._path = path
-        existed = path.exists()
+        self._name = name
         try:
+            existed = path.exists()
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigError(
-                "the output cannot be written",
+                f"{self._name} cannot be written",
                 got=f"{path}: {error.strerror}",
                 expected="a file in a folder that exists",
             ) from error
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             os.close(self._fd)
             raise ConfigError(
-                "the output is no regular file",
+                f"{self._name} is no regular file",
                 got=path,
                 expected="a file on a disk: what it holds says what is done, and a torn line is cut off",
             )
@@ -76,7 +89,7 @@ class OutputFile:
         while not self._try_lock():
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    "another process is writing the output",
+                    f"another process is writing {self._name}",
                     got=self._path,
                     expected=f"that it ends within {timeout_s:g} s",
                     hint="wait for it or end it, then run the same command again",
@@ -93,22 +106,26 @@ class OutputFile:
         """Throw away what it holds."""
         self._truncate(0)
 
-    def repair(self, ids: IdIndex) -> npt.NDArray[np.bool_]:
-        """Cut off a torn last line; return which lines of the input are answered, by physical line.
+    def repair(self, ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> int:
+        """Cut off a torn last line; return how many lines of the input are answered here.
+
+        Args:
+            ids: The input's.
+            is_done: By physical line of the input; those that are answered here become true.
 
         Raises:
             ConfigError: it holds lines that this job cannot have written.
         """
-        is_done = ids.is_blank.copy()
-        batch: list[str] = []
-        num_good_bytes = 0
-        for number, (raw, custom_id) in enumerate(self._read_lines(), 1):
-            if custom_id is None:
+        batch: list[_Owner] = []
+        num_good_bytes = num_lines = 0
+        for raw, owner in self._read_lines():
+            if owner is None:
                 if num_good_bytes + len(raw) < self._num_bytes:
-                    raise self._not_ours(f"line {number} is no line of an output: {raw[:60]!r}")
+                    raise self._not_ours(f"line {num_lines + 1} is no line of an output: {raw[:60]!r}")
                 break
             num_good_bytes += len(raw)
-            batch.append(custom_id)
+            num_lines += 1
+            batch.append(owner)
             if len(batch) == _IDS_PER_LOOKUP:
                 self._mark(batch, ids, is_done)
                 batch = []
@@ -117,7 +134,7 @@ class OutputFile:
         if num_good_bytes < self._num_bytes:
             logger.warning("cutting a torn last line of %d bytes off %s", self._num_bytes - num_good_bytes, self._path)
             self._truncate(num_good_bytes)
-        return is_done
+        return num_lines
 
     def append(self, line: bytes) -> None:
         """Add a line. It survives the end of this process at once, that of the machine after `sync`.
@@ -163,31 +180,34 @@ class OutputFile:
             logger.warning("%s cannot be locked (%s): make sure that only one job writes it", self._path, error)
         return True
 
-    def _read_lines(self) -> Iterator[tuple[bytes, str | None]]:
-        """Yield each line and its id; None for one that is torn or foreign."""
+    def _read_lines(self) -> Iterator[tuple[bytes, _Owner | None]]:
+        """Yield each line and whose answer it is; None for one that is torn or foreign."""
         with self._path.open("rb", buffering=1 << 20) as file:
             for raw in file:
-                yield raw, _custom_id(raw)
+                yield raw, _owner(raw)
 
-    def _mark(self, custom_ids: list[str], ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> None:
-        lines = ids.find(custom_ids)
-        for line, custom_id in zip(lines.tolist(), custom_ids, strict=True):
-            if line < 0:
-                raise self._not_ours(f"custom_id {custom_id!r} is not in the input")
+    def _mark(self, owners: list[_Owner], ids: IdIndex, is_done: npt.NDArray[np.bool_]) -> None:
+        lines = ids.find([owner.custom_id or "" for owner in owners]).tolist()
+        for line_of_id, owner in zip(lines, owners, strict=True):
+            line = line_of_id if owner.line is None else owner.line
+            is_its_own = owner.custom_id is None or line == line_of_id
+            if not 0 <= line < len(is_done) or not (is_its_own or ids.is_duplicate[line]):
+                where = "in the input" if owner.line is None else f"on line {line + 1} of the input"
+                raise self._not_ours(f"custom_id {owner.custom_id!r} is not {where}")
             if is_done[line]:
-                raise self._not_ours(f"custom_id {custom_id!r} is there twice")
+                raise self._not_ours(f"the answer to line {line + 1}, custom_id {owner.custom_id!r}, is there twice")
             is_done[line] = True
 
     def _not_ours(self, got: str) -> ConfigError:
         return ConfigError(
-            "the output holds something that this job did not write",
+            f"{self._name} holds something that this job did not write",
             got=f"{self._path}: {got}",
             hint="name another output, or start anew with --overwrite",
         )
 
     def _disk_error(self, error: OSError) -> ResourceError:
         return ResourceError(
-            "the output cannot be written any more",
+            f"{self._name} cannot be written any more",
             got=f"{self._path}: {error.strerror}",
             hint="make room and run the same command again: what is there is kept",
         )
@@ -201,12 +221,17 @@ class OutputFile:
             raise self._disk_error(error) from error
 
 
-def _custom_id(raw: bytes) -> str | None:
+def _owner(raw: bytes) -> _Owner | None:
     if not raw.endswith(b"\n"):
         return None
     try:
         fields = from_json(raw)
     except ValueError:
         return None
-    custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-    return custom_id if isinstance(custom_id, str) else None
+    if not isinstance(fields, dict):
+        return None
+    custom_id, error = fields.get("custom_id"), fields.get("error")
+    line = error.get("line") if isinstance(error, dict) else None
+    custom_id = custom_id if isinstance(custom_id, str) else None
+    index = line - 1 if isinstance(line, int) else None
+    return None if custom_id is None and index is None else _Owner(custom_id, index)

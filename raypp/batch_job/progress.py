@@ -21,11 +21,26 @@ _RATE_WINDOW_S = 60.0
 class Progress:
     """Counts of one run, and what earlier runs left."""
 
-    def __init__(self, total: int, num_done_before: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        total: int,
+        num_done_before: int = 0,
+        num_failed_before: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to count.
+
+        Args:
+            total: Lines of the job.
+            num_done_before: Of these, lines that earlier runs answered, errors among them.
+            num_failed_before: Of these, errors.
+            clock: Returns seconds.
+        """
         self.total = total
         self.num_done_before = num_done_before
+        self.num_failed_before = num_failed_before
         self.num_done = 0  # in this run
-        self.num_errors = 0
+        self.num_failed = 0
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._clock = clock
@@ -45,9 +60,17 @@ class Progress:
     def count(self, answer: Answer) -> None:
         """Take in an answer that was written."""
         self.num_done += 1
-        self.num_errors += answer.is_error
+        self.num_failed += answer.is_error
         self.num_prompt_tokens += answer.num_prompt_tokens
         self.num_output_tokens += answer.num_output_tokens
+
+    def totals(self) -> str:
+        """Return how far all runs of the job came."""
+        num_failed = self.num_failed_before + self.num_failed
+        left = f", {self.num_left:,} left" if self.num_left else ""
+        return (
+            f"{self.total:,} lines, {self.total - self.num_left - num_failed:,} completed, {num_failed:,} failed{left}"
+        )
 
     def rates(self) -> tuple[float, float]:
         """Return lines and generated tokens per second, over the last minute."""
@@ -66,19 +89,19 @@ class Progress:
         left = f"{duration(self.num_left / lines_per_s)} left" if lines_per_s else "time left unknown"
         return (
             f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %), {lines_per_s:,.1f} lines/s, "
-            f"{tokens_per_s:,.0f} tokens/s, {self.num_errors:,} errors, {left}"
+            f"{tokens_per_s:,.0f} tokens/s, {self.num_failed_before + self.num_failed:,} failed, {left}"
         )
 
     def summary(self) -> str:
         """Return what this run did."""
         seconds = max(self.elapsed_s, 1e-9)
-        before = f", {self.num_done_before:,} by earlier runs" if self.num_done_before else ""
         return (
-            f"{self.num_done:,} lines answered in {duration(seconds)}{before}: "
-            f"{self.num_done - self.num_errors:,} completions, {self.num_errors:,} errors\n"
+            f"{self.num_done:,} lines answered in {duration(seconds)}: "
+            f"{self.num_done - self.num_failed:,} completed, {self.num_failed:,} failed\n"
             f"{self.num_prompt_tokens:,} prompt tokens, {self.num_output_tokens:,} generated tokens; "
             f"{self.num_done / seconds:,.1f} lines/s, {self.num_output_tokens / seconds:,.1f} tokens/s"
-            f"{_peak_memory()}"
+            f"{_peak_memory()}\n"
+            f"in all: {self.totals()}"
         )
 
 
@@ -105,7 +128,8 @@ class Reporter:
             print(f"raypp batch: {progress.line()}", file=self._stream, flush=True)
             return
         _, tokens_per_s = progress.rates()
-        self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s, {progress.num_errors:,} errors", refresh=False)
+        num_failed = progress.num_failed_before + progress.num_failed
+        self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s, {num_failed:,} failed", refresh=False)
         self._bar.update(progress.num_done_before + progress.num_done - self._bar.n)
 
     def close(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ class JobSettings:
     Attributes:
         input_path: JSON lines.
         output_path: Where the answers go; an output of the same job is gone on with.
+        error_path: Where the errors of lines go that failed; None: beside the output.
         config: The engine.
-        defaults: Fields of a request's body (`max_tokens`, ...) that hold where a line says nothing.
+        defaults: Sampling parameters, by the names of `/v1/completions`, that hold where a line says nothing. Other
+            routes take them by their own names.
         served_model_names: What a line may call the model; the first is what answers call it.
         overwrite: Throw an existing output away.
         max_in_flight: Requests at the engine at once; None: twice what it runs at once.
@@ -35,6 +39,7 @@ class JobSettings:
     input_path: Path
     output_path: Path
     config: EngineConfig
+    error_path: Path | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     served_model_names: tuple[str, ...] = ()
     overwrite: bool = False
@@ -51,8 +56,7 @@ class JobSettings:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ConfigError(f"{name} is too small", got=value, expected=f"at least {least}")
-        if self.input_path.absolute() == self.output_path.absolute():
-            raise ConfigError("input and output are the same file", got=self.input_path, expected="two files")
+        self._check_files()
         # What no line could be run with is said now, not on every line.
         parse_body(CompletionRequest, {"prompt": "", **self.defaults}).sampling_params(_MODEL_LEN_FOR_CHECK)
 
@@ -60,6 +64,11 @@ class JobSettings:
     def seed(self) -> int:
         """What the seeds of lines without one are drawn from."""
         return self.config.model.seed
+
+    @property
+    def errors_path(self) -> Path:
+        """Where the errors go."""
+        return self.error_path or self.output_path.with_name(self.output_path.name + ".errors.jsonl")
 
     @property
     def manifest_path(self) -> Path:
@@ -72,7 +81,10 @@ class JobSettings:
         return self.max_in_flight or 2 * self.config.scheduler.max_num_seqs
 
     def what_answers_depend_on(self) -> dict[str, Any]:
-        """Return every setting that can change a text, as plain values. How many stages there are cannot."""
+        """Return every setting that can change a text, or the file it is in, as plain values.
+
+        How many stages there are cannot.
+        """
         model = self.config.model
         return {
             "model": model.model,
@@ -81,8 +93,27 @@ class JobSettings:
             "max_model_len": model.max_model_len,
             "seed": model.seed,
             "served_model_names": list(self.served_model_names),
+            "error file": os.path.relpath(self.errors_path.resolve(), self.output_path.resolve().parent),
             **{f"default {name}": value for name, value in self.defaults.items()},
         }
+
+    def _check_files(self) -> None:
+        files = {
+            "input": self.input_path,
+            "output": self.output_path,
+            "error file": self.errors_path,
+            "manifest": self.manifest_path,
+        }
+        for (name, path), (other_name, other) in combinations(files.items(), 2):
+            if _is_same_file(path, other):
+                raise ConfigError(f"{name} and {other_name} are the same file", got=other, expected="two files")
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.resolve() == other.resolve() or one.samefile(other)
+    except (OSError, RuntimeError):  # not there, or not to be looked at: opening it says so
+        return False
 
 
 def check_job_path(path: str, name: str, ray_job_id: str | None) -> Path:

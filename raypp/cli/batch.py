@@ -20,14 +20,15 @@ def add_parser(commands: Any) -> None:
         help="answer a file of requests",
         description="Answer a file of requests, one JSON object per line: OpenAI's batch format, or "
         '{"custom_id": ..., "prompt": ...}. Answers are appended to the output as they come, one per custom_id, in '
-        "OpenAI's batch output format. A job that was stopped or killed goes on where it was when the same command is "
-        "run again.",
+        "OpenAI's batch output format; lines that fail, to a file of errors, and the job goes on. A job that was "
+        "stopped or killed goes on where it was when the same command is run again.",
     )
     add_engine_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--input", metavar="FILE", required=True, help="JSON lines")
     files.add_argument("--output", metavar="FILE", required=True, help="where answers go; FILE.job.json says which job")
-    files.add_argument("--overwrite", action="store_true", help="throw an existing output away and start anew")
+    files.add_argument("--errors", metavar="FILE", help="where errors of lines go; default: OUTPUT.errors.jsonl")
+    files.add_argument("--overwrite", action="store_true", help="throw existing answers and errors away; start anew")
     job = parser.add_argument_group("job")
     job.add_argument(
         "--served-model-name",
@@ -52,11 +53,19 @@ def run(args: argparse.Namespace) -> int:
     settings = JobSettings(
         input_path=check_job_path(args.input, "input", ray_job_id),
         output_path=check_job_path(args.output, "output", ray_job_id),
+        error_path=None if args.errors is None else check_job_path(args.errors, "error file", ray_job_id),
         config=engine_config(args),
-        defaults=given_sampling(args),
+        defaults=_as_fields(given_sampling(args)),
         served_model_names=tuple(args.served_model_name),
         overwrite=args.overwrite,
         max_in_flight=args.max_in_flight,
         progress_interval_s=args.progress_interval,
     )
     return run_until_stopped(BatchJob(settings, args.doors.open_async_llm))
+
+
+def _as_fields(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters as a body has them: JSON has no keys but texts."""
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = {str(token): bias for token, bias in sampling["logit_bias"].items()}
+    return sampling

@@ -59,8 +59,12 @@ class BodyError(RequestError):
     """A body that does not have the shape that it should have."""
 
 
-def decode_json(raw: bytes) -> Any:
-    """Return the value that a body is, in JSON.
+def decode_json(raw: bytes, what: str = "the body") -> Any:
+    """Return the value that a text is, in JSON.
+
+    Args:
+        raw: The text.
+        what: What errors call it.
 
     Raises:
         BodyError: it is none, or one that is too deep or has too long a number in it.
@@ -68,7 +72,7 @@ def decode_json(raw: bytes) -> Any:
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
-        raise _not_json(raw, str(error)) from None
+        raise _not_json(raw, what, str(error)) from None
 
 
 def parse_body(kind: type[Body], body: object) -> Body:
@@ -157,24 +161,24 @@ def model_not_found(name: str, served: Sequence[str]) -> tuple[int, ErrorRespons
     return 404, ErrorResponse(error=error)
 
 
-def _not_json(raw: bytes, complaint: str) -> BodyError:
-    """Return the error for a body that the JSON parser does not take."""
+def _not_json(raw: bytes, what: str, complaint: str) -> BodyError:
+    """Return the error for a text that the JSON parser does not take."""
     where = complaint[complaint.find("at line") :] if "at line" in complaint else None
     if not raw.strip():
-        return BodyError("the body is empty", expected="a JSON object")
+        return BodyError(f"{what} is empty", expected="a JSON object")
     if "recursion" in complaint:
-        return BodyError("the nesting of the body is too deep", got=where, expected=f"at most {MAX_JSON_DEPTH} levels")
+        return BodyError(f"the nesting of {what} is too deep", got=where, expected=f"at most {MAX_JSON_DEPTH} levels")
     if "number out of range" in complaint:
-        return BodyError("the body holds a number that is too long", got=where, expected="at most 4,300 digits")
+        return BodyError(f"{what} holds a number that is too long", got=where, expected="at most 4,300 digits")
     try:
         raw.decode()
     except UnicodeDecodeError as error:
         got = f"the byte 0x{raw[error.start]:02x} at position {error.start}"
-        return BodyError("the body is not valid UTF-8", got=got, expected="JSON in UTF-8")
+        return BodyError(f"{what} is not valid UTF-8", got=got, expected="JSON in UTF-8")
     if "escape" in complaint:
         expected = "escapes that are valid Unicode: no half of a surrogate pair alone"
-        return BodyError("the body holds an invalid escape in a string", got=complaint, expected=expected)
-    return BodyError("the body is not valid JSON", got=complaint, expected="a JSON object")
+        return BodyError(f"{what} holds an invalid escape in a string", got=complaint, expected=expected)
+    return BodyError(f"{what} is not valid JSON", got=complaint, expected="a JSON object")
 
 
 def _field_path(complaint: Mapping[str, Any], body: object) -> str:

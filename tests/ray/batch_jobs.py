@@ -43,6 +43,12 @@ def texts_by_id(path: Path) -> dict[str, str]:
     return texts
 
 
+def lines_that_failed(output: Path) -> list[int]:
+    """Return which lines of the input, from 1, are in the error file of an output."""
+    errors = output.with_name(output.name + ".errors.jsonl")
+    return sorted(json.loads(line)["error"]["line"] for line in errors.read_text().splitlines())
+
+
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
     """Return the condition's first true value."""
     ends = time.monotonic() + timeout_s

@@ -20,7 +20,16 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 import ray
-from batch_jobs import DEADLINE_S, actors_below, num_lines, start_job, texts_by_id, wait_for, write_prompts
+from batch_jobs import (
+    DEADLINE_S,
+    actors_below,
+    lines_that_failed,
+    num_lines,
+    start_job,
+    texts_by_id,
+    wait_for,
+    write_prompts,
+)
 
 from raypp import LLM, SamplingParams
 from raypp.testing import launch_in_threads
@@ -28,6 +37,7 @@ from raypp.testing import launch_in_threads
 pytestmark = pytest.mark.ray
 
 NUM_LINES = 300
+BAD_LINES = ["no JSON", '{"custom_id": "line-0", "prompt": "again"}', '{"custom_id": "refused", "prompt": 7}']
 NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "600"))
 MAX_MEMORY_MB = 500
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_parquet.py"
@@ -97,6 +107,8 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
     rng = random.Random(SEED)
     prompts = [f"def f{i}({rng.choice('abcxyz')}, {rng.randrange(100)}):" for i in range(NUM_LINES)]
     write_prompts(campaign.input, prompts, max_tokens=MAX_TOKENS)
+    with campaign.input.open("a") as file:
+        file.writelines(line + "\n" for line in BAD_LINES)
     with LLM("tiny", num_stages=2, launch=launch_in_threads) as llm:
         outputs = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
     expected = {f"line-{i}": output.outputs[0].text for i, output in enumerate(outputs)}
@@ -123,7 +135,8 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
     said = campaign.finish()
     print(f"{campaign.num_starts} starts of the job; the last one said:\n{said}")
     assert texts_by_id(campaign.output) == expected
-    assert "nothing to do: all 300 lines" in campaign.finish()
+    assert lines_that_failed(campaign.output) == [NUM_LINES + i for i in (1, 2, 3)]
+    assert "nothing to do: 303 lines, 300 completed, 3 failed" in campaign.finish()
 
 
 def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -> None:
@@ -136,7 +149,7 @@ def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -
     memory = re.search(r"peak memory ([\d,]+) MB", said)
     assert memory is not None
     assert int(memory[1].replace(",", "")) < MAX_MEMORY_MB
-    assert re.search(r"lines/s, [\d,]+ tokens/s, 0 errors, .* left", said), "no progress was reported"
+    assert re.search(r"lines/s, [\d,]+ tokens/s, 0 failed, .* left", said), "no progress was reported"
 
 
 def test_ray_data_from_parquet_to_parquet(job_env: dict[str, str], tmp_path: Path) -> None:

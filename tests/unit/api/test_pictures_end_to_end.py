@@ -98,6 +98,9 @@ def test_async_and_batch(tmp_path: Path) -> None:
         return texts
 
     assert asyncio.run(run()) == [ANSWER] * 2
-    found = {line["custom_id"]: line["response"] for line in map(json.loads, (tmp_path / "out.jsonl").open())}
-    assert found["a"]["body"]["choices"][0]["message"]["content"] == ANSWER
-    assert found["b"]["status_code"] == 400
+    [completed], [failed] = (
+        list(map(json.loads, (tmp_path / name).open())) for name in ("out.jsonl", "out.jsonl.errors.jsonl")
+    )
+    assert (completed["custom_id"], failed["custom_id"]) == ("a", "b")
+    assert completed["response"]["body"]["choices"][0]["message"]["content"] == ANSWER
+    assert failed["response"]["status_code"] == 400

@@ -14,7 +14,7 @@ from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job.settings import JobSettings
 from raypp.config.engine import EngineConfig
-from raypp.errors import EngineDeadError, RequestError
+from raypp.errors import EncoderDiedError, EngineDeadError, NonFiniteLogitsError, RequestError
 from raypp.types import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SamplingParams
 
 
@@ -54,7 +54,7 @@ class ShoutingEngine:
         texts = [_text_of(prompt) for prompt in prompts]
         self.prompts += texts
         await self._take_a_turn(params)
-        return [_shout(text, request_id) for text, request_id in zip(texts, request_ids, strict=True)]
+        return [shout(text, request_id) for text, request_id in zip(texts, request_ids, strict=True)]
 
     async def __aenter__(self) -> ShoutingEngine:
         return self
@@ -84,7 +84,8 @@ def _text_of(prompt: Prompt | EncodedPrompt) -> str:
     return prompt.text
 
 
-def _shout(prompt: str, request_id: str) -> RequestOutput:
+def shout(prompt: str, request_id: str) -> RequestOutput:
+    """Return the engine's answer."""
     if not prompt:
         raise RequestError("a prompt has no tokens", request_id=request_id)
     asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.DOTALL)
@@ -92,6 +93,10 @@ def _shout(prompt: str, request_id: str) -> RequestOutput:
         prompt = asked[-1]
     if prompt == "crash":
         raise KeyError("a bug")
+    if prompt == "nan":
+        raise NonFiniteLogitsError("the logits are not finite")
+    if prompt == "poison":
+        raise EncoderDiedError("an encoder died over and over with this picture")
     completion = CompletionOutput(index=0, text=prompt.upper(), token_ids=[1, 2], finish_reason="stop")
     return RequestOutput(
         request_id=request_id,
@@ -132,8 +137,26 @@ def write_input(folder: Path, num_lines: int) -> list[str]:
 
 
 def read_output(folder: Path) -> list[dict[str, Any]]:
-    """Return the output's lines."""
-    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    """Return the output's lines: all of them completed."""
+    lines = _read_lines(folder / "out.jsonl")
+    assert all(line["response"]["status_code"] == 200 and line["error"] is None for line in lines)
+    return lines
+
+
+def read_errors(folder: Path) -> list[dict[str, Any]]:
+    """Return the error file's lines: all of them failed."""
+    lines = _read_lines(folder / "out.jsonl.errors.jsonl")
+    for line in lines:
+        assert list(line) == ["id", "custom_id", "response", "error"]
+        error = dict(line["error"])
+        assert error.pop("line") >= 1
+        assert line["response"]["status_code"] >= 400
+        assert line["response"]["body"] == {"error": error}
+    return lines
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def texts(folder: Path) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_engines import make_settings, read_output
+from batch_engines import make_settings, read_errors, read_output
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
@@ -33,6 +33,7 @@ def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path
     lines += [
         {"custom_id": "n", "prompt": "def ", "n": 3, "max_tokens": 4, "seed": 5, "logprobs": 2, "echo": True},
         {"custom_id": "chat", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "logprobs": True},
+        {"custom_id": "response", "url": "/v1/responses", "body": {"input": "hello", "max_output_tokens": 4}},
         {"custom_id": "long", "prompt": [1] * 5000},
         {"custom_id": "vocabulary", "prompt": [[1], [10**9]]},
     ]
@@ -52,9 +53,13 @@ def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path
         assert choice["logprobs"]["token_logprobs"][0] is None
     content = found["chat"]["body"]["choices"][0]["logprobs"]["content"]
     assert len(content) == found["chat"]["body"]["usage"]["completion_tokens"]
+    response = found["response"]["body"]
+    assert (response["object"], response["status"]) == ("response", "incomplete")
+    assert response["usage"]["output_tokens"] == 4
+    failed = {line["custom_id"]: line["response"] for line in read_errors(tmp_path)}
     for name, words in (("long", "max_model_len"), ("vocabulary", "vocabulary")):
-        assert found[name]["status_code"] == 400
-        assert words in found[name]["body"]["error"]["message"]
+        assert failed[name]["status_code"] == 400
+        assert words in failed[name]["body"]["error"]["message"]
 
 
 def test_ray_data_callable() -> None:

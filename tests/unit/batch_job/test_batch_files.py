@@ -6,6 +6,8 @@ import asyncio
 import errno
 import json
 import os
+from contextlib import nullcontext
+from hashlib import file_digest, sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.batch_job.id_index import IdIndexBuilder
-from raypp.batch_job.input_file import scan_input, stream_lines
+from raypp.batch_job.id_index import IdIndex, IdIndexBuilder
+from raypp.batch_job.input_file import bad_lines, scan_input, stream_lines
+from raypp.batch_job.line import MAX_LINE_BYTES
 from raypp.batch_job.manifest import Manifest
 from raypp.batch_job.output_file import OutputFile
 from raypp.errors import ConfigError, ResourceError
@@ -23,61 +26,85 @@ from raypp.errors import ConfigError, ResourceError
 @given(st.lists(st.one_of(st.none(), st.text(max_size=3)), max_size=30))
 def test_index_finds_what_a_dict_finds(ids: list[str | None]) -> None:
     builder = IdIndexBuilder()
-    lines: dict[str, list[int]] = {}
+    first_lines: dict[str, int] = {}
     for line, custom_id in enumerate(ids):
-        if custom_id is None:
-            builder.add_blank()
-        else:
-            builder.add(custom_id)
-            lines.setdefault(custom_id, []).append(line)
+        builder.add(custom_id)
+        if custom_id is not None:
+            first_lines.setdefault(custom_id, line)
     index = builder.build()
-    groups = sorted(numbers for numbers in lines.values() if len(numbers) > 1)
-    assert index.duplicates(max_groups=100) == (len(groups), groups)
-    assert index.num_ids == sum(map(len, lines.values()))
-    assert index.is_blank.tolist() == [custom_id is None for custom_id in ids]
-    wanted = [*lines, "never there"]
-    found = index.find(wanted).tolist()
-    assert found[-1] == -1
-    assert all(line == lines[custom_id][0] for line, custom_id in zip(found, lines, strict=False))
+    assert index.is_duplicate.tolist() == [i is not None and first_lines[i] != line for line, i in enumerate(ids)]
+    assert index.find([*first_lines, "never there"]).tolist() == [*first_lines.values(), -1]
 
 
 def test_lines_are_streamed_without_blanks_and_bom(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"custom_id": "a"}\r\n\n  \n{"custom_id": "\xc3\xa9"}')
     scanned = scan_input(path)
-    assert (scanned.num_lines, scanned.ids.num_ids, scanned.num_bytes) == (4, 2, path.stat().st_size)
-    lines = list(stream_lines(path, scanned.ids.is_blank))
+    assert (len(scanned.is_blank), scanned.num_requests, scanned.num_bytes) == (4, 2, path.stat().st_size)
+    assert scanned.sha256 == sha256(path.read_bytes()).hexdigest()
+    lines = list(stream_lines(scanned, scanned.is_blank))
     assert [(line.index, line.custom_id) for line in lines] == [(0, "a"), (3, "\u00e9")]
-    done = scanned.ids.is_blank.copy()
+    done = scanned.is_blank.copy()
     done[0] = True
-    assert [line.custom_id for line in stream_lines(path, done)] == ["\u00e9"]
+    assert [line.custom_id for line in stream_lines(scanned, done)] == ["\u00e9"]
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("line", "words"),
     [
-        (
-            '{"custom_id": "a"}\n{"custom_id"\n',
-            ["1 line of the input cannot be answered: it is no JSON", "line 2: not JSON"],
-        ),
-        ("[]\n", ["line 1: not a JSON object"]),
-        ('{"custom_id": 7}\n{"custom_id": ""}\n{}\n', ["3 lines of the input", "line 1: no usable custom_id, 7"]),
-        ('{"custom_id": "a"}\n{"custom_id": "a"}\n', ["1 custom_id of the input is not unique", "'a' on lines 1, 2"]),
-        ("", ["the input has no lines"]),
-        ("\n\n", ["the input has no lines"]),
-        (
-            "".join(f'{{"custom_id": "{name}"}}\n' for name in "abacabd"),
-            ["2 custom_ids", "'a' on lines 1, 3, 5", "'b' on lines 2, 6", "no line was run"],
-        ),
+        (b'{"custom_id"', "not valid JSON; got: EOF while parsing an object at column 12; expected"),
+        (b'{"custom_id": "b"} {}', "not valid JSON"),
+        (b'{"custom_id": "b", "prompt": "\xff"}', "not valid UTF-8; got: the byte 0xff at position 30"),
+        (b'{"custom_id": "b", "prompt": NaN}', "not valid JSON"),
+        (b"[]", "not a JSON object; got: []"),
+        (b"{}", "no usable custom_id; got: None"),
+        (b'{"custom_id": 7}', "no usable custom_id; got: 7"),
+        (b'{"custom_id": ""}', "no usable custom_id"),
+        (b'{"custom_id": "%s"}' % (b"b" * 513), "1 to 512 characters"),
+        (b'{"custom_id": "good"}', "an earlier line has; got: 'good', as on line 1"),
+        (b'{"custom_id": "b", "method": "GET", "body": {}}', "a method that no URL takes; got: 'GET'; expected: POST"),
+        (b'{"custom_id": "b", "url": "/v1/embeddings", "body": {}}', "does not serve; got: '/v1/embeddings'"),
+        (b'{"custom_id": "b", "url": [], "body": {}}', "does not serve; got: []"),
+        (b'{"custom_id": "b", "url": "/v1/responses"}', "the body of the line is no object"),
+        (b"[" * 100_000, "nesting of the line is too deep"),
     ],
 )
-def test_inputs_that_cannot_be_answered_line_by_line(tmp_path: Path, content: str, words: list[str]) -> None:
+def test_a_bad_line_is_known_before_anything_is_run(tmp_path: Path, line: bytes, words: str) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(content)
-    with pytest.raises(ConfigError) as caught:
+    path.write_bytes(b'{"custom_id": "good"}\n\n' + line + b'\n{"custom_id": "last"}')
+    scanned = scan_input(path)
+    assert scanned.num_requests == 3
+    assert [one.index for one in stream_lines(scanned, scanned.is_blank)] == [0, 3]
+    [(index, error)] = bad_lines(scanned, scanned.is_blank)
+    assert index == 2
+    assert words in str(error)
+    assert error.custom_id == ("good" if b"good" in line else "b" if b"method" in line or b"url" in line else None)
+    scanned.is_bad[2] = False
+    with pytest.raises(ConfigError, match="changed while it was read") if b"good" not in line else nullcontext():
+        list(stream_lines(scanned, scanned.is_blank))
+
+
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    with path.open("wb") as file:
+        start = b'{"custom_id": "long", "prompt": "'
+        for num_bytes in (MAX_LINE_BYTES, MAX_LINE_BYTES + 1, 2 * MAX_LINE_BYTES + 1, 2 * MAX_LINE_BYTES + 2):
+            file.write(start + b"x" * (num_bytes - len(start) - 2) + b'"}\n')
+        file.write(b'{"custom_id": "last"}\n')
+    scanned = scan_input(path)
+    assert scanned.is_bad.tolist() == [False, True, True, True, False]
+    assert [line.custom_id for line in stream_lines(scanned, scanned.is_blank)] == ["long", "last"]
+    assert ["too long" in str(error) for _, error in bad_lines(scanned, scanned.is_blank)] == [True] * 3
+    with path.open("rb") as file:
+        assert scanned.sha256 == file_digest(file, "sha256").hexdigest()
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n", b"\xef\xbb\xbf\r\n"])
+def test_an_input_of_no_lines(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="the input has no lines"):
         scan_input(path)
-    for word in words:
-        assert word in str(caught.value)
 
 
 def test_an_input_that_is_not_there(tmp_path: Path) -> None:
@@ -93,14 +120,21 @@ def test_an_input_that_changes_while_it_is_read(tmp_path: Path) -> None:
     scanned = scan_input(path)
     path.write_text('{"custom_id": "a"}\n{"custom_id": "b"}\n')
     with pytest.raises(ConfigError, match="grew"):
-        list(stream_lines(path, scanned.ids.is_blank))
+        list(stream_lines(scanned, scanned.is_blank))
 
 
-def index_of(*ids: str) -> IdIndexBuilder:
+def index_of(*ids: str | None) -> IdIndex:
     builder = IdIndexBuilder()
     for custom_id in ids:
         builder.add(custom_id)
-    return builder
+    return builder.build()
+
+
+def repaired(output: OutputFile, *ids: str | None) -> list[bool]:
+    """Return which lines of an input with these ids are answered in a file."""
+    is_done = np.zeros(len(ids), np.bool_)
+    assert output.repair(index_of(*ids), is_done) == is_done.sum()
+    return is_done.tolist()
 
 
 def locked(path: Path) -> OutputFile:
@@ -115,7 +149,7 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     whole = b'{"custom_id": "b"}\n{"custom_id": "a"}\n'
     path.write_bytes(whole + torn)
     output = locked(path)
-    assert output.repair(index_of("a", "b", "c").build()).tolist() == [True, True, False]
+    assert repaired(output, "a", "b", "c") == [True, True, False]
     assert path.read_bytes() == whole
     output.append(b'{"custom_id": "c"}')
     output.sync()
@@ -127,7 +161,13 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
     ("content", "words"),
     [
         (b'{"custom_id": "x"}\n', "'x' is not in the input"),
-        (b'{"custom_id": "a"}\n{"custom_id": "a"}\n', "'a' is there twice"),
+        (b'{"custom_id": "a"}\n{"custom_id": "a"}\n', "line 1, custom_id 'a', is there twice"),
+        (b'{"custom_id": "a", "error": {"line": 3}}\n', "'a' is not on line 3"),
+        (b'{"custom_id": "b", "error": {"line": 1}}\n', "'b' is not on line 1"),
+        (b'{"custom_id": null, "error": {"line": 5}}\n', "None is not on line 5"),
+        (b'{"custom_id": null, "error": {"line": 0}}\n', "None is not on line 0"),
+        (b'{"custom_id": null, "error": {"line": 2}}\n{"custom_id": null, "error": {"line": 2}}\n', "line 2, .* twice"),
+        (b'{"custom_id": null, "error": null}\n{"custom_id": "a"}\n', "line 1 is no line of an output"),
         (b'garbage\n{"custom_id": "a"}\n', "line 1 is no line of an output"),
     ],
 )
@@ -136,9 +176,18 @@ def test_an_output_of_someone_else_is_refused(tmp_path: Path, content: bytes, wo
     path.write_bytes(content)
     output = locked(path)
     with pytest.raises(ConfigError, match=words):
-        output.repair(index_of("a", "b").build())
+        repaired(output, "a", None, "b", "b")
     output.close()
     assert path.read_bytes() == content
+
+
+def test_errors_say_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "errors.jsonl"
+    answers = [("a", 3), (None, 2), ("b", 4)]
+    path.write_text("".join(json.dumps({"custom_id": i, "error": {"line": n}}) + "\n" for i, n in answers))
+    output = locked(path)
+    assert repaired(output, "a", None, "a", "b", "c") == [False, True, True, True, False]
+    output.close()
 
 
 def test_an_output_has_one_writer(tmp_path: Path) -> None:
@@ -197,9 +246,9 @@ def test_many_lines_of_output_are_found_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text("".join(f'{{"custom_id": "{custom_id}"}}\n' for custom_id in reversed(ids[5:])))
     output = locked(path)
-    done = output.repair(index_of(*ids).build())
+    done = repaired(output, *ids)
     output.close()
-    assert np.flatnonzero(~done).tolist() == [0, 1, 2, 3, 4]
+    assert done == [False] * 5 + [True] * (len(ids) - 5)
 
 
 def test_manifest_round_trip(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_engines import ShoutingEngine, Starter, make_settings, read_output, texts, write_input
+from batch_engines import ShoutingEngine, Starter, make_settings, read_errors, read_output, shout, texts, write_input
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,9 +19,12 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.window import Window
+from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.from_outputs import ResponseHead
+from raypp.openai_api.response_request import ResponseRequest
 from raypp.types import RequestOutput
 
 
@@ -61,7 +64,7 @@ def test_every_form_of_a_line(tmp_path: Path) -> None:
     assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in engine.prompts if "chat" in prompt] == [True] * 2
     assert sorted(engine.priorities) == [-3, 0, 0, 0]
     assert engine.num_closed == 1
-    assert "4 completions, 0 errors" in said[-1]
+    assert "4 completed, 0 failed" in said[-1]
 
 
 def test_the_models_defaults_hold_where_neither_line_nor_job_says_a_value(tmp_path: Path) -> None:
@@ -103,7 +106,7 @@ def test_an_error_of_the_engine_about_a_form_names_the_field_that_asked_for_it(t
     chat = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}
     write_lines(tmp_path, {"custom_id": "a", **chat}, {"custom_id": "b", "prompt": "a", "structured_outputs": {}})
     run(tmp_path, ShoutingEngine(on_question=refuse))
-    params = {line["custom_id"]: line["error"]["param"] for line in read_output(tmp_path)}
+    params = {line["custom_id"]: line["error"]["param"] for line in read_errors(tmp_path)}
     assert params == {"a": "response_format", "b": "structured_outputs"}
 
 
@@ -111,7 +114,7 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"chat_template": "mine"}}
     write_lines(tmp_path, {"custom_id": "a", **chat})
     run(tmp_path, ShoutingEngine())
-    [line] = read_output(tmp_path)
+    [line] = read_errors(tmp_path)
     assert line["response"]["status_code"] == 400
     assert "chat_template_kwargs must not have chat_template" in line["error"]["message"]
 
@@ -119,13 +122,17 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [
-        ({"url": "/v1/embeddings", "body": {"input": "a"}}, 400, "an endpoint that a batch cannot ask for"),
-        ({"url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}, 400, "expected: POST"),
-        ({"url": "/v1/completions", "body": "a"}, 400, "the body of a line is no object"),
         ({"url": "/v1/completions", "body": {"prompt": "a", "temprature": 1}}, 400, "did you mean temperature?"),
         ({"url": "/v1/completions", "body": {"prompt": "a", "model": "gpt-5"}}, 404, "there is no model 'gpt-5'"),
         ({"url": "/v1/chat/completions", "body": {"messages": []}}, 400, "messages has a value"),
         ({"prompt": "a", "stream": True}, 400, "cannot be streamed"),
+        ({"url": "/v1/responses", "body": {"input": "a", "stream": True}}, 400, "cannot be streamed"),
+        ({"input": "a", "previous_response_id": "resp_1"}, 400, "no responses are kept here"),
+        ({"input": "a", "background": True}, 400, "leave background out"),
+        ({"input": []}, 400, "input"),
+        ({"prompt": "x" * 100_000}, 400, "max_model_len"),
+        ({"prompt": "nan"}, 500, "logits are not finite"),
+        ({"prompt": "poison"}, 503, "an encoder died"),
         ({"prompt": ""}, 400, "no tokens"),
         ({"text": "a"}, 400, "prompt is missing"),
         ({"prompt": "crash"}, 500, "internal error"),
@@ -139,13 +146,107 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_line_is_its_answer(tmp_path: Path, line: dict[str, Any], status: int, words: str) -> None:
     write_lines(tmp_path, {"custom_id": "bad", **line}, {"custom_id": "good", "prompt": "a"})
     _, said = run(tmp_path, ShoutingEngine())
-    lines = {line["custom_id"]: line for line in read_output(tmp_path)}
-    assert lines["good"]["response"]["status_code"] == 200
-    response, error = lines["bad"]["response"], lines["bad"]["error"]
-    assert response["status_code"] == status
-    assert words in error["message"]
-    assert response["body"] == {"error": error}
-    assert "1 errors" in said[-1]
+    assert [line["custom_id"] for line in read_output(tmp_path)] == ["good"]
+    [failed] = read_errors(tmp_path)
+    assert (failed["custom_id"], failed["error"]["line"]) == ("bad", 1)
+    assert failed["response"]["status_code"] == status
+    assert words in failed["error"]["message"]
+    assert "1 completed, 1 failed" in said[-2]
+    assert said[-1] == f"errors are in {tmp_path / 'out.jsonl.errors.jsonl'}"
+
+
+BAD_INPUT = b"""{"custom_id": "a", "prompt": "x"}
+{"custom_id": "a", "prompt": "y"}
+[1]
+
+{"custom_id": "b", "prompt": "\xff"}
+{"custom_id": "c", "url": "/v1/embeddings", "body": {"input": "x"}}
+{"prompt": "z"}
+{"custom_id": "b", "url": "/v1/responses", "body": {"input": "z", "stream": false}}"""
+
+
+def test_bad_lines_stop_no_others(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(BAD_INPUT)
+    _, said = run(tmp_path, ShoutingEngine())
+    assert {line["custom_id"] for line in read_output(tmp_path)} == {"a", "b"}
+    found = {line["error"]["line"]: (line["custom_id"], line["error"]["param"]) for line in read_errors(tmp_path)}
+    assert found == {2: ("a", "custom_id"), 3: (None, None), 5: (None, None), 6: ("c", "url"), 7: (None, "custom_id")}
+    assert said[-2].endswith("in all: 7 lines, 2 completed, 5 failed")
+    starter, said = run(tmp_path)
+    assert starter.num_started == 0
+    assert said[0] == "nothing to do: 7 lines, 2 completed, 5 failed"
+
+
+def test_only_bad_lines_need_no_engine(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b"a\nb\n")
+    starter, said = run(tmp_path)
+    assert starter.num_started == 0
+    assert said[-2].endswith("in all: 2 lines, 0 completed, 2 failed")
+    assert read_output(tmp_path) == []
+    assert [line["error"]["line"] for line in read_errors(tmp_path)] == [1, 2]
+
+
+def test_bad_lines_are_told_of_before_an_engine_starts(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(BAD_INPUT)
+
+    async def cannot_start(_: EngineConfig) -> ShoutingEngine:
+        assert len(read_errors(tmp_path)) == 5
+        raise ConfigError("there is no such model")
+
+    with pytest.raises(ConfigError, match="no such model"):
+        asyncio.run(BatchJob(make_settings(tmp_path), cannot_start).run())
+    run(tmp_path, ShoutingEngine())
+    assert (len(read_output(tmp_path)), len(read_errors(tmp_path))) == (2, 5)
+
+
+def test_without_the_error_file_failed_lines_are_tried_again(tmp_path: Path) -> None:
+    write_lines(tmp_path, {"custom_id": "a", "prompt": "x"}, {"custom_id": "b", "prompt": "poison"}, {})
+    run(tmp_path, ShoutingEngine())
+    before = read_output(tmp_path)
+    (tmp_path / "out.jsonl.errors.jsonl").unlink()
+    run(tmp_path, (engine := ShoutingEngine()))
+    assert engine.prompts == ["poison"]
+    assert read_output(tmp_path) == before
+    assert sorted(line["error"]["line"] for line in read_errors(tmp_path)) == [2, 3]
+
+
+def test_a_response_is_what_the_same_body_is_over_http(tmp_path: Path) -> None:
+    """`/v1/responses` prepares and answers with the same functions; what is left are the job's own defaults."""
+    body = {"input": [{"role": "user", "content": "hi"}], "instructions": "be", "metadata": {"a": "b"}, "top_p": None}
+    write_lines(tmp_path, {"custom_id": "a", "url": "/v1/responses", "body": {"model": "tiny", **body}})
+    engine = ShoutingEngine()
+    run(tmp_path, engine, defaults={"max_tokens": 7, "top_p": 0.5, "logprobs": 2, "n": 2, "prompt_logprobs": 1})
+    [line] = read_output(tmp_path)
+    found = line["response"]["body"]
+    assert found["object"] == "response"
+    assert found["output"][0]["content"][0]["text"] == "HI"
+    [params] = engine.params
+    request = ResponseRequest(seed=params.seed, max_output_tokens=7, top_logprobs=2, **body | {"top_p": 0.5})
+    prepared = asyncio.run(BodyPreparer(engine.tokenizer, None, max_model_len=1000).response(request))
+    assert engine.prompts == [prepared.prompts[0].text]
+    assert params == prepared.params
+    expected = prepared.response(ResponseHead.new("resp_", "tiny"), [shout("hi", "x")]).model_dump()
+    for name in ("id", "created_at", "completed_at"):
+        assert type(found.pop(name)) is type(expected.pop(name))
+    assert found["output"][0].pop("id")[:4] == expected["output"][0].pop("id")[:4]
+    assert found == expected
+
+
+def test_defaults_have_the_names_of_each_url(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    write_lines(
+        tmp_path,
+        {"custom_id": "a", "prompt": "a"},
+        {"custom_id": "b", **chat},
+        {"custom_id": "c", "input": "a"},
+        {"custom_id": "d", "logprobs": False, **chat},
+    )
+    engine = ShoutingEngine()
+    defaults = {"n": 2, "logprobs": 3, "max_tokens": 5, "logit_bias": {"7": 1.0}}
+    run(tmp_path, engine, defaults=defaults, max_in_flight=1)
+    assert read_errors(tmp_path) == []
+    assert [(p.n, p.logprobs, p.max_tokens) for p in engine.params] == [(2, 3, 5), (2, 3, 5), (1, 3, 5), (2, None, 5)]
+    assert [dict(p.logit_bias or {}) for p in engine.params] == [{7: 1.0}] * 4
 
 
 def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
@@ -154,7 +255,7 @@ def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
     before = (tmp_path / "out.jsonl").read_bytes()
     starter, said = run(tmp_path)
     assert starter.num_started == 0
-    assert said == [f"nothing to do: all 5 lines are answered in {tmp_path / 'out.jsonl'}"]
+    assert said == ["nothing to do: 5 lines, 5 completed, 0 failed"]
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert set(texts(tmp_path)) == set(ids)
 
@@ -163,18 +264,24 @@ def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_torn_anywhere_the_next_run_completes_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("job")
-    num_lines = data.draw(st.integers(1, 12))
-    ids = write_input(folder, num_lines)
+    prompts = data.draw(st.lists(st.sampled_from(["good", "poison", None]), min_size=1, max_size=12))
+    lines = [{"custom_id": f"id-{i}", "prompt": prompt} if prompt else {} for i, prompt in enumerate(prompts)]
+    write_lines(folder, *lines)
     run(folder, ShoutingEngine())
-    expected = texts(folder)
+    files = [folder / "out.jsonl", folder / "out.jsonl.errors.jsonl"]
     for _ in range(2):
-        whole = (folder / "out.jsonl").read_bytes()
-        torn = whole[: data.draw(st.integers(0, len(whole)))]
-        (folder / "out.jsonl").write_bytes(torn)
-        starter, _ = run(folder, ShoutingEngine())
-        assert starter.num_started == (torn.count(b"\n") < num_lines)
-        assert texts(folder) == expected
-        assert set(expected) == set(ids)
+        for file in files:
+            whole = file.read_bytes()
+            file.write_bytes(whole[: data.draw(st.integers(0, len(whole)))])
+        num_kept = sum(file.read_bytes().count(b"\n") for file in files)
+        _, said = run(folder, ShoutingEngine())
+        assert said[0].startswith(
+            "nothing" if num_kept == len(prompts) else f"{len(prompts)} lines, {num_kept} of them"
+        )
+        completed = [line["custom_id"] for line in read_output(folder)]
+        failed = [line["error"]["line"] - 1 for line in read_errors(folder)]
+        assert sorted(completed) == sorted(f"id-{i}" for i, prompt in enumerate(prompts) if prompt == "good")
+        assert sorted(failed) == [i for i, prompt in enumerate(prompts) if prompt != "good"]
 
 
 def test_cancelled_at_any_moment_the_next_run_completes_it(tmp_path: Path) -> None:
@@ -302,9 +409,37 @@ def test_another_job_may_not_go_on(tmp_path: Path) -> None:
     assert len(texts(tmp_path)) == 4
 
 
-def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path) -> None:
+def test_errors_of_one_job_are_in_one_file(tmp_path: Path) -> None:
+    write_lines(tmp_path, {"custom_id": "a", "prompt": "x"}, {})
+    run(tmp_path, ShoutingEngine())
+    with pytest.raises(ConfigError, match=r"error file: 'out.jsonl.errors.jsonl' then, 'other.jsonl' now"):
+        run(tmp_path, error_path=tmp_path / "other.jsonl")
+    run(tmp_path, ShoutingEngine(), error_path=tmp_path / "other.jsonl", overwrite=True)
+    assert (tmp_path / "other.jsonl").read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.errors.jsonl"])
+def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, name: str) -> None:
     write_input(tmp_path, 3)
-    (tmp_path / "out.jsonl").write_text("my diary\n")
+    (tmp_path / name).write_text("my diary\n")
     with pytest.raises(ConfigError, match="no manifest says which job wrote it"):
         run(tmp_path)
-    assert (tmp_path / "out.jsonl").read_text() == "my diary\n"
+    assert (tmp_path / name).read_text() == "my diary\n"
+
+
+def test_an_error_file_that_cannot_be_written_is_told_of_first(tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+    with pytest.raises(ConfigError, match=r"the error file cannot be written; got: .*No such file"):
+        run(tmp_path, error_path=tmp_path / "no" / "errors.jsonl")
+    run(tmp_path, ShoutingEngine())
+    assert len(read_output(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("same", ["in.jsonl", "out.jsonl", "sub/../out.jsonl", "out.jsonl.job.json", "link", "hard"])
+def test_no_two_files_of_a_job_are_one(tmp_path: Path, same: str) -> None:
+    write_input(tmp_path, 3)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("in.jsonl")
+    (tmp_path / "hard").hardlink_to(tmp_path / "in.jsonl")
+    with pytest.raises(ConfigError, match="are the same file"):
+        make_settings(tmp_path, error_path=tmp_path / same)

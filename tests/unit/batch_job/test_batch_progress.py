@@ -20,20 +20,21 @@ class Clock:
 
 def test_rates_and_time_left() -> None:
     clock = Clock()
-    progress = Progress(total=1000, num_done_before=100, clock=clock)
+    progress = Progress(total=1000, num_done_before=100, num_failed_before=10, clock=clock)
     assert "time left unknown" in progress.line()
     for _ in range(90):
         progress.count(Answer(b"", num_prompt_tokens=3, num_output_tokens=20))
     clock.now_s += 10
-    assert progress.line() == "190/1,000 lines (19 %), 9.0 lines/s, 180 tokens/s, 0 errors, 1 min 30 s left"
+    assert progress.line() == "190/1,000 lines (19 %), 9.0 lines/s, 180 tokens/s, 10 failed, 1 min 30 s left"
     clock.now_s += 100
     progress.count(Answer(b"", is_error=True))
     assert progress.rates() == pytest.approx((0.01, 0.0))  # the fast beginning is long ago
     assert progress.num_left == 809
     assert progress.summary().startswith(
-        "91 lines answered in 1 min 50 s, 100 by earlier runs: 90 completions, 1 errors\n"
+        "91 lines answered in 1 min 50 s: 90 completed, 1 failed\n"
         "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory "
     )
+    assert progress.summary().endswith("\nin all: 1,000 lines, 180 completed, 11 failed, 809 left")
 
 
 def test_without_a_terminal_there_are_lines() -> None:
@@ -59,7 +60,7 @@ def test_on_a_terminal_there_is_a_bar() -> None:
         progress.count(Answer(b"", num_output_tokens=5))
     reporter.close()
     assert "4/4" in stream.getvalue()
-    assert "tokens/s, 0 errors" in stream.getvalue()
+    assert "tokens/s, 0 failed" in stream.getvalue()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(3.21, "3.2 s"), (125, "2 min 5 s"), (7260, "2 h 1 min")])

@@ -31,13 +31,13 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[JobSettings]:
 
 def test_options(settings: list[JobSettings]) -> None:
     options = "--input in.jsonl --output dir/out.jsonl --model some/model --num-stages 3 --max-tokens 9 --temperature 0"
-    more = "--stop x --stop y --max-in-flight 7 --overwrite --progress-interval 2.5"
+    more = "--stop x --stop y --logit-bias 5=1 --errors e.jsonl --max-in-flight 7 --overwrite --progress-interval 2.5"
     assert main(["batch", *options.split(), *more.split()]) == 0
     (job,) = settings
     assert (job.input_path, job.output_path) == (Path("in.jsonl"), Path("dir/out.jsonl"))
-    assert job.manifest_path == Path("dir/out.jsonl.job.json")
+    assert (job.errors_path, job.manifest_path) == (Path("e.jsonl"), Path("dir/out.jsonl.job.json"))
     assert job.config.parallel.num_stages == 3
-    assert job.defaults == {"max_tokens": 9, "temperature": 0, "stop": ["x", "y"]}
+    assert job.defaults == {"max_tokens": 9, "temperature": 0, "stop": ["x", "y"], "logit_bias": {"5": 1.0}}
     assert job.served_model_names == ("some/model", "model")
     assert (job.window, job.overwrite, job.progress_interval_s) == (7, True, 2.5)
 
@@ -46,6 +46,7 @@ def test_defaults(settings: list[JobSettings]) -> None:
     options = ["--input", "a", "--output", "b", "--set", "max_num_seqs=5", "--served-model-name", "gpt"]
     assert main(["batch", "--model", "tiny", *options]) == 0
     (job,) = settings
+    assert job.errors_path == Path("b.errors.jsonl")
     assert (job.window, job.overwrite, dict(job.defaults), job.served_model_names) == (10, False, {}, ("gpt",))
 
 
@@ -53,6 +54,7 @@ def test_defaults(settings: list[JobSettings]) -> None:
     ("options", "words"),
     [
         (["--input", "a", "--output", "a"], "the same file"),
+        (["--input", "a", "--output", "b", "--errors", "b"], "output and error file are the same file"),
         (["--input", "a", "--output", "b", "--max-tokens", "0"], "max_tokens"),
         (["--input", "a", "--output", "b", "--temperature", "nan"], "temperature"),
         (["--input", "a", "--output", "b", "--max-in-flight", "0"], "max_in_flight"),
@@ -66,12 +68,16 @@ def test_mistakes_are_found_before_anything_is_read(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("paths", "name"), [(("in", "/out"), "input"), (("/in", "./out"), "output")])
+@pytest.mark.parametrize(
+    ("paths", "name"),
+    [(("in", "/out", "/e"), "input"), (("/in", "./out", "/e"), "output"), (("/in", "/out", "e"), "error file")],
+)
 def test_relative_paths_inside_a_ray_job_are_refused(
-    paths: tuple[str, str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    paths: tuple[str, str, str], name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", IN_A_JOB)
-    assert main(["batch", "--model", "tiny", "--input", paths[0], "--output", paths[1]]) == 2
+    files = ["--input", paths[0], "--output", paths[1], "--errors", paths[2]]
+    assert main(["batch", "--model", "tiny", *files]) == 2
     err = capsys.readouterr().err
     assert f"a relative {name} inside a Ray job" in err
     assert "Ray throws away" in err
@@ -97,7 +103,7 @@ def test_the_environment_of_a_ray_job(variables: dict[str, str], job_id: str | N
 
 
 def test_an_input_that_cannot_be_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in").write_text('{"custom_id": "a"}\n{"custom_id": "a"}\n')
+    (tmp_path / "in").write_text("\n")
     assert main(["batch", "--model", "tiny", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err.startswith("raypp: 1 custom_id of the input is not unique\n  got: 'a' on lines 1")
+    assert capsys.readouterr().err.startswith("raypp: the input has no lines\n  got: ")
     assert not (tmp_path / "out").exists()
