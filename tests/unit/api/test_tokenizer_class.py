@@ -54,7 +54,16 @@ def test_a_client_does_not_import_what_it_has_no_use_for() -> None:
         from raypp.api.tokenizer import Tokenizer
         tokenizer = Tokenizer({str(TINY)!r})
         assert tokenizer.render_chat({TALK!r})
-        print([name for name in ("torch._dynamo", "triton", "sympy") if name in sys.modules])
+        print([name for name in ("torch", "triton", "sympy") if name in sys.modules])
+        # What it has not imported, its user still can have of it.
+        from transformers import modeling_gguf_pytorch_utils, tokenization_utils_tokenizers
+        assert modeling_gguf_pytorch_utils.GGUF_SUPPORTED_ARCHITECTURES
+        try:
+            tokenization_utils_tokenizers.load_gguf_checkpoint("nowhere.gguf")
+        except (ImportError, OSError) as error:
+            assert "GGUF" in str(error) or "nowhere" in str(error), error
+        [ids] = tokenizer.transformers_tokenizer("def", return_tensors="pt")["input_ids"]
+        assert ids.tolist() == tokenizer.encode(["def"])[0].tolist()
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
