@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from raypp.actors.collector import collector_paused
 from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
@@ -62,11 +63,12 @@ class EncoderActor:
             ModelLoadError, ResourceError: it cannot be read, or does not fit.
         """
         process = live_with(owner)
-        import torch
+        with collector_paused():
+            import torch
 
-        from raypp.encoder.build import build_manager
-        from raypp.encoder.worker import EncoderWorker
-        from raypp.stage.build import configure_torch
+            from raypp.encoder.build import build_manager
+            from raypp.encoder.worker import EncoderWorker
+            from raypp.stage.build import configure_torch
 
         spec = replace(spec, device=local_device(spec.device))
         if model is not None:

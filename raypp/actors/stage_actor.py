@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
+from raypp.actors.collector import collector_paused
 from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
@@ -59,7 +60,8 @@ class StageActor:
         self._share = share
         self._spec = replace(spec, device=local_device(spec.device))
         self._config = config
-        self._factory: StageFactory | None = None if factory is None else cloudpickle.loads(factory)
+        with collector_paused():
+            self._factory: StageFactory | None = None if factory is None else cloudpickle.loads(factory)
         self._rendezvous: RendezvousServer | None = None
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 
@@ -69,8 +71,9 @@ class StageActor:
 
     def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model; return, on the first of several stages, where they all meet."""
-        from raypp.stage import build
-        from raypp.transport.rendezvous import RendezvousServer
+        with collector_paused():
+            from raypp.stage import build
+            from raypp.transport.rendezvous import RendezvousServer
 
         if self._share is not None and self._factory is None:
             self._spec = replace(
