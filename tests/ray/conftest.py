@@ -18,6 +18,14 @@ def _stop_ray() -> None:
         ray.shutdown()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put those that need a Ray of their own last: each time they end the shared one, another has to be started."""
+    here = [index for index, item in enumerate(items) if Path(__file__).parent in item.path.parents]
+    ours = sorted((items[index] for index in here), key=lambda item: "no_ray" in getattr(item, "fixturenames", ()))
+    for index, item in zip(here, ours, strict=True):
+        items[index] = item
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """End Ray with the last test of this folder."""
