@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Answerer:
     def __init__(self, llm: BatchEngine, settings: JobSettings) -> None:
         self._llm = llm
         self._settings = settings
+        self._num_running = 0
         self._preparer = BodyPreparer(
             llm.tokenizer, llm.pictures, max_model_len=llm.max_model_len, sampling_defaults=llm.sampling_defaults
         )
@@ -66,7 +68,7 @@ class Answerer:
                 return _error_answer(
                     line.index, line.custom_id, request_id, *model_not_found(request.model, self._served)
                 )
-            return await self._run(line, request, request_id)
+            return await self._run_when_there_is_room(line, request, request_id)
         except (RequestError, QueueFullError, NonFiniteLogitsError, EncoderDiedError) as error:
             return _error_answer(line.index, line.custom_id, request_id, *describe_error(error))
         except RayppError:
@@ -78,6 +80,20 @@ class Answerer:
     @property
     def _served(self) -> Sequence[str]:
         return self._settings.served_model_names
+
+    async def _run_when_there_is_room(self, line: Line, request: Body, request_id: str) -> Answer:
+        """Run a line again while it is refused for the sake of others: these are the job's own, and end."""
+        while True:
+            self._num_running += 1
+            try:
+                return await self._run(line, request, request_id)
+            except QueueFullError as error:
+                if self._num_running == 1:
+                    raise
+                retry_after_s = error.retry_after_s
+            finally:
+                self._num_running -= 1
+            await asyncio.sleep(retry_after_s)
 
     async def _run(self, line: Line, request: Body, request_id: str) -> Answer:
         if request.seed is None:

@@ -8,7 +8,9 @@ The actor that Ray Data makes of it starts an engine of its own, with its stages
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,11 @@ import numpy.typing as npt
 
 from raypp.api.launch import Launch, launch_on_ray
 from raypp.api.llm import LLM
-from raypp.errors import ConfigError, RequestError
+from raypp.api.prompt_forms import PROMPT_FORMS
+from raypp.errors import ConfigError, EngineDeadError, RayppError, RequestError
 from raypp.types import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 Column = npt.NDArray[Any]
 
@@ -68,9 +73,9 @@ class Completer:
         """
         if self._input_column not in batch:
             raise ConfigError("the batch lacks a column", got=sorted(batch), expected=self._input_column)
-        answers = self._complete(list(batch[self._input_column]))
+        answers = self._complete([_plain(prompt) for prompt in batch[self._input_column]])
         outputs = [answer.outputs[0] if isinstance(answer, RequestOutput) else None for answer in answers]
-        errors = [None if isinstance(answer, RequestOutput) else str(answer) for answer in answers]
+        errors = [None if isinstance(answer, RequestOutput) else answer for answer in answers]
         name = self._output_column
         return {
             **batch,
@@ -80,28 +85,46 @@ class Completer:
             f"{name}_error": _column(errors),
         }
 
-    def _complete(self, prompts: list[Any]) -> list[RequestOutput | RequestError]:
-        """Run all rows together; a row that cannot be run gets its error, and the others are run without it."""
-        answers: dict[int, RequestOutput | RequestError] = {}
-        while len(answers) < len(prompts):
-            rows = [row for row in range(len(prompts)) if row not in answers]
-            ids = [f"row-{row}" for row in rows]
-            run = self._llm.chat if self._is_chat else self._llm.generate
-            try:
-                outputs = run([_plain(prompts[row]) for row in rows], self._params, request_ids=ids)
-            except RequestError as error:
-                if error.request_id not in ids:
-                    raise
-                answers[rows[ids.index(error.request_id)]] = error
-            else:
-                answers.update(zip(rows, outputs, strict=True))
-        return [answers[row] for row in range(len(prompts))]
+    def _complete(self, prompts: list[Any]) -> list[RequestOutput | str]:
+        """Run all rows together; where one of them fails, each by itself: a row has its output, or its error."""
+        if not prompts:
+            return []
+        try:
+            return [*self._run(prompts)]
+        except EngineDeadError:
+            raise
+        except Exception:  # whose it is will be seen
+            num_threads = 2 * self._llm.config.scheduler.max_num_seqs  # so many keep the engine full
+            with ThreadPoolExecutor(min(num_threads, len(prompts)), "raypp-row") as threads:
+                return list(threads.map(self._run_alone, prompts))
+
+    def _run_alone(self, prompt: Any) -> RequestOutput | str:
+        try:
+            [output] = self._run([prompt])
+        except EngineDeadError:
+            raise
+        except RayppError as error:
+            return str(error)
+        except Exception as error:  # a fault of raypp's own must not keep the other rows from their answers
+            logger.exception("a row of column %s", self._input_column)
+            return f"internal error: {type(error).__name__}"
+        return output
+
+    def _run(self, prompts: list[Any]) -> list[RequestOutput]:
+        forms, expected = (list, "a list of messages") if self._is_chat else (str | list | dict, PROMPT_FORMS)
+        for prompt in prompts:  # a number or a message would be taken for a part of a single prompt
+            if not isinstance(prompt, forms):
+                got = f"{repr(prompt)[:80]} ({type(prompt).__name__})"
+                raise RequestError(f"column {self._input_column} has another value", got=got, expected=expected)
+        return (self._llm.chat if self._is_chat else self._llm.generate)(prompts, self._params)
 
 
 def _plain(prompt: Any) -> Any:
-    """Return a prompt as Python has it: Arrow's lists come as arrays."""
-    if isinstance(prompt, np.ndarray):
+    """Return a prompt as Python has it: Arrow's lists come as arrays, and its structs have nulls for absent fields."""
+    if isinstance(prompt, np.ndarray | list):
         return [_plain(item) for item in prompt]
+    if isinstance(prompt, dict):
+        return {name: _plain(value) for name, value in prompt.items() if value is not None}
     return prompt.item() if isinstance(prompt, np.generic) else prompt
 
 

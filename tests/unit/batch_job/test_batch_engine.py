@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from batch_engines import make_settings, read_errors, read_output
 
@@ -16,8 +17,9 @@ from raypp.api.llm import LLM
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.ray_data import Completer
 from raypp.config.engine import EngineConfig
+from raypp.errors import EngineDeadError, NonFiniteLogitsError
 from raypp.testing import launch_in_threads
-from raypp.types import SamplingParams
+from raypp.types import RequestOutput, SamplingParams
 
 PROMPTS = ["def main(", "import ", "class A:", "return "]
 
@@ -81,6 +83,66 @@ def test_ray_data_callable() -> None:
     talks = np.empty(2, object)
     talks[:] = [np.array([{"role": "user", "content": "hi"}], object), [{"role": "user", "content": "ho"}]]
     assert chat({"talk": talks})["completion_num_tokens"].tolist() == [3, 3]
+
+
+def column(*rows: Any) -> npt.NDArray[Any]:
+    result = np.empty(len(rows), object)
+    result[:] = rows
+    return result
+
+
+def test_a_row_that_fails_fails_alone() -> None:
+    greedy = {"launch": launch_in_threads, "sampling_params": {"temperature": 0.0, "max_tokens": 3}}
+    completer = Completer("tiny", **greedy)
+    result = completer({"prompt": column(7, "import ", None, np.array([1, 2]), {"prompt": "x"}, {"text": "x"}, [-1])})
+    assert [text is None for text in result["completion"]] == [True, False, True, False, False, True, True]
+    assert [error is None for error in result["completion_error"]] == [False, True, False, True, True, False, False]
+    assert completer({"prompt": column(7)})["completion"].tolist() == [None]
+    assert completer({"prompt": column()})["completion"].tolist() == []
+
+    hi = [{"role": "user", "content": "hi"}]
+    chat = Completer("tiny", messages_column="talk", **greedy)
+    result = chat({"talk": column({"role": "user", "content": "hi"}, np.array(hi, object), None, [], "hi", [7])})
+    assert [text is None for text in result["completion"]] == [True, False, True, True, True, True]
+    assert "a list of messages" in result["completion_error"][0]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(NonFiniteLogitsError("not finite"), "not finite"), (KeyError("secret"), "internal error: KeyError")],
+)
+def test_a_row_that_fails_at_the_engine_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    completer = Completer("tiny", launch=launch_in_threads, sampling_params={"max_tokens": 1})
+    generate = LLM.generate
+
+    def generate_or_fail(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+        if "bad" in prompts:
+            raise error
+        return generate(llm, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", generate_or_fail)
+    result = completer({"prompt": column("a", "bad", "b")})
+    assert result["completion_num_tokens"].tolist() == [1, 0, 1]
+    assert result["completion_error"].tolist() == [None, words, None]
+    error = EngineDeadError("gone")
+    with pytest.raises(EngineDeadError):
+        completer({"prompt": column("a", "bad")})
+
+
+def test_messages_are_the_same_in_arrow_and_in_python() -> None:
+    def in_arrow(part: dict[str, Any]) -> npt.NDArray[Any]:
+        return column({"role": "user", "content": column({"text": None, "image_url": None, **part}), "name": None})
+
+    text = {"type": "text", "text": "what is 1 + 1?"}
+    picture = {"type": "image_url", "image_url": {"url": "data:,", "detail": None}}
+    params = {"temperature": 0.0, "max_tokens": 5}
+    chat = Completer("tiny", launch=launch_in_threads, messages_column="talk", sampling_params=params)
+    result = chat({"talk": column([{"role": "user", "content": [text]}], in_arrow(text), in_arrow(picture))})
+    first, second, _ = result["completion"]
+    assert first == second
+    assert "takes no images" in result["completion_error"][2]  # and does not pass over them
 
 
 def test_ray_data_callable_without_its_column() -> None:

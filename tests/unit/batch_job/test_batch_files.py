@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypp.batch_job import input_file, line
 from raypp.batch_job.id_index import IdIndex, IdIndexBuilder
 from raypp.batch_job.input_file import bad_lines, scan_input, stream_lines
-from raypp.batch_job.line import MAX_LINE_BYTES
 from raypp.batch_job.manifest import Manifest
 from raypp.batch_job.output_file import OutputFile
 from raypp.errors import ConfigError, ResourceError
@@ -27,12 +27,12 @@ from raypp.errors import ConfigError, ResourceError
 def test_index_finds_what_a_dict_finds(ids: list[str | None]) -> None:
     builder = IdIndexBuilder()
     first_lines: dict[str, int] = {}
-    for line, custom_id in enumerate(ids):
+    for number, custom_id in enumerate(ids):
         builder.add(custom_id)
         if custom_id is not None:
-            first_lines.setdefault(custom_id, line)
+            first_lines.setdefault(custom_id, number)
     index = builder.build()
-    assert index.is_duplicate.tolist() == [i is not None and first_lines[i] != line for line, i in enumerate(ids)]
+    assert index.is_duplicate.tolist() == [i is not None and first_lines[i] != n for n, i in enumerate(ids)]
     assert index.find([*first_lines, "never there"]).tolist() == [*first_lines.values(), -1]
 
 
@@ -43,14 +43,14 @@ def test_lines_are_streamed_without_blanks_and_bom(tmp_path: Path) -> None:
     assert (len(scanned.is_blank), scanned.num_requests, scanned.num_bytes) == (4, 2, path.stat().st_size)
     assert scanned.sha256 == sha256(path.read_bytes()).hexdigest()
     lines = list(stream_lines(scanned, scanned.is_blank))
-    assert [(line.index, line.custom_id) for line in lines] == [(0, "a"), (3, "\u00e9")]
+    assert [(one.index, one.custom_id) for one in lines] == [(0, "a"), (3, "\u00e9")]
     done = scanned.is_blank.copy()
     done[0] = True
-    assert [line.custom_id for line in stream_lines(scanned, done)] == ["\u00e9"]
+    assert [one.custom_id for one in stream_lines(scanned, done)] == ["\u00e9"]
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("bad_line", "words"),
     [
         (b'{"custom_id"', "not valid JSON; got: EOF while parsing an object at column 12; expected"),
         (b'{"custom_id": "b"} {}', "not valid JSON"),
@@ -69,32 +69,36 @@ def test_lines_are_streamed_without_blanks_and_bom(tmp_path: Path) -> None:
         (b"[" * 100_000, "nesting of the line is too deep"),
     ],
 )
-def test_a_bad_line_is_known_before_anything_is_run(tmp_path: Path, line: bytes, words: str) -> None:
+def test_a_bad_line_is_known_before_anything_is_run(tmp_path: Path, bad_line: bytes, words: str) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_bytes(b'{"custom_id": "good"}\n\n' + line + b'\n{"custom_id": "last"}')
+    path.write_bytes(b'{"custom_id": "good"}\n\n' + bad_line + b'\n{"custom_id": "last"}')
     scanned = scan_input(path)
     assert scanned.num_requests == 3
     assert [one.index for one in stream_lines(scanned, scanned.is_blank)] == [0, 3]
     [(index, error)] = bad_lines(scanned, scanned.is_blank)
     assert index == 2
     assert words in str(error)
-    assert error.custom_id == ("good" if b"good" in line else "b" if b"method" in line or b"url" in line else None)
+    assert error.custom_id == (
+        "good" if b"good" in bad_line else "b" if b"body" in bad_line or b"url" in bad_line else None
+    )
     scanned.is_bad[2] = False
-    with pytest.raises(ConfigError, match="changed while it was read") if b"good" not in line else nullcontext():
+    with pytest.raises(ConfigError, match="changed while it was read") if b"good" not in bad_line else nullcontext():
         list(stream_lines(scanned, scanned.is_blank))
 
 
-def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path) -> None:
+def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (line, input_file):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     path = tmp_path / "in.jsonl"
     with path.open("wb") as file:
         start = b'{"custom_id": "long", "prompt": "'
-        for num_bytes in (MAX_LINE_BYTES, MAX_LINE_BYTES + 1, 2 * MAX_LINE_BYTES + 1, 2 * MAX_LINE_BYTES + 2):
+        for num_bytes in (100, 101, 201, 202):
             file.write(start + b"x" * (num_bytes - len(start) - 2) + b'"}\n')
-        file.write(b'{"custom_id": "last"}\n')
+        file.write(b'{"custom_id": "last"}\n' + b"x" * 300)
     scanned = scan_input(path)
-    assert scanned.is_bad.tolist() == [False, True, True, True, False]
-    assert [line.custom_id for line in stream_lines(scanned, scanned.is_blank)] == ["long", "last"]
-    assert ["too long" in str(error) for _, error in bad_lines(scanned, scanned.is_blank)] == [True] * 3
+    assert scanned.is_bad.tolist() == [False, True, True, True, False, True]
+    assert [one.custom_id for one in stream_lines(scanned, scanned.is_blank)] == ["long", "last"]
+    assert ["too long" in str(error) for _, error in bad_lines(scanned, scanned.is_blank)] == [True] * 4
     with path.open("rb") as file:
         assert scanned.sha256 == file_digest(file, "sha256").hexdigest()
 

@@ -20,7 +20,7 @@ from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.window import Window
 from raypp.config.engine import EngineConfig
-from raypp.errors import ConfigError, EngineDeadError, RequestError
+from raypp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.from_outputs import ResponseHead
@@ -155,6 +155,27 @@ def test_what_is_wrong_with_a_line_is_its_answer(tmp_path: Path, line: dict[str,
     assert said[-1] == f"errors are in {tmp_path / 'out.jsonl.errors.jsonl'}"
 
 
+def test_a_line_that_finds_no_room_waits_for_others(tmp_path: Path) -> None:
+    def refuse(_: int) -> None:
+        if engine.num_at_once > 2:
+            raise QueueFullError("no room", retry_after_s=0)
+
+    ids = write_input(tmp_path, 10)
+    engine = ShoutingEngine(num_turns=5, on_question=refuse)
+    run(tmp_path, engine, max_in_flight=6)
+    assert engine.num_asked > 10
+    assert set(texts(tmp_path)) == set(ids)
+
+
+def test_a_line_that_finds_no_room_when_it_is_alone_fails(tmp_path: Path) -> None:
+    def refuse(_: int) -> None:
+        raise QueueFullError("no room", retry_after_s=0)
+
+    write_input(tmp_path, 3)
+    run(tmp_path, ShoutingEngine(on_question=refuse))
+    assert [line["response"]["status_code"] for line in read_errors(tmp_path)] == [429] * 3
+
+
 BAD_INPUT = b"""{"custom_id": "a", "prompt": "x"}
 {"custom_id": "a", "prompt": "y"}
 [1]
@@ -260,7 +281,7 @@ def test_a_second_run_finds_nothing_to_do(tmp_path: Path) -> None:
     assert set(texts(tmp_path)) == set(ids)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_torn_anywhere_the_next_run_completes_it(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = tmp_path_factory.mktemp("job")
