@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
@@ -68,6 +69,18 @@ def error_event(error: RayppError) -> str:
     """Return the event that tells an error and ends its stream."""
     _, response = describe_error(error)
     return f"data: {response.model_dump_json()}\n\n"
+
+
+def response_error_event(error: RayppError, sequence_number: int) -> str:
+    """Return the event that tells an error and ends a stream of `/v1/responses`.
+
+    Args:
+        error: What went wrong.
+        sequence_number: Of the event in its stream, from 0.
+    """
+    _, body = describe_error(error)
+    told = body.error.model_dump(include={"code", "message", "param"})
+    return f"event: error\ndata: {json.dumps({'type': 'error', **told, 'sequence_number': sequence_number})}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -10,8 +10,8 @@ import asyncio
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raypp.errors import EngineDeadError
-from serve_app.client_connection import EventStream, error_event
+from raypp.errors import EngineDeadError, RayppError
+from serve_app.client_connection import EventStream, error_event, response_error_event
 from serve_app.errors import error_answer, unhealthy_answer
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}
@@ -19,6 +19,8 @@ ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_ans
 
 HEALTH_TIMEOUT_S = 1.0
 """For a replica to answer `/health`. Those who ask wait for a few seconds at most; Kubernetes for one, if not told."""
+_NUMBER = b'"sequence_number":'
+"""Stands before the last value of a response's event. Texts in it have their quotes escaped."""
 
 
 def middlewares() -> list[Middleware]:
@@ -30,7 +32,8 @@ class ProxyAnswers:
     """Answers for a replica that does not.
 
     `/health` and `/ping` under any prefix are 503 when nothing has answered after `HEALTH_TIMEOUT_S`; other requests
-    wait for the next replica. A request whose replica died gets a 503, a stream an event that tells the error.
+    wait for the next replica. A request whose replica died gets a 503, a stream an event that tells the error in its
+    route's form.
     """
 
     def __init__(self, app: ASGIApp, health_timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -42,7 +45,7 @@ class ProxyAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send)
+        answer = _Answer(send, is_response=scope["path"].endswith("/v1/responses"))
         try:
             async with asyncio.timeout(self._health_timeout_s if _asks_for_health(scope) else None) as limit:
                 answer.limit = limit
@@ -56,18 +59,33 @@ class ProxyAnswers:
         elif not answer.has_started:
             await error_answer(_broken())(scope, receive, send)
         elif answer.is_unfinished_stream:
-            body = error_event(_broken()).encode()
+            body = answer.last_event(_broken()).encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 class _Answer:
     """What has been sent of an answer."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, is_response: bool) -> None:
+        """Nothing has been.
+
+        Args:
+            send: Sends a message.
+            is_response: Whether it is the answer of `/v1/responses`.
+        """
         self.limit: asyncio.Timeout | None = None
         self.has_started = False
         self.is_unfinished_stream = False
         self._send = send
+        self._is_response = is_response
+        self._last_numbered = b""  # the last piece of a response's stream that has events
+
+    def last_event(self, error: RayppError) -> str:
+        """Return the event that tells an error and ends the stream."""
+        if not self._is_response:
+            return error_event(error)
+        _, _, number = self._last_numbered.rpartition(_NUMBER)
+        return response_error_event(error, int(number.partition(b"}")[0]) + 1 if number else 0)
 
     async def send(self, message: Message) -> None:
         """Take note of a message, and send it."""
@@ -78,6 +96,8 @@ class _Answer:
                 self.limit.reschedule(None)
         elif not message.get("more_body", False):
             self.is_unfinished_stream = False
+        elif self._is_response and self.is_unfinished_stream and _NUMBER in message.get("body", b""):
+            self._last_numbered = message["body"]
         await self._send(message)
 
 

@@ -275,15 +275,24 @@ def kill_the_replica(url: str, ancestor: int) -> None:
 
     waiting = threading.Thread(target=post)
     waiting.start()
-    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=WAIT_S) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        wait_for(lambda: metric(url, "raypp_requests_running") == 2)
+    response = {"input": "def main(", "max_output_tokens": 3000, "ignore_eos": True}
+    with (
+        httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=WAIT_S) as answer,
+        httpx.stream("POST", f"{url}/v1/responses", json={**response, "stream": True}, timeout=WAIT_S) as typed_answer,
+    ):
+        lines, typed_lines = answer.iter_lines(), typed_answer.iter_lines()
+        for stream in (lines, typed_lines):
+            next(stream)
+        wait_for(lambda: metric(url, "raypp_requests_running") == 3)
         os.kill(engine_processes(ancestor)["replica"], signal.SIGKILL)
         last = [line for line in lines if line][-1]
+        *_, before, _, last_typed = (line for line in typed_lines if line)
     waiting.join(WAIT_S)
     for error in (json.loads(last.removeprefix("data: "))["error"], ended[0].json()["error"]):
         assert error["code"] == "engine_dead"
+    event, event_before = (json.loads(line.removeprefix("data: ")) for line in (last_typed, before))
+    assert (event["type"], event["code"]) == ("error", "engine_dead")
+    assert event["sequence_number"] == event_before["sequence_number"] + 1
     assert (ended[0].status_code, ended[0].headers["retry-after"]) == (503, "3")
     for method in ("GET", "HEAD"):
         answer = httpx.request(method, f"{url}/health", timeout=HEALTH_LIMIT_S)

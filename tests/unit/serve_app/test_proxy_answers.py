@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.proxy_answers import ENVIRONMENT, ProxyAnswers, middlewares
@@ -103,6 +104,38 @@ def test_a_cut_stream_ends_with_an_event_that_says_so() -> None:
     assert passed == begun
     assert not last["more_body"]
     assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == "engine_dead"
+
+
+def response_event(kind: str, number: int, **fields: Any) -> bytes:
+    data = {"type": kind, **fields, "sequence_number": number}
+    return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+CREATED = response_event("response.created", 0, response={"metadata": {"sequence_number": "77"}})
+SAYS_SO = response_event("response.output_text.delta", 9, delta='"sequence_number":99')
+
+
+@pytest.mark.parametrize(
+    ("bodies", "number"),
+    [
+        ([], 0),
+        ([b": waiting\n\n"], 0),
+        ([CREATED], 1),
+        ([CREATED + response_event("response.in_progress", 1)], 2),
+        ([CREATED, SAYS_SO, b": waiting\n\n"], 10),
+    ],
+)
+def test_a_cut_stream_of_a_response_ends_with_an_event_of_its_own_form(bodies: list[bytes], number: int) -> None:
+    begun = [start("text/event-stream; charset=utf-8"), *(piece(body, more=True) for body in bodies)]
+    *passed, last = ask(proxy(*begun), "/second/v1/responses", "POST")
+    assert passed == begun
+    assert not last["more_body"]
+    name, data = last["body"].decode().removesuffix("\n\n").split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert "the replica ended" in event.pop("message")
+    assert name == "event: error"
+    assert event == {"type": "error", "code": "engine_dead", "param": None, "sequence_number": number}
+    ResponseErrorEvent.model_validate({**event, "message": ""}, strict=True)
 
 
 @pytest.mark.parametrize(
