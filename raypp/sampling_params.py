@@ -88,6 +88,8 @@ class SamplingParams:
     """The text holds the stop string, or the text of the stop token, that ended it."""
     skip_special_tokens: bool = True
     """Special tokens have no text."""
+    shown_special_tokens: TokenIds = ()
+    """These have text all the same. Kept as a tuple; None is none."""
     detokenize: bool = True
     """Make text. Without it texts are empty and there can be no stop strings."""
 
@@ -96,6 +98,7 @@ class SamplingParams:
         self._set("stop", _as_tuple("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._set("bad_words", _as_tuple("bad_words", self.bad_words))
         self._set("stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        self._set("shown_special_tokens", _as_tuple("shown_special_tokens", self.shown_special_tokens))
         self._set("logit_bias", _as_bias(self.logit_bias))
         self._set("structured_outputs", as_structured_outputs(self.structured_outputs))
         if self.allowed_token_ids is not None:
@@ -318,7 +321,7 @@ _RULES = (
         lambda v: _are_strings(v) and all(map(str.strip, v)),
         "leave it out for none",
     ),
-    _Rule(("stop_token_ids",), "token ids", _are_token_ids, "leave it out for none"),
+    _Rule(("stop_token_ids", "shown_special_tokens"), "token ids", _are_token_ids, "leave it out for none"),
     _Rule(
         ("allowed_token_ids",),
         "token ids, at least one, or None",

@@ -12,6 +12,7 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
+from raypp.openai_api.syntaxes import check_parsers
 from serve_app.encoder import encoder_deployment
 from serve_app.replica import EngineReplica
 from serve_app.settings import ServeSettings, split_arguments
@@ -47,8 +48,13 @@ def build_application(
         config: Of the engine.
         settings: Of the door.
         stage_factory: Makes other models than the real ones.
+
+    Raises:
+        ConfigError: the API keys cannot be read, or a syntax of calls or thoughts is not known.
     """
-    settings.keys()  # a file that cannot be read is told here, not in a replica's log
+    # What cannot be read is told here, not in a replica's log.
+    settings.keys()
+    check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS

@@ -108,6 +108,8 @@ def make_context(
             max_model_len=llm.max_model_len,
             sampling_defaults=llm.sampling_defaults,
             reading=gate.entered,
+            tool_call_parser=llm.config.model.tool_call_parser,
+            reasoning_parser=llm.config.model.reasoning_parser,
         ),
         takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),

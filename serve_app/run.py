@@ -16,6 +16,7 @@ from raypp.actors.cluster import Cluster
 from raypp.actors.engine import describe_engine
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
+from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application
 from serve_app.proxy_answers import ENVIRONMENT
 from serve_app.running_serve import RunningServe, end_serve, start_serve
@@ -63,7 +64,9 @@ def run_server(config: EngineConfig, settings: ServeSettings, *, place: Place, o
         ModelLoadError, ResourceError: the engine could not run.
         EngineDeadError: it did not start.
     """
-    describe_engine(config)  # what is wrong with it is said now, not by replicas that try again and again
+    # What is wrong with it is said now, not by replicas that try again and again.
+    describe_engine(config)
+    check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     with StopSignals() as stop:
         if starts_ray:

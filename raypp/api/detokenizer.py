@@ -13,7 +13,7 @@ valid UTF-8; if one is not, each of them becomes U+FFFD, the valid ones too. So 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -38,6 +38,29 @@ class Decoder(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token alone, special ones too."""
+
+
+class ShowingDecoder:
+    """A decoder to which some special tokens are text like any other."""
+
+    def __init__(self, decoder: Decoder, shown_token_ids: Iterable[int]) -> None:
+        self._decoder = decoder
+        self.special_token_ids = decoder.special_token_ids - frozenset(shown_token_ids)
+
+    @property
+    def byte_token_ids(self) -> frozenset[int]:
+        """The tokens of a byte fallback, one byte each; empty without one."""
+        return self._decoder.byte_token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of tokens."""
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self.special_token_ids]
+        return self._decoder.decode(token_ids, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a token alone, special ones too."""
+        return self._decoder.token_text(token_id)
 
 
 class Detokenizer:

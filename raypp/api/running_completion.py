@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from raypp.api.detokenizer import Decoder
+from raypp.api.detokenizer import Decoder, ShowingDecoder
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
 from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
@@ -55,6 +55,8 @@ class RunningCompletion:
         self.counters: tuple[int, int, list[int], list[int], int] = (0, 0, [], [], 0)
         self._params = params
         self._decoder = decoder if params.detokenize else None
+        if self._decoder is not None and params.shown_special_tokens:
+            self._decoder = ShowingDecoder(self._decoder, params.shown_special_tokens)
         self._vocabulary = decoder
         self._text: RequestText | None = None
         if self._decoder is not None and (streams or params.stop):

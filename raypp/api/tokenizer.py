@@ -173,9 +173,15 @@ class Tokenizer:
             ) from error
         return text
 
+    @property
+    def chat_template(self) -> str:
+        """The model's chat template; where it has several, all of them; empty if it has none."""
+        template = self._hf.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
     def template_reads(self, name: str) -> bool:
         """Return whether the model's chat template has a variable of this name."""
-        return re.search(rf"\b{re.escape(name)}\b", str(self._hf.chat_template or "")) is not None
+        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, by default without special ones, spaces as they are."""

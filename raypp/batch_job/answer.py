@@ -52,7 +52,12 @@ class Answerer:
         self._settings = settings
         self._num_running = 0
         self._preparer = BodyPreparer(
-            llm.tokenizer, llm.pictures, max_model_len=llm.max_model_len, sampling_defaults=llm.sampling_defaults
+            llm.tokenizer,
+            llm.pictures,
+            max_model_len=llm.max_model_len,
+            sampling_defaults=llm.sampling_defaults,
+            tool_call_parser=settings.config.model.tool_call_parser,
+            reasoning_parser=settings.config.model.reasoning_parser,
         )
 
     async def answer(self, line: Line) -> Answer:

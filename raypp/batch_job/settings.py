@@ -13,6 +13,7 @@ from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.errors import parse_body
+from raypp.openai_api.syntaxes import check_parsers
 
 _MODEL_LEN_FOR_CHECK = 1 << 30
 
@@ -58,6 +59,7 @@ class JobSettings:
                 raise ConfigError(f"{name} is too small", got=value, expected=f"at least {least}")
         self._check_files()
         # What no line could be run with is said now, not on every line.
+        check_parsers(self.config.model.tool_call_parser, self.config.model.reasoning_parser)
         parse_body(CompletionRequest, {"prompt": "", **self.defaults}).sampling_params(_MODEL_LEN_FOR_CHECK)
 
     @property

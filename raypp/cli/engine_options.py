@@ -17,6 +17,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
     group.add_argument("--revision", metavar="R", help="a branch, tag or commit of a Hugging Face model")
     group.add_argument("--chat-template", metavar="FILE", help="a chat template, in place of the model's own")
+    group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes tool calls; auto by default")
+    group.add_argument("--reasoning-parser", metavar="NAME", help="how the model writes thoughts; auto by default")
     group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
     group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram, eagle, eagle3, auto")
     group.add_argument("--draft-model", metavar="M", help="the head of eagle, eagle3 and auto: a directory or an id")
@@ -44,6 +46,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         "model": args.model,
         "revision": args.revision,
         "chat_template": None if args.chat_template is None else read_chat_template(args.chat_template),
+        "tool_call_parser": args.tool_call_parser,
+        "reasoning_parser": args.reasoning_parser,
         "num_stages": args.num_stages,
         "method": args.speculative,
         "num_speculative_tokens": args.num_speculative_tokens,

@@ -29,8 +29,9 @@ def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) ->
     import xgrammar
 
     kind, value = kind_and_value(source)
-    compiler = xgrammar.GrammarCompiler(vocabulary.of_kind(kind), max_threads=num_threads, cache_enabled=False)
     try:
+        tokens = vocabulary.of(kind, value)
+        compiler = xgrammar.GrammarCompiler(tokens, max_threads=num_threads, cache_enabled=False)
         match kind:
             case "json_schema":
                 return compiler.compile_json_schema(json.dumps(enforceable(json.loads(value))), any_whitespace=False)

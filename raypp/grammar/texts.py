@@ -86,7 +86,7 @@ class Texts:
         """Return the grammar that a compiler wrote. Takes some of a second with a large one. From any thread."""
         import xgrammar
 
-        vocabulary = self._vocabulary.of_kind(kind_and_value(source)[0])
+        vocabulary = self._vocabulary.of(*kind_and_value(source))
         return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary)
 
     def take_compiled(self, source: str, result: Any | RayppError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,16 @@ from raypp.errors import RequestError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """xgrammar's `TokenizerInfo`, once for any text and once for JSON."""
+    """xgrammar's `TokenizerInfo`, once for any text, once for JSON, once for what asks for special tokens."""
 
     text: Any
     json: Any  # without tokens that hold control characters: JSON writes them otherwise, and xgrammar lets some pass
+    with_special: Any  # special tokens can be asked for by their ids, and may stand where text is not looked at
 
-    def of_kind(self, kind: str) -> Any:
-        """Return the one for a kind of constraint."""
+    def of(self, kind: str, value: Any) -> Any:
+        """Return the one for a constraint."""
+        if kind == "structural_tag" and _asks_for_token(json.loads(value)):
+            return self.with_special
         return self.json if kind in ("json_schema", "json_object") else self.text
 
 
@@ -32,7 +36,8 @@ class VocabularySource:
     def load(self) -> Vocabulary:
         """Return the vocabulary.
 
-        Special tokens write nothing: a text has none of them, so no grammar may ask for one.
+        Special tokens have no text, so no grammar derives one by what it writes. A structural tag may ask for one by
+        its id: for such a tag each is a byte that no text has.
 
         Raises:
             RequestError: no tokenizer, no end token, or no xgrammar.
@@ -52,13 +57,14 @@ class VocabularySource:
             detected = xgrammar.TokenizerInfo.from_huggingface(
                 tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids
             )
-            texts = _texts(tokenizer, self.vocab_size, special=_special_token_ids(tokenizer))
+            special = _special_token_ids(tokenizer)
+            texts = _texts(tokenizer, self.vocab_size, special=special)
             written = detected.decoded_vocab
             in_json = [
                 "" if min(token, default=0x20) < 0x20 else text for text, token in zip(texts, written, strict=True)
             ]
 
-            def info(of: list[str]) -> Any:
+            def info(of: list[Any]) -> Any:
                 return xgrammar.TokenizerInfo(
                     of,
                     detected.vocab_type,
@@ -67,7 +73,9 @@ class VocabularySource:
                     add_prefix_space=detected.add_prefix_space,
                 )
 
-            return Vocabulary(info(texts), info(in_json))
+            no_text: Any = {"RAW": b"\xff", "BYTE_FALLBACK": "<0xFF>", "BYTE_LEVEL": "\xff"}[detected.vocab_type.name]
+            with_special = [no_text if token in special else text for token, text in enumerate(texts)]
+            return Vocabulary(info(texts), info(in_json), info(with_special))
         except Exception as error:  # whatever a broken or a missing tokenizer makes of it
             raise RequestError(
                 "structured_outputs cannot be followed by this engine",
@@ -75,6 +83,14 @@ class VocabularySource:
                 expected="a tokenizer beside the model, and the package xgrammar",
                 param="structured_outputs",
             ) from error
+
+
+def _asks_for_token(form: Any) -> bool:
+    if isinstance(form, list):
+        return any(map(_asks_for_token, form))
+    if not isinstance(form, dict) or form.get("type") == "json_schema":
+        return False
+    return form.get("type") == "token" or any(map(_asks_for_token, form.values()))
 
 
 def _texts(tokenizer: Any, vocab_size: int, *, special: Collection[int]) -> list[str]:

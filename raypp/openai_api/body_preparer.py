@@ -19,11 +19,12 @@ from raypp.errors import RequestError
 from raypp.messages import Int32s
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.conventions import ChatConventions, begins_in_thought, num_thought_tokens
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import NO_DEFAULTS, RequestFields
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.syntaxes import message_syntax
+from raypp.openai_api.thoughts import begun_in, num_thought_tokens
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
@@ -46,6 +47,8 @@ class BodyPreparer:
         max_model_len: int,
         sampling_defaults: Mapping[str, Any] = NO_DEFAULTS,
         reading: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
     ) -> None:
         """Prepare for one model.
 
@@ -55,6 +58,11 @@ class BodyPreparer:
             max_model_len: The most tokens of a request, prompt and output together.
             sampling_defaults: Fields of `SamplingParams` that hold where a body says nothing.
             reading: Entered while a request's pictures are read, to bound how many are; by default nothing does.
+            tool_call_parser: The engine's setting: how the model writes tool calls.
+            reasoning_parser: Likewise, thoughts.
+
+        Raises:
+            ConfigError: a syntax that is not known.
         """
         self._tokenizer = tokenizer
         self._pictures = pictures
@@ -62,7 +70,7 @@ class BodyPreparer:
         self._sampling_defaults = sampling_defaults
         self._reading = reading
         self._ignored_before = set[str]()
-        self.conventions = ChatConventions.of(tokenizer)
+        self.syntax = message_syntax(tokenizer, tool_call_parser, reasoning_parser)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -105,7 +113,7 @@ class BodyPreparer:
             QueueFullError: too many others have pictures, or these wait for too long.
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
-        rendering, max_kept = request.rendering(self.conventions), request.max_kept(self._max_model_len)
+        rendering, max_kept = request.rendering(self.syntax), request.max_kept(self._max_model_len)
         messages = request.conversation(takes_images=self._pictures is not None)
 
         def encode(messages: Sequence[ChatMessage]) -> EncodedPrompt:
@@ -182,15 +190,16 @@ class BodyPreparer:
         prompt = await self.conversation(request)
         check_context_length(len(prompt.token_ids), self._max_model_len, param="messages")
         # The text as it was rendered: tokens that are special have none any more when it is decoded.
-        is_thinking = self.conventions.has_thoughts and begins_in_thought(prompt.text or "", request.continued_text)
+        thoughts = self.syntax.thoughts
+        begun = begun_in(prompt.text or "", thoughts, request.continued_text)
         params = request.sampling_params(
-            self._max_model_len, self.conventions, is_thinking=is_thinking, defaults=self._sampling_defaults
+            self._max_model_len, self.syntax, begun=begun, defaults=self._sampling_defaults
         )
         return PreparedChat(
             replace(prompt, cache_salt=request.cache_salt or ""),
             params,
-            make_parser=partial(request.parser, self.conventions, is_thinking=is_thinking),
-            num_reasoning=partial(num_thought_tokens, self.tokenizer, is_begun=is_thinking),
+            make_parser=partial(request.parser, self.syntax, begun=begun),
+            num_reasoning=partial(num_thought_tokens, self.tokenizer, thoughts, begun=begun),
             return_token_ids=bool(request.return_token_ids),
         )
 

@@ -1,4 +1,4 @@
-"""The text of one tool call: where it begins, where it ends, and what it says."""
+"""A tool call that is one JSON object, with the function's name in it: where it ends, and what it says."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from raypp.openai_api.conventions import CallSyntax
 from raypp.openai_api.json_scanner import JsonScanner
+from raypp.openai_api.syntax import CallSyntax
 
 HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
@@ -37,7 +37,7 @@ def may_be_call(text: str) -> bool | None:
     return None if key is None or any(known.startswith(key) for known in _FIRST_KEYS) else False
 
 
-class OpenedCall:
+class JsonCall:
     """What may turn out to be a call."""
 
     def __init__(self, syntax: CallSyntax, opening: str) -> None:
@@ -45,11 +45,10 @@ class OpenedCall:
 
         Args:
             syntax: How it is written.
-            opening: The tag and the white space in front of the object.
+            opening: The mark and the white space in front of the object.
         """
         self._syntax = syntax
         self.opening = opening
-        self.arguments = JsonScanner()
         self._object = JsonScanner()  # the whole call
         self._num_scanned = 0
 
@@ -59,9 +58,9 @@ class OpenedCall:
         Args:
             text: All that came behind the opening; longer at every call.
         """
-        if self._syntax.end_tag:
-            inside, tag, after = text.partition(self._syntax.end_tag)
-            return (inside + tag, after) if tag else None
+        if self._syntax.end:
+            inside, mark, after = text.partition(self._syntax.end)
+            return (inside + mark, after) if mark else None
         start = len(text) - len(text.lstrip())
         if start == len(text):
             return None
@@ -74,22 +73,20 @@ class OpenedCall:
     def parse(self, whole: str) -> tuple[str, str] | None:
         """Return a whole call's name and arguments, however it is written; None if it is none."""
         try:
-            call = json.loads(whole.removesuffix(self._syntax.end_tag), strict=False)
+            call = json.loads(whole.removesuffix(self._syntax.end), strict=False)
         except ValueError:
             return None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
         if not self.opening.strip() and not call.keys() & {"arguments", "parameters"}:
-            return None  # without a tag, an object with a name is not yet a call
+            return None  # without a mark, an object with a name is not yet a call
         arguments: Any = call.get("arguments", call.get("parameters", {}))
         return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
-    def after_end(self, text: str) -> str | None:
-        """Return what comes behind the call, of the text behind its arguments; None if it has not ended."""
-        if self._syntax.end_tag:
-            _, tag, after = text.partition(self._syntax.end_tag)
-            return after if tag else None
-        closing = JsonScanner()
-        closing.feed("{")
-        num_chars = closing.feed(text)
-        return text[num_chars:] if closing.is_complete else None
+
+def after_brace(text: str) -> str | None:
+    """Return what comes behind a call's last brace, of the text behind its arguments; None if it has not come."""
+    closing = JsonScanner()
+    closing.feed("{")
+    num_chars = closing.feed(text)
+    return text[num_chars:] if closing.is_complete else None

@@ -11,7 +11,6 @@ from raypp.api.rendering import Rendering
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
 from raypp.openai_api.chat_messages import Message, TextPart, conversation_of
-from raypp.openai_api.conventions import ChatConventions
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
@@ -22,6 +21,8 @@ from raypp.openai_api.request_fields import (
     make_sampling_params,
     naming_form,
 )
+from raypp.openai_api.syntax import PLAIN_SYNTAX, MessageSyntax
+from raypp.openai_api.thoughts import is_thought
 from raypp.openai_api.tools import (
     FunctionDefinition,
     FunctionName,
@@ -33,8 +34,6 @@ from raypp.openai_api.tools import (
     tools_of,
 )
 from raypp.types import SamplingParams
-
-_PLAIN = ChatConventions()
 
 _NOT_FOR_TEMPLATES = frozenset(
     {
@@ -133,17 +132,17 @@ class ChatRequest(CompletionFields):
     def sampling_params(
         self,
         max_model_len: int,
-        conventions: ChatConventions = _PLAIN,
+        syntax: MessageSyntax = PLAIN_SYNTAX,
         *,
-        is_thinking: bool = False,
+        begun: str = "",
         defaults: Mapping[str, Any] = NO_DEFAULTS,
     ) -> SamplingParams:
         """Return how to sample; without a limit, here or among the defaults, up to the engine's `max_model_len`.
 
         Args:
             max_model_len: The most tokens of a request, prompt and output together.
-            conventions: How the model writes thoughts and calls.
-            is_thinking: Whether the prompt leaves off inside of a thought.
+            syntax: How the model writes thoughts and calls.
+            begun: What the prompt has begun of the syntax; see `thoughts.begun_in`.
             defaults: Fields of `SamplingParams` that hold where the body says nothing.
 
         Raises:
@@ -151,7 +150,7 @@ class ChatRequest(CompletionFields):
         """
         self._check_supported()
         given = self.given_params(defaults)
-        if (constraint := self._form(conventions, is_thinking).constraint()) is not None:
+        if (constraint := self._form(syntax, begun).constraint()) is not None:
             if given.get("structured_outputs"):
                 raise RequestError(
                     f"{self.form_param} beside response_format or tools that hold the answer to a form",
@@ -171,30 +170,31 @@ class ChatRequest(CompletionFields):
                 param="top_logprobs",
             )
         given.setdefault("max_tokens", max_model_len)
+        given["shown_special_tokens"] = syntax.shown_tokens(calls=self._tool_use() is not None)
         with naming_form(self.form_param):
             return make_sampling_params(given, max_model_len)
 
-    def rendering(self, conventions: ChatConventions = _PLAIN) -> Rendering:
+    def rendering(self, syntax: MessageSyntax = PLAIN_SYNTAX) -> Rendering:
         """Return how the conversation becomes text.
 
         Args:
-            conventions: How the model writes thoughts, and what its template reads.
+            syntax: How the model writes thoughts, and what its template reads.
 
         Raises:
             RequestError: as `template_kwargs` does, or values that contradict each other.
         """
         return Rendering(
-            chat_template_kwargs=self.template_kwargs(conventions),
+            chat_template_kwargs=self.template_kwargs(syntax),
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
         )
 
-    def template_kwargs(self, conventions: ChatConventions = _PLAIN) -> dict[str, Any]:
+    def template_kwargs(self, syntax: MessageSyntax = PLAIN_SYNTAX) -> dict[str, Any]:
         """Return what the chat template gets besides the messages.
 
         Args:
-            conventions: How the model writes thoughts, and what its template reads.
+            syntax: How the model writes thoughts, and what its template reads.
 
         Raises:
             RequestError: an argument of the rendering itself, or no thoughts from a model that cannot do without.
@@ -207,37 +207,38 @@ class ChatRequest(CompletionFields):
                 expected="values that the model's chat template reads",
                 param="chat_template_kwargs",
             )
-        kwargs = {**self._effort_kwargs(conventions, given), **given}
+        kwargs = {**self._effort_kwargs(syntax, given), **given}
         if self._tool_use() is not None:
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools or tools_of(self.functions)]
         return kwargs
 
-    def parser(self, conventions: ChatConventions, *, is_thinking: bool = False) -> MessageParser:
+    def parser(self, syntax: MessageSyntax, *, begun: str = "") -> MessageParser:
         """Return a parser for one of the answers.
 
         Args:
-            conventions: How the model writes thoughts and calls.
-            is_thinking: Whether the prompt leaves off inside of a thought.
+            syntax: How the model writes thoughts and calls.
+            begun: What the prompt has begun of the syntax; see `thoughts.begun_in`.
         """
         use = self._tool_use()
         return MessageParser(
-            has_thoughts=conventions.has_thoughts,
-            calls=None if use is None else conventions.calls,
-            begins_in_thought=is_thinking,
+            thoughts=syntax.thoughts,
+            calls=None if use is None else syntax.calls,
+            begun=begun,
             is_continued=bool(self.continued_text),
             must_call=use is not None and use.must_call,
             as_function_call=self._has_functions,
+            schemas={} if use is None else {tool.function.name: tool.function.parameters or {} for tool in use.tools},
         )
 
-    def _effort_kwargs(self, conventions: ChatConventions, given: dict[str, Any]) -> dict[str, Any]:
+    def _effort_kwargs(self, syntax: MessageSyntax, given: dict[str, Any]) -> dict[str, Any]:
         """Return what `reasoning_effort` says to the chat template."""
         effort = self.reasoning_effort
         if effort is None:
             return {}
-        kwargs: dict[str, Any] = {"reasoning_effort": effort} if conventions.reads("reasoning_effort") else {}
-        if effort == "none" and conventions.reads("enable_thinking"):
+        kwargs: dict[str, Any] = {"reasoning_effort": effort} if syntax.reads("reasoning_effort") else {}
+        if effort == "none" and syntax.reads("enable_thinking"):
             kwargs["enable_thinking"] = False
-        if effort == "none" and conventions.has_thoughts and not kwargs and "enable_thinking" not in given:
+        if effort == "none" and syntax.has_thoughts and not kwargs and "enable_thinking" not in given:
             raise RequestError(
                 "this model's chat template cannot turn thoughts off",
                 got="reasoning_effort='none'",
@@ -263,22 +264,23 @@ class ChatRequest(CompletionFields):
             )
         return function_use(self.functions, self.function_call)
 
-    def _form(self, conventions: ChatConventions, is_thinking: bool) -> AnswerForm:
+    def _form(self, syntax: MessageSyntax, begun: str) -> AnswerForm:
         use = self._tool_use()
-        if use is not None and conventions.calls is None:
+        if use is not None and syntax.calls is None:
             raise RequestError(
                 "this model's way of calling tools is not known",
                 got=f"{len(use.tools)} tools",
-                expected="a model that writes calls as Qwen3 or Llama 3 does, and has their tokens for it",
-                hint='leave tools out, or say tool_choice="none"',
+                expected="a model whose chat template or tokens show a syntax that is known, or tool_call_parser",
+                hint='leave tools out, say tool_choice="none", or start the engine with the setting tool_call_parser',
                 param="tools",
             )
         wanted = self.response_format
-        may_think = conventions.has_thoughts and self.template_kwargs(conventions).get("enable_thinking") is not False
+        may_think = syntax.has_thoughts and self.template_kwargs(syntax).get("enable_thinking") is not False
+        is_thinking = is_thought(begun, syntax.thoughts)
         return AnswerForm(
             schema=None if wanted is None else response_schema(wanted.type, wanted.json_schema),
             tool_use=use,
-            calls=conventions.calls,
+            syntax=syntax,
             may_think=may_think or is_thinking,
             is_thinking=is_thinking,
         )

@@ -24,8 +24,8 @@ from raypp.openai_api.responses import (
 from raypp.types import CompletionOutput, RequestOutput, SamplingParams
 
 
-def _no_conventions() -> MessageParser:
-    return MessageParser(has_thoughts=False, calls=None)
+def _plain_parser() -> MessageParser:
+    return MessageParser(thoughts=None, calls=None)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def chat_completion(
     head: ResponseHead,
     output: RequestOutput,
     params: SamplingParams,
-    make_parser: Callable[[], MessageParser] = _no_conventions,
+    make_parser: Callable[[], MessageParser] = _plain_parser,
     num_reasoning: Callable[[CompletionOutput], int] | None = None,
     *,
     return_token_ids: bool = False,

@@ -7,13 +7,19 @@ class JsonScanner:
     """Counts braces outside of strings."""
 
     def __init__(self) -> None:
+        self.is_begun = False
         self.is_complete = False
         self._depth = 0
         self._is_in_string = False
         self._is_escaped = False
 
-    def feed(self, text: str) -> int:
-        """Read on; return how many of these characters belong to the object, which begins with the first one ever."""
+    def feed(self, text: str, *, stop: str = "") -> int:
+        """Read on; return how many of these characters belong to the object, which begins with the first one ever.
+
+        Args:
+            text: What comes next.
+            stop: A character before which to leave off, outside of strings; empty: none is.
+        """
         for index, char in enumerate(text):
             if self.is_complete:
                 return index
@@ -23,9 +29,12 @@ class JsonScanner:
                 self._is_in_string = True
             elif char in "{[":
                 self._depth += 1
+                self.is_begun = True
             elif char in "}]":
                 self._depth -= 1
                 self.is_complete = self._depth == 0
+            elif char == stop:
+                return index
         return len(text)
 
     def _read_in_string(self, char: str) -> None:

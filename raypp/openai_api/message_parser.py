@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
-from raypp.openai_api.call_text import HEAD, OpenedCall, may_be_call
-from raypp.openai_api.conventions import END_THINK, THINK, CallSyntax
+from raypp.openai_api.call_arguments import ArgumentsReader
+from raypp.openai_api.call_text import HEAD, JsonCall, after_brace, may_be_call
+from raypp.openai_api.marks import Found, MarkFinder
+from raypp.openai_api.syntax import CallSyntax, ThoughtSyntax, marks
 
 
 @dataclass(slots=True)
@@ -63,11 +67,14 @@ class MessageDelta:
 class _Place(Enum):
     START = auto()
     THOUGHT = auto()
-    OPEN = auto()  # where a call may begin without a tag
+    OPEN = auto()  # where a call may begin without a mark
     CONTENT = auto()
     CALL_HEAD = auto()
     ARGUMENTS = auto()
     CALL_END = auto()
+
+
+_NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 class MessageParser:
@@ -76,31 +83,48 @@ class MessageParser:
     def __init__(
         self,
         *,
-        has_thoughts: bool,
+        thoughts: ThoughtSyntax | None,
         calls: CallSyntax | None,
-        begins_in_thought: bool = False,
+        begun: str = "",
         is_continued: bool = False,
         must_call: bool = False,
         as_function_call: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] = _NO_SCHEMAS,
     ) -> None:
         """Begin before the first character.
 
         Args:
-            has_thoughts: Whether a thought in front is one, or content.
+            thoughts: How the model writes them; None: what looks like one is content.
             calls: How the calls that are looked for are written; None: what looks like one is content.
-            begins_in_thought: Whether the prompt has begun one.
+            begun: What the prompt has begun of the syntax; see `thoughts.begun_in`.
             is_continued: Whether the prompt has begun the message: its white space counts, and no thought comes first.
             must_call: Whether the text is held to calls: what is none is the beginning of one that was cut off.
             as_function_call: Whether calls are told in the older form; see `MessageDelta.plain`.
+            schemas: Of the functions' arguments, by name.
         """
         self.as_function_call = as_function_call
         self._calls = calls
         self._must_call = must_call
-        first = _Place.CONTENT if is_continued else _Place.START if has_thoughts else self._behind_thoughts
-        self._place = _Place.THOUGHT if begins_in_thought else first
-        self._rest = ""
-        self._is_after_tag = begins_in_thought and not is_continued  # white space is still to be dropped
-        self._call: OpenedCall | None = None
+        self._schemas = schemas
+        begins, anywhere = thoughts.begins if thoughts else (), thoughts is not None and thoughts.is_anywhere
+        self._thought_begins = MarkFinder(begins)
+        self._thought_ends = MarkFinder(marks(*thoughts.ends) if thoughts else ())
+        dropped = (*(calls.dropped if calls else ()), *(thoughts.dropped if thoughts else ()))
+        self._call_begins = frozenset(calls.begins) if calls else frozenset()
+        self._in_content = MarkFinder((*(calls.begins if calls else ()), *(begins if anywhere else ()), *dropped))
+        self._begins = frozenset(begins)
+        behind_call = (*self._in_content.marks, *(marks(calls.end) if calls and calls.end else ()))
+        self._behind_call = MarkFinder(behind_call)
+        self._begun = begun
+        self._rest = begun
+        self._place = _Place.CONTENT if is_continued else self._behind_thoughts
+        if thoughts is not None and not anywhere and (begun or not is_continued):
+            self._place = _Place.START
+        self._is_after_mark = bool(begun) and not is_continued  # white space is still to be dropped
+        self._is_continued = is_continued
+        self._json: JsonCall | None = None  # the call that is being read, as far as its name is not known
+        self._named: tuple[str, str] | None = None  # its mark and its name, where the mark has one
+        self._arguments: ArgumentsReader | None = None
         self.num_calls = 0
 
     def feed(self, text: str, *, is_last: bool = False) -> MessageDelta:
@@ -124,134 +148,185 @@ class MessageParser:
                 return self._open(is_last)
             case _Place.CONTENT:
                 return self._read_content(delta, is_last)
-        assert self._call is not None
-        match self._place:
             case _Place.CALL_HEAD:
-                return self._read_head(delta, self._call, is_last)
+                return self._read_head(delta, is_last) if self._named is None else self._read_name(delta, is_last)
             case _Place.ARGUMENTS:
-                return self._read_arguments(delta, self._call)
+                return self._read_arguments(delta)
             case _:
-                return self._end_call(self._call)
+                return self._end_call(is_last)
 
     def _start(self, is_last: bool) -> bool:
         text = self._rest.lstrip()
-        if text.startswith(THINK):
-            self._enter(_Place.THOUGHT, text[len(THINK) :])
+        certain, found = self._thought_begins.find(text, is_last=is_last)
+        if found is not None and found.start == 0:
+            is_space_kept = self._is_continued and self._begun
+            self._enter(_Place.THOUGHT, text[found.end :], after_mark=not is_space_kept)
             return True
-        if not is_last and THINK.startswith(text):
+        if found is None and certain == 0 and not is_last:
             return False
         self._place = self._behind_thoughts
         return True
 
     def _think(self, delta: MessageDelta, is_last: bool) -> bool:
-        before, tag, after = self._taken(END_THINK, is_last)
-        delta.reasoning += before
-        if tag:
-            self._enter(self._behind_thoughts, after)
-        return bool(tag)
+        before, found = self._taken(self._thought_ends, is_last)
+        delta.reasoning += before.rstrip() if is_last and found is None else before
+        if found is not None:
+            self._enter(self._behind_thoughts, self._rest)
+        return found is not None
 
     @property
     def _behind_thoughts(self) -> _Place:
-        return _Place.OPEN if self._calls is not None and not self._calls.end_tag else _Place.CONTENT
+        return _Place.OPEN if self._calls is not None and self._calls.may_be_bare else _Place.CONTENT
 
     def _open(self, is_last: bool) -> bool:
-        """Find out whether a call comes next: a tag, or the brace of one."""
+        """Find out whether the brace of a call comes next."""
         assert self._calls is not None
-        text = self._rest.lstrip(" \t\r\n;" if self.num_calls else None)  # ; is what Llama puts between calls
-        is_call: bool | None = text.startswith(self._calls.tag)
-        if not is_call:
-            is_call = None if self._calls.tag.startswith(text) else may_be_call(text)
-        if is_call is None and not is_last:
+        skipped = f" \t\r\n{self._calls.between}" if self.num_calls else None
+        text = self._rest.lstrip(skipped)
+        if (is_call := may_be_call(text)) is None and not is_last:
             return False
         if is_call:
-            tag = self._calls.tag if text.startswith(self._calls.tag) else ""
-            opening = self._rest[: len(self._rest) - len(text)] + tag
-            self._begin_call(opening, text[len(tag) :])
+            self._begin_json(self._rest[: len(self._rest) - len(text)], text)
         else:
             self._place = _Place.CONTENT
+            if self.num_calls:
+                self._rest = text
         return True
 
     def _read_content(self, delta: MessageDelta, is_last: bool) -> bool:
-        if self._calls is None:
+        if not self._in_content:
             delta.content += self._without_leading_space(self._rest)
             self._rest = ""
             return False
-        before, tag, after = self._taken(self._calls.tag, is_last)
+        if self._begun and not self._rest.startswith(self._begun):
+            self._begun = ""
+        opening = self._rest
+        before, found = self._taken(self._in_content, is_last)
+        if self._begun and before.startswith(self._begun):  # it is the prompt's, and no mark came of it
+            before = before[len(self._begun) :]
+            self._begun = ""
         delta.content += before
-        if tag:
-            self._begin_call(tag, after)
-        return bool(tag)
+        if found is None:
+            return False
+        self._begun = ""
+        if found.mark in self._call_begins:
+            mark = opening[found.start : found.end]
+            if found.name is None:
+                self._begin_json(mark, self._rest)
+            else:
+                self._named = (mark, found.name)
+                self._enter(_Place.CALL_HEAD, self._rest)
+        else:
+            self._enter(_Place.THOUGHT if found.mark in self._begins else _Place.CONTENT, self._rest)
+        return True
 
-    def _begin_call(self, opening: str, rest: str) -> None:
+    def _begin_json(self, opening: str, rest: str) -> None:
         assert self._calls is not None
-        self._call = OpenedCall(self._calls, opening)
+        self._json, self._named = JsonCall(self._calls, opening), None
         self._enter(_Place.CALL_HEAD, rest)
 
-    def _read_head(self, delta: MessageDelta, opened: OpenedCall, is_last: bool) -> bool:
+    def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
+        """Read the beginning of a call that is a JSON object."""
+        assert self._json is not None
         if (head := HEAD.match(self._rest)) is not None:
-            delta.calls.append(self._new_call(delta, json.loads(head[1])))
-            self._enter(_Place.ARGUMENTS, self._rest[head.end() :], after_tag=False)
+            self._begin_arguments(delta, json.loads(head[1]))
+            self._enter(_Place.ARGUMENTS, self._rest[head.end() :], after_mark=False)
             return True
-        whole = opened.take_whole(self._rest)
+        whole = self._json.take_whole(self._rest)
         if whole is None and not is_last:
             return False
         inside, after = (self._rest, "") if whole is None else whole
-        call = None if whole is None else opened.parse(inside)
+        call = None if whole is None else self._json.parse(inside)
         if call is None:  # nothing that could be called: it stays text
-            delta.content += self._without_leading_space(opened.opening + inside)
-            self._enter(_Place.CONTENT, after, after_tag=False)
+            delta.content += self._without_leading_space(self._json.opening + inside)
+            self._enter(_Place.CONTENT, after, after_mark=False)
         else:
             new = self._new_call(delta, call[0])
             new.arguments = call[1]
             delta.calls.append(new)
-            self._enter(self._behind_thoughts, after)
+            self._enter(self._behind_calls, after)
         return whole is not None
 
-    def _read_arguments(self, delta: MessageDelta, opened: OpenedCall) -> bool:
-        num_chars = opened.arguments.feed(self._rest)
-        if num_chars:
-            arguments, self._rest = self._rest[:num_chars], self._rest[num_chars:]
+    def _read_name(self, delta: MessageDelta, is_last: bool) -> bool:
+        """Read on behind a mark that has the function's name."""
+        assert self._named is not None
+        mark, name = self._named
+        may_begin = self._new_arguments(name).may_begin(self._rest)
+        if may_begin is None and not is_last:
+            return False
+        if may_begin:
+            self._begin_arguments(delta, name)
+            self._enter(_Place.ARGUMENTS, self._rest, after_mark=False)
+        else:
+            delta.content += self._without_leading_space(mark)
+            self._enter(_Place.CONTENT, self._rest, after_mark=False)
+        return True
+
+    def _begin_arguments(self, delta: MessageDelta, name: str) -> None:
+        delta.calls.append(self._new_call(delta, name))
+        self._arguments = self._new_arguments(name)
+
+    def _new_arguments(self, name: str) -> ArgumentsReader:
+        assert self._calls is not None
+        return self._calls.arguments(self._calls.end, self._schemas.get(name, {}))
+
+    def _read_arguments(self, delta: MessageDelta) -> bool:
+        assert self._arguments is not None
+        arguments, num_chars = self._arguments.feed(self._rest)
+        self._rest = self._rest[num_chars:]
+        if arguments:
             if delta.calls and delta.calls[-1].index == self.num_calls - 1:
                 delta.calls[-1].arguments += arguments
             else:
                 before = len(delta.content)
                 delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments, num_chars_before=before))
-        if opened.arguments.is_complete:
+        if self._arguments.is_complete:
             self._place = _Place.CALL_END
-        return opened.arguments.is_complete
+        return self._arguments.is_complete
 
-    def _end_call(self, opened: OpenedCall) -> bool:
-        after = opened.after_end(self._rest)
-        if after is not None:
-            self._enter(self._behind_thoughts, after)
-        return after is not None
+    @property
+    def _behind_calls(self) -> _Place:
+        return _Place.OPEN if self._calls is not None and not self._calls.end else _Place.CONTENT
+
+    def _end_call(self, is_last: bool) -> bool:
+        """Read what comes behind the arguments, up to the call's end; what should not be there is dropped."""
+        assert self._calls is not None
+        if not self._calls.end:
+            after = after_brace(self._rest) if self._named is None else self._rest
+            if after is not None:
+                self._enter(self._behind_calls, after)
+            return after is not None
+        _, found = self._behind_call.find(self._rest, is_last=is_last)
+        if found is None:
+            return False
+        is_end = found.mark.opening == self._calls.end
+        self._enter(self._behind_calls, self._rest[found.end if is_end else found.start :])
+        return True
 
     def _new_call(self, delta: MessageDelta, name: str) -> CallDelta:
         self.num_calls += 1
         call_id = f"call_{uuid.uuid4().hex[:24]}"
         return CallDelta(self.num_calls - 1, call_id, name, num_chars_before=len(delta.content))
 
-    def _enter(self, place: _Place, rest: str, *, after_tag: bool = True) -> None:
-        self._place, self._rest, self._is_after_tag = place, rest, after_tag
+    def _enter(self, place: _Place, rest: str, *, after_mark: bool = True) -> None:
+        self._place, self._rest, self._is_after_mark = place, rest, after_mark
 
-    def _taken(self, tag: str, is_last: bool) -> tuple[str, str, str]:
-        """Take the text up to a tag, or what cannot belong to one any more; space before a tag belongs to nothing."""
-        before, found, after = self._rest.partition(tag)
-        if found:
-            before = self._without_leading_space(before.rstrip())
-            return before, found, after
-        if is_last:
-            before, self._rest = self._rest, ""
-            if tag == END_THINK:
-                before = before.rstrip()
-            return self._without_leading_space(before), "", ""
-        num_kept = next((n for n in range(min(len(tag) - 1, len(before)), 0, -1) if tag.startswith(before[-n:])), 0)
-        end = len(before[: len(before) - num_kept].rstrip())
-        before, self._rest = before[:end], before[end:]
-        return self._without_leading_space(before), "", ""
+    def _taken(self, finder: MarkFinder, is_last: bool) -> tuple[str, Found | None]:
+        """Take the text up to a mark, and the mark, or what cannot belong to one any more.
+
+        White space before a mark belongs to nothing.
+        """
+        end, found = finder.find(self._rest, is_last=is_last)
+        before, self._rest = self._rest[:end], self._rest[end if found is None else found.end :]
+        if found is not None:
+            before = before.rstrip()
+        elif not is_last:
+            kept = before[len(before.rstrip()) :]
+            before, self._rest = before.rstrip(), kept + self._rest
+        return self._without_leading_space(before), found
 
     def _without_leading_space(self, text: str) -> str:
-        if self._is_after_tag:
+        if self._is_after_mark:
             text = text.lstrip()
-            self._is_after_tag = not text
+            self._is_after_mark = not text
         return text

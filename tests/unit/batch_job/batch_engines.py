@@ -124,7 +124,7 @@ def make_settings(folder: Path, **changes: Any) -> JobSettings:
     """Return the settings of a job from `in.jsonl` to `out.jsonl`."""
     model = changes.pop("model", "tiny")
     seed = changes.pop("model_seed", 0)
-    config = EngineConfig.from_flat(model, seed=seed)
+    config = EngineConfig.from_flat(model, seed=seed, **changes.pop("model_settings", {}))
     return JobSettings(input_path=folder / "in.jsonl", output_path=folder / "out.jsonl", config=config, **changes)
 
 

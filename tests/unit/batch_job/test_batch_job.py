@@ -99,6 +99,20 @@ def test_a_line_becomes_what_the_same_body_becomes_over_http(tmp_path: Path) -> 
     assert (message["reasoning_content"], message["content"]) == ("SO\n</THINK>\n\n{}", "")
 
 
+def test_the_syntax_that_the_engines_settings_name(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "F"}}]
+    text = "[THINK]so[/THINK]yes[TOOL_CALLS]f[ARGS]{}"
+    write_lines(tmp_path, {"custom_id": "a", "tools": tools, "messages": [{"role": "user", "content": text}]})
+    run(tmp_path, ShoutingEngine(), model_settings={"tool_call_parser": "mistral", "reasoning_parser": "mistral"})
+    [line] = read_output(tmp_path)
+    [choice] = line["response"]["body"]["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("SO", "YES")
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "F", "arguments": "{}"}
+    with pytest.raises(ConfigError, match=r"names no syntax.*mistral_json"):
+        make_settings(tmp_path, model_settings={"tool_call_parser": "mistrel"})
+
+
 def test_an_error_of_the_engine_about_a_form_names_the_field_that_asked_for_it(tmp_path: Path) -> None:
     def refuse(number: int) -> None:
         raise RequestError("this json_schema cannot be compiled", param="structured_outputs")

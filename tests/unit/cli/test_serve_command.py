@@ -59,7 +59,10 @@ def test_defaults() -> None:
     assert server.settings == door_settings({})
 
 
-@pytest.mark.parametrize("option", [["--num-replicas", "0"], ["--max-body-bytes", "1"]])
+@pytest.mark.parametrize(
+    "option",
+    [["--num-replicas", "0"], ["--max-body-bytes", "1"], ["--tool-call-parser", "x"], ["--reasoning-parser", "x"]],
+)
 def test_what_cannot_be_is_told_before_anything_starts(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "tiny", *option]) == 2
     assert option[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err

@@ -22,7 +22,7 @@ END = len(CHARS)
 @cache
 def vocabulary() -> Vocabulary:
     info = xgrammar.TokenizerInfo([*CHARS, "<end>"], vocab_size=END + 1, stop_token_ids=[END])
-    return Vocabulary(info, info)
+    return Vocabulary(info, info, info)
 
 
 def compiled(schema: dict[str, Any]) -> Any:

@@ -102,7 +102,9 @@ def test_a_form_comes_behind_the_thought_that_the_prompt_has_begun(thinker: Toke
     prepared = prepare(thinker, response_format={"type": "json_object"})
     assert (prepared.prompt.text or "").endswith("<think>\n")
     thought, answer = form_of(prepared)["elements"]
-    assert (thought["begin"], thought["end"], answer["type"]) == ("", "</think>\n\n", "json_schema")
+    end = {"type": "token", "token": thinker.token_id("</think>")}
+    assert thought["elements"][0] == {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": end}
+    assert answer["type"] == "json_schema"
     message = answered(prepared, "so\n</think>\n\n{}")["message"]
     assert (message["reasoning_content"], message["content"]) == ("so", "{}")
 
@@ -150,7 +152,7 @@ def test_strict_tools_are_held_to_their_schemas_when_the_model_may_choose(tiny: 
         assert prepare(tiny, tools=[free], **choice).params.structured_outputs is None
         held = form_of(prepare(tiny, tools=[strict], **choice))
         assert (held["type"], held["triggers"]) == ("triggered_tags", ["<tool_call>"])
-        assert [tag["content"]["json_schema"] for tag in held["tags"]] == [PING["parameters"]]
+        assert [tag["content"]["elements"][1]["json_schema"] for tag in held["tags"]] == [PING["parameters"]]
 
 
 def test_deep_parameters_of_a_forced_call_are_any_object_or_refused(tiny: Tokenizer) -> None:
@@ -160,7 +162,7 @@ def test_deep_parameters_of_a_forced_call_are_any_object_or_refused(tiny: Tokeni
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     forced = prepare(tiny, max_model_len=10_000, tools=[tool], tool_choice="required")
     [_, calls] = form_of(forced)["elements"]
-    assert calls["tags"][0]["content"]["json_schema"] == {"type": "object", "additionalProperties": True}
+    assert calls["elements"][0]["elements"][1]["json_schema"] == {"type": "object", "additionalProperties": True}
     tool["function"]["strict"] = True
     with pytest.raises(RequestError, match="nesting deeper than 64"):
         prepare(tiny, max_model_len=10_000, tools=[tool])

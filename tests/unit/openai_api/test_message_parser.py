@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raypp.openai_api.conventions import LLAMA3_CALLS, QWEN3_CALLS
 from raypp.openai_api.json_scanner import JsonScanner
 from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntaxes import HERMES_CALLS, LLAMA3_CALLS, THINK_TAGS
 
 WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "a \\"}{\\" b", "days": [1, {"x": 2}]}}\n</tool_call>'
 ARGUMENTS = '{"city": "a \\"}{\\" b", "days": [1, {"x": 2}]}'
@@ -26,10 +26,10 @@ CASES: list[tuple[str, dict[str, Any], tuple[str, str, list[tuple[str, str]]]]] 
     ("\n<think></think>hello", {}, ("", "hello", [])),
     ("a < b <think>no</think>", {}, ("", "a < b <think>no</think>", [])),
     ("<think>\nnever ends\n", {}, ("never ends", "", [])),
-    ("\nwhy\n</think>\n\nhello", {"begins_in_thought": True}, ("why", "hello", [])),
-    (" why</think>hello", {"begins_in_thought": True, "is_continued": True}, (" why", "hello", [])),
+    ("\nwhy\n</think>\n\nhello", {"begun": "<think>"}, ("why", "hello", [])),
+    (" why</think>hello", {"begun": "<think>", "is_continued": True}, (" why", "hello", [])),
     (" <think>no</think>", {"is_continued": True}, ("", " <think>no</think>", [])),
-    ("<think>why</think>hello", {"has_thoughts": False}, ("", "<think>why</think>hello", [])),
+    ("<think>why</think>hello", {"thoughts": None}, ("", "<think>why</think>hello", [])),
     (WEATHER, {}, ("", "", [("weather", ARGUMENTS)])),
     (WEATHER, {"calls": None}, ("", WEATHER, [])),
     (f"<think>\nso\n</think>\n\nLet me see.\n{WEATHER}\n", {}, ("so", "Let me see.", [("weather", ARGUMENTS)])),
@@ -50,7 +50,7 @@ CASES += [
     (BARE, LLAMA, CALLED),
     (f"\n {BARE}\n", LLAMA, CALLED),
     (f"<|python_tag|>{BARE}", LLAMA, CALLED),
-    (f"<|python_tag|>{BARE}<|eom_id|>", LLAMA, ("", "<|eom_id|>", CALLED[2])),  # of who asks for special tokens
+    (f"<|python_tag|>{BARE}<|eom_id|>", LLAMA, CALLED),  # of who asks for special tokens
     (f"Let me see. <|python_tag|> {BARE}", LLAMA, ("", "Let me see.", CALLED[2])),
     (f"<think>so</think>\n{BARE}", LLAMA, ("so", "", CALLED[2])),
     (f"{BARE}; {BARE}", LLAMA, ("", "", CALLED[2] * 2)),
@@ -72,7 +72,7 @@ CASES += [
 
 
 def read(pieces: list[str], **settings: Any) -> tuple[str, str, list[tuple[str, str]]]:
-    parser = MessageParser(**({"has_thoughts": True, "calls": QWEN3_CALLS} | settings))
+    parser = MessageParser(**({"thoughts": THINK_TAGS, "calls": HERMES_CALLS} | settings))
     reasoning, content, names, arguments = "", "", [], []
     for index, piece in enumerate(pieces):
         delta = parser.feed(piece, is_last=index == len(pieces) - 1)
@@ -103,14 +103,14 @@ def test_in_any_pieces(data: st.DataObject) -> None:
 
 
 def test_arguments_stream_as_they_come() -> None:
-    parser = MessageParser(has_thoughts=False, calls=QWEN3_CALLS)
+    parser = MessageParser(thoughts=None, calls=HERMES_CALLS)
     head = parser.feed('<tool_call>\n{"name": "f", "arguments": {"a')
     assert [(call.name, call.arguments) for call in head.calls] == [("f", '{"a')]
     assert parser.feed('": 1').calls[0].plain() == {"index": 0, "function": {"arguments": '": 1'}}
 
 
 def test_an_answer_that_is_json_is_not_kept_back() -> None:
-    parser = MessageParser(has_thoughts=False, calls=LLAMA3_CALLS)
+    parser = MessageParser(thoughts=None, calls=LLAMA3_CALLS)
     assert parser.feed('{"answer": [1').content == '{"answer": [1'
 
 

@@ -9,8 +9,9 @@ import pytest
 from raypp.errors import EngineDeadError, RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.conventions import QWEN3_CALLS, ChatConventions
 from raypp.openai_api.errors import BodyError, describe_error, parse_body
+from raypp.openai_api.syntax import MessageSyntax
+from raypp.openai_api.syntaxes import HERMES_CALLS
 from raypp.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -233,9 +234,9 @@ def test_functions_are_tools() -> None:
     tools = [{"type": "function", "function": function} for function in functions]
     assert request.template_kwargs() == chat(tools=tools).template_kwargs()
     forced, tool = chat(functions=functions, function_call={"name": "g"}), {"name": "g"}
-    conventions = ChatConventions(calls=QWEN3_CALLS)
-    same = chat(tools=tools, tool_choice={"type": "function", "function": tool}).sampling_params(100, conventions)
-    assert forced.sampling_params(100, conventions) == same
+    syntax = MessageSyntax(calls=HERMES_CALLS)
+    same = chat(tools=tools, tool_choice={"type": "function", "function": tool}).sampling_params(100, syntax)
+    assert forced.sampling_params(100, syntax) == same
     assert chat(functions=functions, function_call="none").template_kwargs() == {}
 
 

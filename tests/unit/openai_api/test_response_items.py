@@ -8,9 +8,9 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from raypp.openai_api.conventions import QWEN3_CALLS
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.response_items import ResponseItems
+from raypp.openai_api.syntaxes import HERMES_CALLS, THINK_TAGS
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -20,7 +20,7 @@ TEXT = f"<think>\nwhy\n</think>\n\nfirst {CALL % 1}\n{CALL % 2}\nthen {CALL % 3}
 
 def read(text: str, num_chars: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the items of a text that comes in pieces of so many characters, and the events."""
-    parser, items = MessageParser(has_thoughts=True, calls=QWEN3_CALLS), ResponseItems()
+    parser, items = MessageParser(thoughts=THINK_TAGS, calls=HERMES_CALLS), ResponseItems()
     events: list[dict[str, Any]] = []
     for start in range(0, len(text), num_chars):
         piece = text[start : start + num_chars]
@@ -75,7 +75,7 @@ def test_events_tell_every_item_from_its_beginning_to_its_end(num_chars: int) ->
 
 def test_what_was_cut_off_is_incomplete() -> None:
     items = ResponseItems()
-    parser = MessageParser(has_thoughts=True, calls=QWEN3_CALLS)
+    parser = MessageParser(thoughts=THINK_TAGS, calls=HERMES_CALLS)
     for _ in items.add(parser.feed("<think>why</think>\n\nbeca", is_last=True)):
         pass
     assert list(items.end(is_complete=False))[-1]["item"]["status"] == "incomplete"
@@ -92,7 +92,7 @@ def test_a_response_without_any_text_has_an_empty_message() -> None:
 def test_a_thought_alone_is_followed_by_an_empty_message_unless_it_was_cut_off() -> None:
     for is_complete, texts in ((True, ["why", ""]), (False, ["why"])):
         items = ResponseItems()
-        parser = MessageParser(has_thoughts=True, calls=None)
+        parser = MessageParser(thoughts=THINK_TAGS, calls=None)
         list(items.add(parser.feed("<think>why", is_last=True)))
         list(items.end(is_complete=is_complete))
         assert [said(item) for item in items.items] == texts
@@ -100,7 +100,7 @@ def test_a_thought_alone_is_followed_by_an_empty_message_unless_it_was_cut_off()
 
 def test_log_probabilities_are_those_of_the_text() -> None:
     items = ResponseItems()
-    parser = MessageParser(has_thoughts=False, calls=None)
+    parser = MessageParser(thoughts=None, calls=None)
     events = [*items.add(parser.feed("a"), [{"token": "a"}]), *items.add(parser.feed("b"), [{"token": "b"}])]
     events += items.end(is_complete=True, logprobs=[{"token": ""}])
     told = [event["logprobs"] for event in events if event["type"].endswith("text.delta")]

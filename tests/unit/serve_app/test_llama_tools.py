@@ -15,7 +15,8 @@ from running_app import RunningApp, running_app
 import raypp
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.openai_api.conventions import LLAMA3_CALLS, QWEN3_CALLS, ChatConventions
+from raypp.openai_api.syntax import MessageSyntax
+from raypp.openai_api.syntaxes import LLAMA3_CALLS
 
 RENAMED = {"<tool_call>": "<|python_tag|>", "</tool_call>": "<|eom_id|>"}
 # As Llama's own it takes one call per message, and writes arguments that it takes for an object.
@@ -59,14 +60,14 @@ def client(app: RunningApp) -> Iterator[openai.OpenAI]:
 
 
 def test_the_clients_helpers(app: RunningApp, client: openai.OpenAI) -> None:
-    assert app.context.preparer.conventions.calls is LLAMA3_CALLS
+    assert app.context.preparer.syntax.calls is LLAMA3_CALLS
     check_tools(client)
     check_named_tool_and_none(client)
 
 
 def test_what_the_model_writes_is_its_own_syntax(client: openai.OpenAI) -> None:
     params = ChatRequest(messages=HELLO, tools=TOOLS, tool_choice="required", **SILENT).sampling_params(
-        1024, ChatConventions(calls=LLAMA3_CALLS)
+        1024, MessageSyntax(calls=LLAMA3_CALLS)
     )
     # The form by itself, without tools: what comes is the text.
     constraint = params.structured_outputs
@@ -97,22 +98,6 @@ def test_free_text_is_searched_for_calls(client: openai.OpenAI, prefix: str) -> 
     assert len(pieces) > 2  # they came as they were written
 
 
-def test_whose_tokens_these_are(model: Path) -> None:
-    class Tokens:
-        def __init__(self, *known: str) -> None:
-            self.known = known
-
-        def has_tokens(self, *texts: str) -> bool:
-            return set(texts) <= set(self.known)
-
-        def template_reads(self, name: str) -> bool:
-            return False
-
-    def calls_of(*known: str) -> object:
-        return ChatConventions.of(Tokens(*known)).calls  # type: ignore[arg-type]
-
-    assert calls_of("<|python_tag|>", "<|eom_id|>") is LLAMA3_CALLS
-    assert calls_of("<tool_call>", "</tool_call>", "<|python_tag|>", "<|eom_id|>") is QWEN3_CALLS  # taught later
-    assert calls_of("<tool_call>") is None
-    with pytest.raises(RequestError, match="not known"):
-        ChatRequest(messages=HELLO, tools=TOOLS).sampling_params(1024, ChatConventions())
+def test_tools_of_a_model_whose_calls_are_not_known_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"not known.*tool_call_parser"):
+        ChatRequest(messages=HELLO, tools=TOOLS).sampling_params(1024, MessageSyntax())

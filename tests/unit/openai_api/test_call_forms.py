@@ -1,0 +1,170 @@
+"""What forced and strict calls are held to: each syntax's own rendering is taken, and read as what it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xgrammar
+
+import raypp
+from raypp.api.tokenizer import Tokenizer
+from raypp.errors import RequestError
+from raypp.grammar.compile import compile_constraint
+from raypp.grammar.vocabulary import Vocabulary, VocabularySource
+from raypp.openai_api.chat_request import ChatRequest
+from raypp.openai_api.syntax import CallSyntax, MessageSyntax
+from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, message_syntax
+from raypp.structured_outputs import source_of
+
+TINY = Path(raypp.__file__).parent / "assets" / "tiny"
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
+ONE, TWO = ("ping", '{"x": "a <b> [c]"}'), ("get.it-2", '{"x": "\u00fc"}')
+THOUGHTS = {"gpt_oss": "gpt_oss", "mistral": "mistral", "hermes": "deepseek_r1", "deepseek_v31": "deepseek_r1"}
+HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call]
+
+
+def tools(strict: bool) -> list[Any]:
+    return [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": strict}}
+        for name, _ in (ONE, TWO)
+    ]
+
+
+@pytest.fixture(scope="module", params=["special", "spelled"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's tokenizer: with every mark as a special token, or with none."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_text((TINY / name).read_text())
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    added = [token for token in tokenizer["added_tokens"] if token["special"]]
+    literals = [t for s in (*CALL_SYNTAXES.values(), *THOUGHT_SYNTAXES.values()) for t in s.literals()]
+    marks = [text for text in dict.fromkeys(literals) if text[:1] in "<[" and text[-1:] in ">]" and " " not in text]
+    marks = [text for text in marks if "\n" not in text and "$" not in text] + ["<|constrain|>", "[ARGS]"]
+    if request.param == "special":
+        next_id = max(token["id"] for token in tokenizer["added_tokens"]) + 1
+        added += [{**added[0], "id": next_id + i, "content": text} for i, text in enumerate(marks)]
+    # Ids of tokens that are left out keep their place.
+    others = [token for token in tokenizer["added_tokens"] if not token["special"]]
+    added += [{**token, "content": f"<unused {token['id']}>"} for token in others]
+    tokenizer["added_tokens"] = sorted(added, key=lambda token: token["id"])
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
+    return VocabularySource(str(folder), tokenizer.vocab_size, tuple(tokenizer.eos_token_ids)).load()
+
+
+class Form:
+    """What a request holds texts to."""
+
+    def __init__(self, vocabulary: Vocabulary, tokenizer: Tokenizer, syntax: MessageSyntax, **fields: Any) -> None:
+        self._tokenizer = tokenizer
+        params = ChatRequest.model_validate({"messages": HELLO, **fields}).sampling_params(1000, syntax)
+        assert params.structured_outputs is not None
+        self._grammar = compile_constraint(source_of(params.structured_outputs), vocabulary, 1)
+
+    def takes(self, text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(self._grammar)
+        [ids] = self._tokenizer.encode([text], add_special_tokens=False)
+        [end] = self._tokenizer.eos_token_ids
+        return all(matcher.accept_token(token_id) for token_id in [*ids.tolist(), end])
+
+
+def read(syntax: MessageSyntax, text: str, begun: str = "") -> tuple[str, str, list[tuple[str, str]]]:
+    request = ChatRequest.model_validate({"messages": HELLO, "tools": tools(strict=False)})
+    delta = request.parser(syntax, begun=begun).feed(text, is_last=True)
+    return delta.reasoning, delta.content, [(call.name or "", call.arguments) for call in delta.calls]
+
+
+def several(calls: CallSyntax) -> list[tuple[str, str]]:
+    return [ONE] if calls.separator is None else [TWO, ONE]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_forced_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    syntax = message_syntax(tokenizer, name, THOUGHTS.get(name, "none"))
+    assert syntax.calls is not None
+    written = syntax.calls.written(several(syntax.calls))
+    form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required")
+    assert form.takes(written)
+    assert read(syntax, written) == ("", "", several(syntax.calls))
+    assert not form.takes("hello")
+    assert not form.takes(written.replace("ping", "pong"))
+    assert not form.takes(written.replace('"x"', '"y"'))
+    if syntax.thoughts is not None:
+        thought = syntax.thoughts.thought.replace("$thought", "so\n")
+        assert form.takes(thought + written)
+        begun = "<|start|>assistant" if name == "gpt_oss" else ""
+        assert read(syntax, thought + written, begun) == ("so", "", several(syntax.calls))
+    single = Form(
+        vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required", parallel_tool_calls=False
+    )
+    assert single.takes(syntax.calls.written([ONE]))
+    if syntax.calls.separator is not None:
+        assert not single.takes(written)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_strict_functions(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    syntax = message_syntax(tokenizer, name, THOUGHTS.get(name, "none"))
+    assert syntax.calls is not None
+    form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=True))
+    written, free = syntax.calls.written(several(syntax.calls)), "hello [a] {b}"
+    if syntax.thoughts is not None:
+        free = syntax.thoughts.answer.replace("$answer", free)
+    assert form.takes(free)
+    assert form.takes(written)
+    assert not form.takes(written.replace("ping", "pong"))
+    if name != "gpt_oss":
+        assert form.takes(f"Let me see. {written}")
+        assert not form.takes(f"Let me see. {written.replace('ping', 'pong')}")
+    if syntax.thoughts is not None:
+        assert form.takes(syntax.thoughts.thought.replace("$thought", "so\n") + written)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_an_answer_or_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    syntax = message_syntax(tokenizer, name, THOUGHTS.get(name, "none"))
+    assert syntax.calls is not None
+    answer = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), response_format=answer)
+    written = ONE[1] if syntax.thoughts is None else syntax.thoughts.answer.replace("$answer", ONE[1])
+    assert form.takes(written)
+    assert form.takes(syntax.calls.written([ONE]))
+    assert not form.takes("hello")
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tool_choice": "required"}, {"tools": tools(strict=True)}, {"response_format": {"type": "json_object"}}]
+)
+def test_calls_that_can_only_be_read_are_refused_a_form(fields: dict[str, Any]) -> None:
+    syntax = MessageSyntax(calls=CALL_SYNTAXES["qwen3_coder"])
+    request = ChatRequest.model_validate({"messages": HELLO, "tools": tools(strict=False), **fields})
+    with pytest.raises(RequestError, match="cannot be held to a form") as caught:
+        request.sampling_params(1000, syntax)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ({"call": "<call>$name</call>"}, r"\$name and \$arguments"),
+        ({"calls": "<calls>"}, r"\$calls, once"),
+        ({"calls": "<calls>$calls"}, "two marks, or none"),
+    ],
+)
+def test_what_a_syntax_cannot_write(written: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CallSyntax(begins=(), **written)  # type: ignore[arg-type]
