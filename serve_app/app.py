@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import AutoscalingConfig
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from raypp.config.engine import EngineConfig
 from raypp.errors import ModelLoadError
@@ -62,6 +62,7 @@ def build_application(
     deployed = serve.deployment(
         name="engine",
         **_number_of_replicas(config, settings),
+        **_routing(settings),
         max_ongoing_requests=max_requests,
         max_constructor_retry_count=_MAX_STARTS,
         ray_actor_options={"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources},
@@ -95,6 +96,17 @@ def _number_of_replicas(config: EngineConfig, settings: ServeSettings) -> dict[s
         downscale_delay_s=settings.downscale_delay_s,
     )
     return {"num_replicas": None, "autoscaling_config": autoscaling}
+
+
+def _routing(settings: ServeSettings) -> dict[str, Any]:
+    """Return what Serve is told of the choice between replicas: nothing where there is never a choice."""
+    if not settings.prefix_routing or max(settings.num_replicas, settings.max_replicas or 1) == 1:
+        return {}
+    router: dict[str, Any] = {
+        "request_router_class": "serve_app.prefix_router.PrefixRouter",
+        "request_router_kwargs": {"max_excess": settings.prefix_routing_max_excess},
+    }
+    return {"request_router_config": RequestRouterConfig(**router)}
 
 
 def takes_pictures(config: EngineConfig) -> bool:

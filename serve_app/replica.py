@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -79,8 +80,8 @@ class EngineReplica:
         return await exposition(self._llm, self._metrics)
 
     async def processes(self) -> dict[str, object]:
-        """Return the process ids of the driver, the stages and the encoders."""
-        return await asyncio.to_thread(self._llm.processes)
+        """Return the process ids of the replica itself, the driver, the stages and the encoders."""
+        return {"replica": os.getpid(), **await asyncio.to_thread(self._llm.processes)}
 
     async def _tell_ray(self, period_s: float) -> None:
         view, ray_metrics = self._metrics.view(), RayMetrics()

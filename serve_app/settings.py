@@ -46,6 +46,10 @@ class ServeSettings(BaseModel):
     """With `max_replicas`: how long there must be too few before one is taken away."""
     drain_timeout_s: float = Field(default=300.0, gt=0)
     """With `max_replicas`: how long an engine that is taken away may go on answering what it has."""
+    prefix_routing: bool = True
+    """With several engines: send a request to the one that probably has the beginning of its prompt in its cache."""
+    prefix_routing_max_excess: int = Field(default=8, ge=0)
+    """Requests that this engine may have beyond 1.5 times those of the least busy one; then the latter gets it."""
     replica_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a replica's HTTP process asks Ray for. Placement only."""
     replica_resources: dict[str, float] = {}

@@ -192,8 +192,39 @@ def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:
         wait_for(both_tell_of_all)
         assert "raypp" in httpx.get(f"{pair}/", timeout=WAIT_S).text
         assert httpx.get(f"{pair}/page.js", timeout=WAIT_S).status_code == 200
+        check_conversations_stay_and_outlive_a_replica(pair)
     finally:
         serve.delete("pair")
+
+
+def check_conversations_stay_and_outlive_a_replica(pair: str) -> None:
+    """Every turn finds the one before in its replica's cache; when that is killed, the other one goes on."""
+    conversations = [[{"role": "system", "content": f"{index} " + "import os; " * 400}] for index in range(4)]
+    usage: list[int] = []
+
+    def turn(index: int) -> None:
+        messages = [*conversations[index], {"role": "user", "content": "go on"}]
+        answer = httpx.post(f"{pair}/v1/chat/completions", json={"messages": messages, "max_tokens": 2}, timeout=WAIT_S)
+        assert answer.status_code == 200, answer.text
+        conversations[index] = [*messages, answer.json()["choices"][0]["message"]]
+        usage.append(answer.json()["usage"]["prompt_tokens"])
+
+    def hit_rate_of_a_turn() -> float:
+        names = ("raypp_prefix_hit_tokens_total", "raypp_prefix_query_tokens_total")
+        before = [metric(pair, name) for name in names]
+        for index in range(len(conversations)):
+            turn(index)
+        hit, asked = (metric(pair, name) - old for name, old in zip(names, before, strict=True))
+        return hit / asked
+
+    assert hit_rate_of_a_turn() < 0.1, "each begins in its own way"
+    assert hit_rate_of_a_turn() > 0.9
+    assert min(usage) > 800
+    killed, _ = serve.get_deployment_handle("engine", "pair").broadcast("processes").results(timeout_s=WAIT_S)
+    os.kill(killed["replica"], signal.SIGKILL)
+    for index in range(len(conversations)):
+        turn(index)
+    assert metric(pair, "raypp_engine_up") == 1, "the other one answered, not one in its place"
 
 
 def test_a_stage_killed_under_load(url: str) -> None:

@@ -51,6 +51,18 @@ def test_every_setting_of_autoscaling_reaches_serve() -> None:
     assert engine.graceful_shutdown_timeout_s == 23
 
 
+def test_prefixes_route_where_there_is_a_choice() -> None:
+    def router(**given: object) -> object:
+        return deployed(ServeSettings(**given))._deployment_config.request_router_config
+
+    for settings in ({"num_replicas": 2}, {"max_replicas": 2}):
+        found = router(**settings, prefix_routing_max_excess=7)
+        assert found.request_router_class == "serve_app.prefix_router.PrefixRouter"
+        assert found.request_router_kwargs == {"max_excess": 7}
+    for settings in ({}, {"max_replicas": 1}, {"num_replicas": 2, "prefix_routing": False}):
+        assert router(**settings).is_default_request_router()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

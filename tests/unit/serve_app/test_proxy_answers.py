@@ -11,6 +11,7 @@ import pytest
 from openai.types.responses import ResponseErrorEvent
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.prefix_keys import PrefixKeys
 from serve_app.proxy_answers import ENVIRONMENT, ProxyAnswers, middlewares
 
 TIMEOUT_S = 0.02
@@ -153,4 +154,4 @@ def test_other_answers_are_as_they_were(messages: list[Message]) -> None:
 def test_serve_finds_it_by_the_environment() -> None:
     (place,) = ENVIRONMENT.values()
     assert place == f"{middlewares.__module__}:{middlewares.__name__}"
-    assert [middleware.cls for middleware in middlewares()] == [ProxyAnswers]
+    assert [middleware.cls for middleware in middlewares()] == [ProxyAnswers, PrefixKeys]
