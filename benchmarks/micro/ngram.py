@@ -26,6 +26,7 @@ from raypp.ops.ngram import propose_ngrams
 
 SHAPES = ((1, 32768), (64, 4096), (256, 4096), (256, 32768))  # rows, tokens
 MIN_N, MAX_N, NUM_DRAFTS = 2, 5, 8
+SIZES = {"min_n": MIN_N, "max_n": MAX_N, "num_drafts": NUM_DRAFTS}
 FLUSH_BYTES = 256 << 20
 CALLS_PER_GRAPH = 10
 Drafts = tuple[torch.Tensor, torch.Tensor]
@@ -96,10 +97,10 @@ def measure(kind: str, num_rows: int, length: int, flush: torch.Tensor, bytes_pe
     tokens = make_text(kind, num_rows, length)
     rows = torch.randperm(num_rows, device="cuda")
     lengths = torch.full((num_rows,), length, device="cuda")
-    kernel = NgramKernel(tokens, min_n=MIN_N, max_n=MAX_N, num_drafts=NUM_DRAFTS, max_rows=num_rows)
+    kernel = NgramKernel(tokens, window=length, max_rows=num_rows, **SIZES)
 
     def twin() -> Drafts:
-        return propose_ngrams(tokens, rows, lengths, min_n=MIN_N, max_n=MAX_N, num_drafts=NUM_DRAFTS, max_length=length)
+        return propose_ngrams(tokens, rows, lengths, window=length, max_length=length, **SIZES)
 
     expected = twin()
     for _ in range(2):  # the first call must leave the scratch as it found it
@@ -141,7 +142,7 @@ def main() -> None:
             except Exception as error:  # one case must not stop the others
                 figures[case] = {"error": f"{type(error).__name__}: {error}"[:300]}
             print(case, figures[case], flush=True)
-    print_report("ngram", {"min_n": MIN_N, "max_n": MAX_N, "num_drafts": NUM_DRAFTS}, figures)
+    print_report("ngram", dict[str, object](SIZES), figures)
 
 
 if __name__ == "__main__":

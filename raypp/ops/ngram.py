@@ -23,6 +23,7 @@ def propose_ngrams(
     rows: torch.Tensor,
     lengths: torch.Tensor,
     *,
+    window: int,
     min_n: int,
     max_n: int,
     num_drafts: int,
@@ -33,18 +34,19 @@ def propose_ngrams(
     A row without a match gets its last token K times: valid ids that stand for nothing.
 
     Shapes: tokens [num_rows, W] int32, position p in column p mod W; rows [R] int64; lengths [R] int64, the tokens of
-    each row, at least 1; of these the newest W are searched, and nothing at or past the length is read.
+    each row, at least 1; of these the newest `window` are searched, and nothing at or past the length counts.
 
     Args:
-        tokens: The token table.
+        tokens: The rows' table, see `raypp.ops.row_tokens`.
         rows: Whose drafts are wanted.
         lengths: Their tokens.
+        window: The newest tokens that are searched, at most W.
         min_n: The shortest match.
         max_n: The longest run that is compared.
         num_drafts: K.
         max_length: An upper bound of the lengths that the host knows; spares looking through empty columns.
     """
-    text, known = _texts(tokens, rows, lengths, max_length)
+    text, known = _texts(tokens, rows, lengths, window, max_length)
     width = text.shape[1]
     positions = torch.arange(width, dtype=torch.int32, device=text.device)
     offsets = torch.arange(max_n, device=text.device)
@@ -67,17 +69,23 @@ def propose_ngrams(
 
 @break_point
 def propose_ngrams_by_row(
-    tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    window: int,
+    min_n: int,
+    max_n: int,
+    num_drafts: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `propose_ngrams` returns, row by row, of tensors in main memory."""
-    window = tokens.shape[1]
     table: NDArray[np.int32] = tokens.numpy()
     draft_ids = np.empty((len(rows), num_drafts), np.int32)
     num_proposed = np.zeros(len(rows), np.int32)
     for index, (row, length) in enumerate(zip(rows.tolist(), lengths.tolist(), strict=True)):
         text = table[row, :length]
         if length > window:
-            text = np.roll(table[row], -(length % window))
+            text = table[row, np.arange(length - window, length) % table.shape[1]]
         end = _end_of_match(text, min_n, max_n)
         if end is None:
             draft_ids[index] = text[-1]
@@ -102,12 +110,11 @@ def _end_of_match(text: NDArray[np.int32], min_n: int, max_n: int) -> int | None
 
 
 def _texts(
-    tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, max_length: int
+    tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, window: int, max_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows' kept tokens in order, [R, width], and how many of them count, [R] int64."""
-    window = tokens.shape[1]
+    """Return the rows' newest tokens in order, [R, width], and how many of them count, [R] int64."""
     if max_length <= window:
         return tokens[:, :max_length].index_select(0, rows), lengths
     known = lengths.clamp(max=window)
-    columns = ((lengths - known).unsqueeze(1) + torch.arange(window, device=rows.device)).remainder_(window)
+    columns = ((lengths - known).unsqueeze(1) + torch.arange(window, device=rows.device)).remainder_(tokens.shape[1])
     return tokens.index_select(0, rows).gather(1, columns), known

@@ -59,7 +59,7 @@ class StageLayout:
     end_layer: int  # exclusive
     weight_bytes: int
     kv_cache_bytes: int
-    token_table_bytes: int  # of the last stage with speculation, else 0
+    token_table_bytes: int  # of the last stage; 0 on others
     draft_head_bytes: int = 0  # of `weight_bytes`, those of a draft head and what it uses, on the last stage
 
     @property
@@ -81,7 +81,7 @@ class EnginePlan:
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
     num_threads: int  # compute threads of a stage
-    ngram_window: int  # tokens of a row that the token table keeps; 0 without speculation
+    ngram_window: int  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None
     encoders: EncoderPlan
     graphs: GraphSpec  # which steps are recorded and replayed

@@ -15,28 +15,27 @@ from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts, RooflineCost
-from raypp.specdec.table_bytes import token_table_bytes
+from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, widest_window
 from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
-_WINDOW_MULTIPLE = 16  # tokens, so that a GPU reads every row of the table 16 bytes at a time
 _FP8_CAPABILITY = (8, 9)  # of GPUs that multiply float8_e4m3fn
 _LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
 _FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
 
 def ngram_window(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the tokens of a row that the token table keeps; 0 without speculation."""
+    """Return the newest tokens of a row that n-grams are looked for in; 0 without speculation."""
     if config.speculative.method is None:
         return 0
     longest = config.model.max_model_len or model.max_position_embeddings
-    window = min(config.speculative.ngram_window or _MAX_DEFAULT_WINDOW, longest)
-    return -(-window // _WINDOW_MULTIPLE) * _WINDOW_MULTIPLE
+    return min(config.speculative.ngram_window or _MAX_DEFAULT_WINDOW, longest)
 
 
 def table_bytes(config: EngineConfig, window: int) -> int:
     """Return the bytes of the last stage's token table, the rows for padding included."""
-    return token_table_bytes(config.scheduler.max_num_seqs + NUM_PADDING_ROWS, window)
+    width = row_tokens_width(window, config.speculative.max_drafts)
+    return token_table_bytes(config.scheduler.max_num_seqs + NUM_PADDING_ROWS, width)
 
 
 def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, other_bytes: int) -> None:
@@ -52,14 +51,15 @@ def check_host_memory(config: EngineConfig, hardware: Hardware, window: int, oth
         ResourceError: says what would fit.
     """
     needed, left = table_bytes(config, window), max(hardware.memory_bytes - other_bytes, 0)
-    if not needed or not hardware.memory_bytes or needed <= left:
+    if not window or not hardware.memory_bytes or needed <= left:
         return
     rows = config.scheduler.max_num_seqs + NUM_PADDING_ROWS
+    max_drafts = config.speculative.max_drafts
     raise ResourceError(
         "the token table of speculation does not fit into the last stage's memory",
-        got=f"{needed:,} bytes: {rows:,} rows of {window:,} tokens of 4 bytes",
+        got=f"{needed:,} bytes: {rows:,} rows of {row_tokens_width(window, max_drafts):,} tokens of 4 bytes",
         expected=f"at most {left:,} bytes: weights and KV cache take {other_bytes:,} of {hardware.memory_bytes:,}",
-        hint=f"set ngram_window={left // token_table_bytes(rows, 1)} or less, or lower max_num_seqs",
+        hint=f"set ngram_window={widest_window(rows, left, max_drafts)} or less, or lower max_num_seqs",
     )
 
 

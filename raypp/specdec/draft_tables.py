@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import torch
 
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.specdec.proposer import Drafts
-from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import Verification, verify_drafts
 from raypp.starting_rows import StartingRows
 
@@ -15,7 +15,7 @@ from raypp.starting_rows import StartingRows
 class DraftTables:
     """The next drafts of every row, how many of them count, and the row's limit."""
 
-    def __init__(self, num_rows: int, max_drafts: int, tokens: TokenTable, device: torch.device) -> None:
+    def __init__(self, num_rows: int, max_drafts: int, tokens: RowTokens, device: torch.device) -> None:
         self._tokens = tokens
         self.draft_ids = torch.zeros(num_rows, max_drafts, dtype=torch.int32, device=device)
         """By row, int32 [num_rows, max_drafts]."""
@@ -33,7 +33,7 @@ class DraftTables:
         return self.draft_ids.index_select(0, rows)
 
     def verify(self, rows: torch.Tensor, first: torch.Tensor, token_ids: torch.Tensor) -> Verification:
-        """Verify the rows' drafts, and write the tokens that are valid into the token table.
+        """Verify the rows' drafts, and write the tokens into the rows' table.
 
         Shapes: rows, first [Y] int64, the position of each row's first token; token_ids [Y, 1 + K] int32, the model's
         own tokens.
@@ -41,13 +41,13 @@ class DraftTables:
         if self._uses_kernel:
             from raypp.ops.cuda.verify import verify_and_append
 
-            tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.tokens)
+            tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.table)
             num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)
             return Verification(num_valid, num_drafted, num_matched, lengths)
         room = self._limits.index_select(0, rows) - first.to(torch.int32)
         num_proposed = self._num_proposed.index_select(0, rows)
         verified = verify_drafts(token_ids, first, self.of(rows), num_proposed, room)
-        self._tokens.append(rows, first, token_ids, verified.num_valid)
+        self._tokens.write(NewTokens(rows, first, token_ids))
         return verified
 
     def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -14,21 +14,25 @@ _FEW_ROWS = 32
 
 
 class NgramProposer:
-    """Looks for the row's newest tokens in the token table; see `raypp.ops.ngram`."""
+    """Looks for the row's newest tokens among those before; see `raypp.ops.ngram`."""
 
     is_recorded_apart = False
 
-    def __init__(self, tokens: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int, max_rows: int) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, *, window: int, min_n: int, max_n: int, num_drafts: int, max_rows: int
+    ) -> None:
         """Search a table that somebody else keeps current.
 
         Args:
-            tokens: int32 [num_rows, window], see `raypp.specdec.token_table`.
+            tokens: int32 [num_rows, W], see `raypp.ops.row_tokens`.
+            window: The newest tokens of a row that are searched, at most W.
             min_n: The shortest match.
             max_n: The longest run that is compared.
             num_drafts: K_max.
             max_rows: The most rows of one step.
         """
         self._tokens = tokens
+        self._window = window
         self._min_n = min_n
         self._max_n = max_n
         self._num_drafts = num_drafts
@@ -36,7 +40,9 @@ class NgramProposer:
         if tokens.is_cuda and find_spec("triton") is not None:
             from raypp.ops.cuda.ngram_kernel import NgramKernel
 
-            self._kernel = NgramKernel(tokens, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows)
+            self._kernel = NgramKernel(
+                tokens, window=window, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows
+            )
 
     def follow(self, step: SteppedTokens) -> Followed:
         """Do nothing, likewise."""
@@ -47,11 +53,7 @@ class NgramProposer:
         if self._kernel is not None:
             return Drafts(*self._kernel(drafting.rows, drafting.lengths))
         tokens, rows, lengths = self._tokens, drafting.rows, drafting.lengths
-        min_n, max_n, num_drafts = self._min_n, self._max_n, self._num_drafts
+        sizes = {"window": self._window, "min_n": self._min_n, "max_n": self._max_n, "num_drafts": self._num_drafts}
         if len(rows) <= _FEW_ROWS and not tokens.is_cuda:
-            by_row = propose_ngrams_by_row(tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts)
-            return Drafts(*by_row)
-        together = propose_ngrams(
-            tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_length=drafting.max_length
-        )
-        return Drafts(*together)
+            return Drafts(*propose_ngrams_by_row(tokens, rows, lengths, **sizes))
+        return Drafts(*propose_ngrams(tokens, rows, lengths, max_length=drafting.max_length, **sizes))

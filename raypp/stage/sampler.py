@@ -17,23 +17,30 @@ import torch
 from numpy.typing import NDArray
 
 from raypp.ops.device_kernels import choose_token_choice
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
-from raypp.ops.sample.tables import AdjustedLogits, Asked, Needs, NewTokens, PositionMasks
+from raypp.ops.sample.tables import AdjustedLogits, Asked, Needs, PositionMasks
+from raypp.ops.sample.token_history import TokenHistory
 from raypp.stage.sampling_rows import SamplingRows
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_tokens import StepTokens
-from raypp.stage.token_history import TokenHistory
 from raypp.starting_rows import StartingRows
 
 
 class Sampler:
-    """Chooses tokens. N positions, of which a row may have several; V vocabulary."""
+    """Chooses tokens. N positions, of which a row may have several; V vocabulary.
 
-    def __init__(self, spec: StageSpec, device: torch.device) -> None:
+    Args:
+        spec: The last stage's.
+        device: Its device.
+        tokens: Of all rows; `start` finds those of rows that start written.
+    """
+
+    def __init__(self, spec: StageSpec, device: torch.device, tokens: RowTokens) -> None:
         self.rows = SamplingRows(spec, device)
-        self.history = TokenHistory(spec, device)
+        self.history = TokenHistory(tokens, spec.vocab_size, spec.max_drafts, device)
         self._choice = choose_token_choice(device, spec.max_step_rows * (1 + spec.max_drafts))
         if device.type == "cuda":
             self.reserve()
@@ -68,7 +75,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Return the token of each position, int64 [N]. Leaves the logits as they are. Never waits for the device.
 
-        With drafts, `place_drafts` comes before, so that each position sees the drafts in front of it.
+        With drafts, `remember` comes before, so that each position sees the drafts in front of it.
 
         Args:
             logits: [N, V].
@@ -115,31 +122,16 @@ class Sampler:
             num_valid = torch.ones_like(rows, dtype=torch.int32)
         compared = tuple(count for count in (tokens.num_drafted, tokens.num_matched) if count is not None)
         yielded = YieldedTokens(rows, tokens.positions, tokens.token_ids, num_valid, compared, draft_ids)
-        return replace(tokens, num_valid=num_valid, lengths=self._choice.hold(yielded, masks, self.history.last))
+        lengths = self._choice.hold(yielded, masks, self.history.tokens.table)
+        return replace(tokens, num_valid=num_valid, lengths=lengths)
 
-    def place_drafts(self, rows: torch.Tensor, positions: torch.Tensor, draft_ids: torch.Tensor, needs: Needs) -> None:
-        """Let the positions after drafts see them, where that matters.
+    def remember(self, new: NewTokens, needs: Needs, *, counts: bool) -> None:
+        """Let later positions see tokens, where that matters: drafts, before `choose`; after it, what was kept.
 
-        Shapes: rows [D] int64; positions [D] int64, of each row's first draft; draft_ids [D, K].
+        Args:
+            new: The tokens.
+            needs: Of the step.
+            counts: Whether they are kept, and counted.
         """
         if needs.history:
-            self._remember(NewTokens(rows, positions, draft_ids), counts=False)
-
-    def commit(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        token_ids: torch.Tensor,
-        needs: Needs,
-        num_valid: torch.Tensor | None = None,
-    ) -> None:
-        """Take in what was kept of the tokens that were chosen; once per step, after `choose`.
-
-        Shapes: rows [R] int64; positions [R] int64, of each row's first new token; token_ids [R, W]; num_valid [R], how
-        many of them were kept, None when all were.
-        """
-        if needs.history:
-            self._remember(NewTokens(rows, positions, token_ids, num_valid), counts=True)
-
-    def _remember(self, tokens: NewTokens, *, counts: bool) -> None:
-        self._choice.remember(tokens, self.rows.tables.needs, self.history, counts=counts)
+            self._choice.remember(new, self.rows.tables.needs, self.history, counts=counts)

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from raypp.messages import StartExtras
 from raypp.ops.host_to_device import to_device
+from raypp.ops.row_tokens import NO_TOKEN
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
-from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN, DrawTables, Needs, RowTables, Widths
+from raypp.ops.sample.tables import ANY_TOKEN, DrawTables, Needs, RowTables, Widths
 from raypp.request_limits import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORD_TOKENS,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from raypp.config.sections import SpeculativeSection, TransportKind
 from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.specdec.table_bytes import row_tokens_width
 
 NUM_PADDING_ROWS = 2
 """Rows of the tables that no request owns: one that padding reads, one that it writes; see `StageSpec`."""
@@ -64,11 +65,16 @@ class StageSpec:
     takes_items: bool = False  # whether prompts may hold pictures
     num_deepstack_layers: int = 0  # leading layers of the model that rows of pictures are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
-    ngram_window: int = 0  # newest tokens of a row that the last stage's token table keeps; 0 without speculation
+    ngram_window: int = 0  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None = None
     transport: TransportKind
     link_timeout_s: float
     trace: bool
+
+    @property
+    def row_tokens_width(self) -> int:
+        """Columns of the last stage's table of tokens."""
+        return row_tokens_width(self.ngram_window, self.max_drafts)
 
     @property
     def is_first(self) -> bool:

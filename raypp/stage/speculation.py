@@ -11,13 +11,13 @@ from raypp.errors import ConfigError
 from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.specdec.draft_tables import DraftTables
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.forced_acceptance import AlwaysProposing, ForcedAcceptance
 from raypp.specdec.hybrid import HybridProposer
 from raypp.specdec.ngram import NgramProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
-from raypp.specdec.token_table import TokenTable
 from raypp.stage.spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.stage.step_tokens import StepTokens
@@ -42,11 +42,12 @@ class Search:
 
 
 class Speculation:
-    """The token table, the tables of drafts, and the proposer.
+    """The tables of drafts, and the proposer.
 
     Args:
         spec: The last stage's.
         device: Its device.
+        tokens: Of all rows; `start` finds those of rows that start written.
         head: The draft head, for methods that have one.
         block_tables: Of all rows, int32 [max_num_seqs, W], kept current by the stage.
 
@@ -55,12 +56,17 @@ class Speculation:
     """
 
     def __init__(
-        self, spec: StageSpec, device: torch.device, head: DraftHead | None, block_tables: torch.Tensor
+        self,
+        spec: StageSpec,
+        device: torch.device,
+        tokens: RowTokens,
+        head: DraftHead | None,
+        block_tables: torch.Tensor,
     ) -> None:
         given = spec.speculative
-        self._tokens = TokenTable(spec.max_num_seqs, spec.ngram_window, device)
+        self._tokens = tokens
         self._drafts = DraftTables(spec.max_num_seqs, spec.max_drafts, self._tokens, device)
-        self._proposer = _proposer(spec, self._tokens.tokens, head, block_tables)
+        self._proposer = _proposer(spec, tokens.table, head, block_tables)
         self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
         self._shadow_every = _HEAD_SHADOW_EVERY if self._proposer.is_recorded_apart else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
@@ -76,18 +82,12 @@ class Speculation:
         return self._proposer.is_recorded_apart
 
     @property
-    def token_table_bytes(self) -> int:
-        """The bytes of the token table."""
-        return self._tokens.num_bytes
-
-    @property
-    def tables(self) -> tuple[TokenTable, DraftTables]:
+    def tables(self) -> tuple[RowTokens, DraftTables]:
         """What a step reads and changes, at addresses that never change."""
         return self._tokens, self._drafts
 
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
-        self._tokens.start(starting)
         self._drafts.start(starting)
 
     def search_of(self, plan: StepPlan) -> Search:
@@ -126,7 +126,7 @@ class Speculation:
             token_ids = self._forced(token_ids, self._drafts.of(rows), rows, first)
             told_ids = torch.where(told_ids < 0, told_ids, token_ids)
         if not search.compares:
-            self._tokens.append(rows, first, token_ids, None)
+            self._tokens.write(NewTokens(rows, first, token_ids))
             return StepTokens(token_ids, first, first + 1, told_ids=told_ids)
         verified = self._drafts.verify(rows, first, token_ids)
         return StepTokens(
@@ -188,7 +188,12 @@ class Speculation:
 def _proposer(spec: StageSpec, tokens: torch.Tensor, head: DraftHead | None, block_tables: torch.Tensor) -> Proposer:
     given = spec.speculative
     ngram = NgramProposer(
-        tokens, min_n=given.min_n, max_n=given.max_n, num_drafts=spec.max_drafts, max_rows=spec.max_step_rows
+        tokens,
+        window=spec.ngram_window,
+        min_n=given.min_n,
+        max_n=given.max_n,
+        num_drafts=spec.max_drafts,
+        max_rows=spec.max_step_rows,
     )
     if given.method == "ngram":
         return ngram

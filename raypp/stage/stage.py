@@ -17,6 +17,7 @@ import torch
 from raypp.graphs.manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StepPlan, Unrecorded
 from raypp.models.decoder import Deepstack
+from raypp.ops.row_tokens import RowTokens
 from raypp.ops.sample.tables import Needs
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.feedback import FeedbackInbox
@@ -86,17 +87,18 @@ class Stage:
             assert links.feedback_in is not None
             self._next_inputs = NextInputs(spec, self._device)
             self._inbox = FeedbackInbox(links.feedback_in, self._schemas.feedback, spec.num_stages)
+        self._speculation: Speculation | None = None
         if spec.is_last:
-            self._sampler = Sampler(spec, self._device)
+            tokens = RowTokens(spec.max_num_seqs, spec.row_tokens_width, self._device)
+            self._sampler = Sampler(spec, self._device, tokens)
             self._logprobs = LogprobReporter(spec, self._sampler)
             self._grammars = GrammarMasks(spec, self._device)
             most_told = spec.max_step_rows * (1 + 3 + 2 * spec.max_drafts)
             self._results = ResultRing(spec.num_ring_entries, most_told, self._device)
-        self._speculation: Speculation | None = None
-        if spec.is_last and spec.max_drafts:
-            self._speculation = Speculation(spec, self._device, model.draft_head, self._block_tables.tables)
-        if spec.is_last:
-            self._end = StepEnd(self._sampler, self._grammars, self._speculation, self._device)
+            if spec.max_drafts:
+                tables = self._block_tables.tables
+                self._speculation = Speculation(spec, self._device, tokens, model.draft_head, tables)
+            self._end = StepEnd(tokens, self._sampler, self._grammars, self._speculation, self._device)
         self._body = StepBody(spec, model, self._block_tables, self._item_rows, AuxStates(spec, model.taps))
         self._known_tokens = KnownTokens(self._device)
         self._drafts_by_head = spec.is_last and spec.draft_head is not None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from raypp.messages import StepPlan
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks
 from raypp.ops.sample.tables import Needs
 from raypp.specdec.proposer import SteppedHidden
@@ -55,15 +56,22 @@ class StepEnd:
     drafts, and where the message to the first stage lies.
 
     Args:
-        sampler: Of all rows.
+        tokens: Of all rows.
+        sampler: Likewise.
         grammars: Likewise.
         speculation: None when nobody drafts.
         device: The stage's.
     """
 
     def __init__(
-        self, sampler: Sampler, grammars: GrammarMasks, speculation: Speculation | None, device: torch.device
+        self,
+        tokens: RowTokens,
+        sampler: Sampler,
+        grammars: GrammarMasks,
+        speculation: Speculation | None,
+        device: torch.device,
     ) -> None:
+        self._tokens = tokens
         self.sampler = sampler
         self.grammars = grammars
         self.speculation = speculation
@@ -73,6 +81,8 @@ class StepEnd:
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
         self._needs.clear()
+        if self.speculation is not None or starting.extras is not None:  # else nobody looks back
+            self._tokens.start(starting.plan)
         self.sampler.start(starting)
         self.grammars.start(starting)
         if self.speculation is not None:
@@ -120,7 +130,8 @@ class StepEnd:
         if masks is not None:
             draft_ids = None if speculation is None else speculation.draft_ids
             tokens = sampler.hold(shape.sampled_rows, tokens, masks, draft_ids)
-        sampler.commit(shape.sampled_rows, tokens.positions, tokens.token_ids, needs, tokens.num_valid)
+        kept = NewTokens(shape.sampled_rows, tokens.positions, tokens.token_ids, tokens.num_valid)
+        sampler.remember(kept, needs, counts=True)
         if draft is not None:
             tokens = draft(tokens)
         write_feedback(feedback, shape, tokens)
@@ -142,5 +153,5 @@ class StepEnd:
         width = shape.decode_query_len
         if self.speculation is not None and width > 1 and needs.history:
             decode = slice(0, shape.num_decode_rows * width, width)
-            rows, drafts = shape.rows_of_logits()[decode], self.speculation.drafts(shape)
-            self.sampler.place_drafts(rows, last.positions[decode], drafts, needs)
+            drafts = NewTokens(shape.rows_of_logits()[decode], last.positions[decode], self.speculation.drafts(shape))
+            self.sampler.remember(drafts, needs, counts=False)

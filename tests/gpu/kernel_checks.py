@@ -8,10 +8,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import types
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import reference_ops as reference
@@ -33,23 +31,23 @@ from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, proj
 from raypp.ops.cuda.quantize import quantize_rows
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
+from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
 from raypp.ops.sample.adjust import adjusted
 from raypp.ops.sample.draw import mask_truncated, sample, sample_greedy
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import top_logprobs
 from raypp.ops.sample.tables import (
     ANY_TOKEN,
-    NO_TOKEN,
     AdjustedLogits,
     Asked,
     DrawTables,
     Needs,
-    NewTokens,
     PositionMasks,
     RowTables,
     Widths,
 )
-from raypp.stage.token_history import TokenHistory
+from raypp.ops.sample.token_history import TokenHistory
+from raypp.specdec.table_bytes import row_tokens_width
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IS_GPU = DEVICE.type == "cuda"
@@ -586,12 +584,16 @@ def check_adjust(num_rows: int, num_drafts: int, vocab_size: int) -> None:
     rng, width, num_tables, word_len = kernels.rng, 1 + num_drafts, num_rows + 2, 8
     widths = Widths(biased=16, end_tokens=4, bad_words=32)
     tables = _some_tables(kernels, num_tables, vocab_size, widths, word_len)
-    spec: Any = types.SimpleNamespace(max_num_seqs=num_tables, vocab_size=vocab_size, max_drafts=num_drafts)
-    history, expected_history = TokenHistory(spec, DEVICE), TokenHistory(spec, DEVICE)
+    history, expected_history = (
+        TokenHistory(RowTokens(num_tables, row_tokens_width(0, num_drafts), DEVICE), vocab_size, num_drafts, DEVICE)
+        for _ in range(2)
+    )
     lengths = [rng.randint(1, 70) for _ in range(num_tables)]
     for row, length in enumerate(lengths):
         known = np.array([rng.randrange(5) for _ in range(length)], np.int32)
         for of in (history, expected_history):
+            new = NewTokens(*(torch.tensor(values, device=DEVICE) for values in ([row], [0], [known.tolist()])))
+            of.tokens.write(new)
             of.start(row, known, rng.randint(1, length) if of is history else length, counts=True)
     for name in ("output_counts", "in_prompt"):
         getattr(expected_history, name).copy_(getattr(history, name))

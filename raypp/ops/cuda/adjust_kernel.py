@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.launch import Device, start
+from raypp.ops.row_tokens import NO_TOKEN, NewTokens
 from raypp.ops.sample.adjust import BANNED
-from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN, AdjustedLogits, Asked, HistoryTables, Needs, NewTokens
+from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, Needs
+from raypp.ops.sample.token_history import TokenHistory
 
 _TILE = 2048
 _MIN_PART = 8192
@@ -72,7 +74,7 @@ class LogitAdjuster:
             tables.presence,
             history.output_counts,
             history.in_prompt.view(torch.uint8),
-            history.last,
+            history.tokens.table,
             history.lengths,
             tables.min_lengths,
             tables.end_token_ids,
@@ -90,7 +92,7 @@ class LogitAdjuster:
             END_TOKENS=tables.end_token_ids.shape[1],
             BAD_WORDS=tables.bad_words.shape[1],
             WORD_LEN=tables.bad_words.shape[2],
-            HISTORY_LEN=history.last.shape[1],
+            HISTORY_LEN=history.tokens.table.shape[1],
             TILE=_TILE,
             WORDS=_WORDS,
             OVERLAPS=self._device.has_dependent_launch,
@@ -101,7 +103,7 @@ class LogitAdjuster:
         return AdjustedLogits(logits, self._changed, self._is_changed)
 
 
-def remember(tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, device: Device, *, counts: bool) -> None:
+def remember(tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, device: Device, *, counts: bool) -> None:
     """Write tokens to the history of rows that need it; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
     rows, positions, num_valid, width = tokens.rows, tokens.positions, tokens.num_valid, tokens.token_ids.shape[1]
     if not len(rows):
@@ -114,7 +116,7 @@ def remember(tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, dev
         tokens.token_ids.contiguous(),
         rows if num_valid is None else num_valid,
         needs,
-        history.last,
+        history.tokens.table,
         history.lengths,
         history.output_counts,
         history.output_counts.shape[1],
@@ -122,7 +124,7 @@ def remember(tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, dev
         COUNTS=counts,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        HISTORY_LEN=history.last.shape[1],
+        HISTORY_LEN=history.tokens.table.shape[1],
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,
         **device.launch_options,

@@ -9,10 +9,12 @@ from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.logprobs_kernel import Reporter
 from raypp.ops.cuda.verify import hold
+from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
-from raypp.ops.sample.tables import AdjustedLogits, Asked, HistoryTables, NewTokens
+from raypp.ops.sample.tables import AdjustedLogits, Asked
+from raypp.ops.sample.token_history import TokenHistory
 
 
 class KernelTokenChoice(TokenChooser):
@@ -38,7 +40,7 @@ class KernelTokenChoice(TokenChooser):
             self._adjuster = LogitAdjuster(most, logits.shape[1], self._device)
         return self._adjuster.adjust(logits, asked)
 
-    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: HistoryTables, *, counts: bool) -> None:
+    def remember(self, tokens: NewTokens, needs: torch.Tensor, history: TokenHistory, *, counts: bool) -> None:
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
 

@@ -1,4 +1,4 @@
-"""Proposes n-gram drafts in one launch, by reading the whole token table. Twin: `raypp.ops.ngram.propose_ngrams`.
+"""Proposes n-gram drafts in one launch, by reading the rows' whole table. Twin: `raypp.ops.ngram.propose_ngrams`.
 
     program (row, part): look through a part of the row for the newest longest match -> atomic maximum over the parts
     whoever of a row's programs comes last gathers the drafts, and leaves the scratch as it found it
@@ -27,13 +27,16 @@ _NUM_WARPS = 4
 
 
 class NgramKernel:
-    """Looks for n-grams in a token table; owns the scratch, and the outputs' fixed addresses."""
+    """Looks for n-grams in the rows' tokens; owns the scratch, and the outputs' fixed addresses."""
 
-    def __init__(self, tokens: torch.Tensor, *, min_n: int, max_n: int, num_drafts: int, max_rows: int) -> None:
+    def __init__(
+        self, tokens: torch.Tensor, *, window: int, min_n: int, max_n: int, num_drafts: int, max_rows: int
+    ) -> None:
         """Allocate.
 
         Args:
-            tokens: The table, int32 [num_rows, window], position p in column p mod window.
+            tokens: The table, int32 [num_rows, W], position p in column p mod W.
+            window: The newest tokens of a row that are searched, at most W.
             min_n: The shortest match.
             max_n: The longest run that is compared, at most MAX_N.
             num_drafts: K.
@@ -42,8 +45,9 @@ class NgramKernel:
         assert tokens.dtype == torch.int32
         assert tokens.is_contiguous()
         assert 1 <= min_n <= max_n <= MAX_N
-        assert tokens.shape[1] <= MAX_WINDOW
+        assert window <= tokens.shape[1] <= MAX_WINDOW
         self._tokens = tokens
+        self._window = window
         self._min_n, self._max_n, self._num_drafts = min_n, max_n, num_drafts
         # Between two launches every key is -1, no match, and every ticket 0.
         self._keys = torch.full((max_rows,), -1, dtype=torch.int32, device=tokens.device)
@@ -56,9 +60,9 @@ class NgramKernel:
 
         Shapes: rows [R] int64, all different; lengths [R] int64, 0 for padding.
         """
-        num_rows, window = len(rows), self._tokens.shape[1]
-        part = _BLOCK if num_rows * window <= _SMALL_TABLE else 2 * _BLOCK
-        _propose[(num_rows, triton.cdiv(window, part))](
+        num_rows, width = len(rows), self._tokens.shape[1]
+        part = _BLOCK if num_rows * width <= _SMALL_TABLE else 2 * _BLOCK
+        _propose[(num_rows, triton.cdiv(width, part))](
             self._tokens,
             rows,
             lengths,
@@ -66,7 +70,8 @@ class NgramKernel:
             self._tickets,
             self._drafts,
             self._num_proposed,
-            window,
+            width,
+            self._window,
             MIN_N=self._min_n,
             MAX_N=self._max_n,
             K=self._num_drafts,
@@ -87,6 +92,7 @@ def _propose(
     tickets,
     drafts,
     num_proposed,
+    width,
     window,
     MIN_N: tl.constexpr,
     MAX_N: tl.constexpr,
@@ -96,31 +102,31 @@ def _propose(
     BLOCK: tl.constexpr,
 ):
     index, part = tl.program_id(0), tl.program_id(1)
-    text = tokens + tl.load(rows + index).to(tl.int64) * window
+    text = tokens + tl.load(rows + index).to(tl.int64) * width
     length = tl.load(lengths + index).to(tl.int32)
     known = tl.minimum(length, window)
-    last_column = (tl.maximum(length, 1) - 1) % window
+    last_column = (tl.maximum(length, 1) - 1) % width
     last = tl.load(text + last_column)
 
     best = tl.full((), -1, tl.int32)
     for block in tl.static_range(PART // BLOCK):
         first = part * PART + block * BLOCK
-        if first < known:
+        if first < tl.minimum(length, width):
             # Whole blocks are read, for a mask at the row's length would break the 16-byte reads up.
             columns = first + tl.arange(0, BLOCK)
-            alive = tl.load(text + columns, mask=columns < window, other=-1) == last
+            alive = tl.load(text + columns, mask=columns < width, other=-1) == last
             if tl.max(alive.to(tl.int32), axis=0) > 0:
                 # A token's age: 0 is the row's last one, no match of itself; from `known` on nothing is there.
                 ages = last_column - columns
-                ages = tl.where(ages < 0, ages + window, ages)
+                ages = tl.where(ages < 0, ages + width, ages)
                 alive = alive & (ages > 0) & (ages < known)
                 found = alive.to(tl.int32)
                 for j in tl.static_range(1, MAX_N):
                     suffix_column = last_column - j
-                    suffix_column = tl.where(suffix_column < 0, suffix_column + window, suffix_column)
+                    suffix_column = tl.where(suffix_column < 0, suffix_column + width, suffix_column)
                     wanted = tl.load(text + suffix_column, mask=j < known, other=-1)
                     before = columns - j
-                    before = tl.where(before < 0, before + window, before)
+                    before = tl.where(before < 0, before + width, before)
                     alive = alive & (ages + j < known)
                     alive = alive & (tl.load(text + before, mask=alive, other=-2) == wanted)
                     found += alive.to(tl.int32)
@@ -139,7 +145,7 @@ def _propose(
         # What followed the match; when the row's end is reached, once more from there.
         draft_ages = tl.where(is_match, age - 1 - places % age, 0)
         draft_columns = last_column - draft_ages
-        draft_columns = tl.where(draft_columns < 0, draft_columns + window, draft_columns)
+        draft_columns = tl.where(draft_columns < 0, draft_columns + width, draft_columns)
         draft_ids = tl.load(text + draft_columns)
         tl.store(drafts + index * K + places, draft_ids, mask=places < K)
         tl.store(num_proposed + index, tl.where(is_match, K, 0))

@@ -1,6 +1,6 @@
 """Kernels that decide how many tokens a row keeps.
 
-verify   as many as its drafts equal the model's tokens; writes them to the token table.
+verify   as many as its drafts equal the model's tokens; writes these to the rows' table.
          Twin: `raypp.specdec.draft_tables.DraftTables`
 hold     under a grammar, as many as there are masks for. Twin: `raypp.ops.sample.step_masks.hold`
 """
@@ -25,12 +25,12 @@ def verify_and_append(
     limits: torch.Tensor,
     tokens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Accept drafts up to the first that is not the model's own token, and write what is valid into the token table.
+    """Accept drafts up to the first that is not the model's own token, and write the model's into the rows' table.
 
     Shapes: token_ids [Y, 1 + K] int32, the model's tokens; rows [Y] int64 contiguous; first [Y] int64, the position of
     each row's first token, with any stride; tables by row: draft_ids [num_rows, K_max], num_proposed, limits
-    [num_rows], tokens [num_rows, window], all int32. Returns num_valid, num_drafted, num_matched [Y] int32, and lengths
-    [Y] int64, the new tokens included.
+    [num_rows], tokens [num_rows, W] of `raypp.ops.row_tokens`, all int32. Returns num_valid, num_drafted, num_matched
+    [Y] int32, and lengths [Y] int64, the new tokens included.
     """
     num_rows, width = token_ids.shape
     assert rows.is_contiguous()
@@ -106,7 +106,7 @@ def _verify(
     num_drafted,
     num_matched,
     lengths,
-    window,
+    width,
     K: tl.constexpr,
     K_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -128,7 +128,7 @@ def _verify(
     tl.store(num_drafted + index, drafted)
     tl.store(num_matched + index, matched)
     tl.store(lengths + index, (first + valid).to(tl.int64))
-    tl.store(tokens + row * window + (first + places) % window, chosen, mask=places < valid)
+    tl.store(tokens + row * width + (first + places) % width, chosen, mask=places <= K)
 
 
 _PER_PROGRAM = ["num_valid", "num_drafted", "num_matched", "rows", "positions", "num_masks", "mask_positions"]

@@ -46,7 +46,7 @@ def adjusted(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         ban(logits, end_token_ids, is_early.unsqueeze(1).expand_as(end_token_ids))
     if Needs.BAD_WORDS in needs:
         words = tables.bad_words[:, : widths.bad_words].index_select(0, rows)
-        is_banned = completes_bad_word(words, history.before(rows, positions, words.shape[2] - 1))
+        is_banned = completes_bad_word(words, history.tokens.before(rows, positions, words.shape[2] - 1))
         ban(logits, words[:, :, -1].to(torch.int64), is_banned)
     if Needs.ALLOWED in needs:
         allow_only(logits, tables.allowed.index_select(0, rows))

@@ -43,7 +43,7 @@ def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.T
 
     A row that keeps none gets its last token as the first that it yields, where others look for its last one.
 
-    Shapes: last [max_num_seqs, H] int32, the last tokens of rows under a grammar; see `HistoryTables`.
+    Shapes: last [max_num_seqs, H] int32, the tokens of rows; see `raypp.ops.row_tokens`.
     """
     rows, token_ids, num_drafts = tokens.rows, tokens.token_ids, masks.draft_ids.shape[1]
     allowed, is_free = masks.num_masks, masks.num_masks == FREE

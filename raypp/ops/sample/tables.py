@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntFlag
-from typing import Protocol
 
 import torch
 
+from raypp.ops.sample.token_history import TokenHistory
 from raypp.ops.sample.truncation import Truncation
 
 ANY_TOKEN = -1
 """Stands in `bad_words` before the beginning of a short word, and matches every token."""
-
-NO_TOKEN = -2
-"""Stands where there is no token: in a history before the beginning of a sequence, where it matches no word's token,
-and in a list of tokens behind the last one."""
 
 
 class Needs(IntFlag):
@@ -85,44 +81,6 @@ class RowTables:
 
 
 @dataclass(frozen=True, eq=False)
-class NewTokens:
-    """Tokens of R rows, one after the other in each."""
-
-    rows: torch.Tensor  # [R] int64, with any stride
-    positions: torch.Tensor  # [R] int64, with any stride, of each row's first token
-    token_ids: torch.Tensor  # [R, W]
-    num_valid: torch.Tensor | None = None  # [R], how many of them count; None: all
-
-
-class HistoryTables(Protocol):
-    """Tokens that were seen so far, by row. See `raypp.stage.token_history.TokenHistory`."""
-
-    last: torch.Tensor
-    """[S, H] int32, the token at position p in column p % H."""
-    lengths: torch.Tensor
-    """[S] int64, tokens that are counted."""
-    max_drafts: int
-    """The most tokens in front of a position that are not."""
-
-    @property
-    def output_counts(self) -> torch.Tensor:
-        """[S, V] int32, how often each token was generated."""
-
-    @property
-    def in_prompt(self) -> torch.Tensor:
-        """[S, V] bool."""
-
-    def counts(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how often each token was generated before each position, [N, V], and whether it is in the prompt."""
-
-    def before(self, rows: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the last tokens before each position, int32 [N, num_tokens]."""
-
-    def remember(self, tokens: NewTokens, *, counts: bool) -> None:
-        """Write tokens; see `raypp.ops.sample.token_choice.TokenChoice.remember`."""
-
-
-@dataclass(frozen=True, eq=False)
 class PositionMasks:
     """Which tokens grammars allow at a step's positions."""
 
@@ -162,7 +120,7 @@ class Asked:
     rows: torch.Tensor  # [N] int64, the row of each
     positions: torch.Tensor  # [N] int64, absolute, of the token that is chosen
     tables: RowTables
-    history: HistoryTables
+    history: TokenHistory
     needs: Needs  # at least what the rows need
     widths: Widths
     masks: PositionMasks | None

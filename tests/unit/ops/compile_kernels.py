@@ -10,7 +10,6 @@ import json
 import re
 import subprocess
 import tempfile
-import types
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +24,18 @@ from raypp.ops.cuda import between_products, decode_attention, heads, projection
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import (
     AdjustedLogits,
     Asked,
     DrawTables,
     Needs,
-    NewTokens,
     PositionMasks,
     RowTables,
     Widths,
 )
-from raypp.stage.token_history import TokenHistory
+from raypp.ops.sample.token_history import TokenHistory
 
 CPU = torch.device("cpu")
 DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
@@ -168,8 +167,8 @@ def call_all(workspace: Workspace) -> None:
         allowed=torch.zeros(32, 157, dtype=torch.int32),
         num_reported=lengths,
     )
-    spec: Any = types.SimpleNamespace(max_num_seqs=32, vocab_size=5000, max_drafts=4)
-    history, masks = TokenHistory(spec, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
+    row_tokens = RowTokens(32, 80, torch.device("cpu"))
+    history, masks = TokenHistory(row_tokens, 5000, 4, torch.device("cpu")), PositionMasks(lengths, row_tables.allowed)
     history.reserve()
     for of_grammars in (None, masks):
         asked = Asked(integers, integers, row_tables, history, Needs.ALL, Widths(1024, 64, 256), of_grammars)
@@ -184,7 +183,9 @@ def call_all(workspace: Workspace) -> None:
         token_ids, compared = torch.zeros(32, width, dtype=torch.int32), (lengths, lengths) if width > 1 else ()
         drafts = torch.zeros(32, 4, dtype=torch.int32)
         step_masks = StepMasks(lengths, lengths, drafts[:, : width - 1], masks)
-        chooser.hold(YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks, history.last)
+        chooser.hold(
+            YieldedTokens(integers, integers, token_ids, lengths, compared, drafts), step_masks, row_tokens.table
+        )
 
 
 def call_wide(workspace: Workspace) -> None:

@@ -22,10 +22,10 @@ def ngram_oracle(text: Sequence[int], window: int, min_n: int, max_n: int, num_d
     return [known[-1]] * num_drafts, False
 
 
-def ring_table(texts: Sequence[Sequence[int]], rows: Sequence[int], num_rows: int, window: int) -> torch.Tensor:
-    """Return a token table with these texts in these rows, and rubbish everywhere else."""
-    table = torch.full((num_rows, window), RUBBISH, dtype=torch.int32)
+def ring_table(texts: Sequence[Sequence[int]], rows: Sequence[int], num_rows: int, width: int) -> torch.Tensor:
+    """Return a table of tokens with these texts in these rows, and rubbish everywhere else."""
+    table = torch.full((num_rows, width), RUBBISH, dtype=torch.int32)
     for text, row in zip(texts, rows, strict=True):
         for position, token_id in enumerate(text):
-            table[row, position % window] = token_id
+            table[row, position % width] = token_id
     return table

@@ -13,9 +13,10 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
+from raypp.ops.row_tokens import NO_TOKEN
 from raypp.ops.sample.adjust import BANNED, add_bias, allow_only, ban, completes_bad_word, penalize
 from raypp.ops.sample.logprobs import top_logprobs
-from raypp.ops.sample.tables import ANY_TOKEN, NO_TOKEN
+from raypp.ops.sample.tables import ANY_TOKEN
 
 VOCAB_SIZE = 70
 

@@ -11,21 +11,26 @@ from ngram_oracle import ngram_oracle, ring_table
 from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
 
 
-def propose(texts: list[list[int]], window: int, min_n: int, max_n: int, num_drafts: int, slack: int = 0):
+def propose(
+    texts: list[list[int]], window: int, min_n: int, max_n: int, num_drafts: int, slack: int = 0, extra: int = 0
+):
     """Return drafts and whether they are no miss, of texts in shuffled rows of a table with rubbish in it."""
     rows = torch.randperm(len(texts) + 2, generator=torch.Generator().manual_seed(0))[: len(texts)]
-    tokens = ring_table(texts, rows.tolist(), len(texts) + 2, window)
+    tokens = ring_table(texts, rows.tolist(), len(texts) + 2, window + extra)
     lengths = torch.tensor([len(text) for text in texts])
     drafts, num_proposed = propose_ngrams(
         tokens,
         rows,
         lengths,
+        window=window,
         min_n=min_n,
         max_n=max_n,
         num_drafts=num_drafts,
         max_length=int(lengths.max()) + slack,
     )
-    by_row = propose_ngrams_by_row(tokens, rows, lengths, min_n=min_n, max_n=max_n, num_drafts=num_drafts)
+    by_row = propose_ngrams_by_row(
+        tokens, rows, lengths, window=window, min_n=min_n, max_n=max_n, num_drafts=num_drafts
+    )
     assert by_row[0].tolist() == drafts.tolist()
     assert by_row[1].tolist() == num_proposed.tolist()
     assert by_row[0].dtype == by_row[1].dtype == drafts.dtype == num_proposed.dtype == torch.int32
@@ -38,11 +43,12 @@ def propose(texts: list[list[int]], window: int, min_n: int, max_n: int, num_dra
     ns=st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted),
     num_drafts=st.integers(1, 9),
     slack=st.integers(0, 9),
+    extra=st.integers(0, 9),
 )
-@example(texts=[[0]], window=8, ns=[1, 1], num_drafts=1, slack=0)
-@example(texts=[[0, 0]], window=8, ns=[1, 6], num_drafts=3, slack=30)
-def test_drafts_are_those_of_the_oracle(texts, window, ns, num_drafts, slack):
-    got = propose(texts, window, *ns, num_drafts, slack)
+@example(texts=[[0]], window=8, ns=[1, 1], num_drafts=1, slack=0, extra=0)
+@example(texts=[[0, 0]], window=8, ns=[1, 6], num_drafts=3, slack=30, extra=0)
+def test_drafts_are_those_of_the_oracle(texts, window, ns, num_drafts, slack, extra):
+    got = propose(texts, window, *ns, num_drafts, slack, extra)
     expected = [ngram_oracle(text, window, *ns, num_drafts) for text in texts]
     assert got == ([drafts for drafts, _ in expected], [num_drafts * is_match for _, is_match in expected])
 

@@ -11,16 +11,16 @@ from ngram_oracle import ngram_oracle, ring_table
 from raypp.ops.cuda import verify
 from raypp.ops.cuda.ngram_kernel import NgramKernel
 from raypp.ops.cuda.verify import verify_and_append
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
 from raypp.ops.sample.tables import PositionMasks
-from raypp.specdec.token_table import TokenTable
 from raypp.specdec.verify import verify_drafts
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.mark.parametrize("window", [16, 80, 2064, 4112])
-def test_ngrams_are_those_of_the_oracle(window):
+@pytest.mark.parametrize(("window", "extra"), [(16, 0), (80, 9), (2064, 0), (4100, 12)])
+def test_ngrams_are_those_of_the_oracle(window, extra):
     rng = random.Random(window)
     for _ in range(4):
         num_rows, min_n = rng.randint(1, 4), rng.randint(1, 4)
@@ -29,8 +29,10 @@ def test_ngrams_are_those_of_the_oracle(window):
         lengths = [rng.randint(1, int(window * 1.6)) for _ in range(num_rows)]
         texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
         rows = rng.sample(range(num_rows + 2), num_rows)
-        table = ring_table(texts, rows, num_rows + 2, window).to(DEVICE)
-        kernel = NgramKernel(table, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=num_rows + 1)
+        table = ring_table(texts, rows, num_rows + 2, window + extra).to(DEVICE)
+        kernel = NgramKernel(
+            table, window=window, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=num_rows + 1
+        )
         expected = [ngram_oracle(text, window, min_n, max_n, num_drafts) for text in texts]
         for _ in range(2):  # every launch leaves the scratch as the next one needs it
             # The last row is padding: it has no tokens, and gets ids of which none counts.
@@ -43,7 +45,7 @@ def test_ngrams_are_those_of_the_oracle(window):
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 5, 8])
 def test_verification_is_that_of_its_twin(num_drafts):
-    rng, num_rows, window, max_drafts = random.Random(num_drafts), 7, 32, 8
+    rng, num_rows, width, max_drafts = random.Random(num_drafts), 7, 32, 8
 
     def int32s(*shape: int, values: range) -> torch.Tensor:
         flat = [rng.choice(values) for _ in range(torch.Size(shape).numel())]
@@ -56,18 +58,18 @@ def test_verification_is_that_of_its_twin(num_drafts):
         chosen = int32s(5, 1 + num_drafts, values=range(2))
         draft_ids, limits = int32s(num_rows, max_drafts, values=range(2)), int32s(num_rows, values=range(1, 99))
         num_proposed = int32s(num_rows, values=range(0, max_drafts + 1, max_drafts))
-        tables = TokenTable(num_rows, window, DEVICE), TokenTable(num_rows, window, DEVICE)
+        tables = RowTokens(num_rows, width, DEVICE), RowTokens(num_rows, width, DEVICE)
         for table in tables:
-            table.tokens.fill_(9)
-        got = verify_and_append(chosen, rows, first, draft_ids, num_proposed, limits, tables[0].tokens)
+            table.table.fill_(9)
+        got = verify_and_append(chosen, rows, first, draft_ids, num_proposed, limits, tables[0].table)
         room = limits[rows] - first.to(torch.int32)
         expected = verify_drafts(chosen, first, draft_ids[rows], num_proposed[rows], room)
-        tables[1].append(rows, first, chosen, expected.num_valid)
+        tables[1].write(NewTokens(rows, first, chosen))
         wanted = (expected.num_valid, expected.num_drafted, expected.num_matched, expected.lengths)
         for values, right in zip(got, wanted, strict=True):
             assert values.dtype == right.dtype
             assert values.tolist() == right.tolist()
-        assert torch.equal(tables[0].tokens, tables[1].tokens)
+        assert torch.equal(tables[0].table, tables[1].table)
 
 
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 5, 8])

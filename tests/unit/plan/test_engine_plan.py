@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,11 @@ from model_configs import write_config
 from raypp.config.engine import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.sizes import embedding_bytes
+from raypp.ops.row_tokens import RowTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import speculation_bytes, table_bytes
 from raypp.stage.spec import NUM_PADDING_ROWS
-from raypp.stage.speculation import Speculation
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 
@@ -117,24 +119,24 @@ def test_a_stage_that_does_not_fit_its_gpu_is_refused_with_the_numbers():
 def test_the_token_table_is_the_last_stages_and_planned_to_the_byte():
     plan = _plan(num_stages=2, method="ngram", max_num_seqs=10, max_model_len=1000)
     num_rows = 10 + NUM_PADDING_ROWS
-    assert plan.ngram_window == 1008  # whole groups of 16 tokens
-    assert [stage.token_table_bytes for stage in plan.stages] == [0, num_rows * 1008 * 4]
+    assert plan.ngram_window == 1000
+    # In front of the window is room for 8 drafts and the token after them; whole groups of 16 tokens.
+    assert [stage.token_table_bytes for stage in plan.stages] == [0, num_rows * 1024 * 4]
     spec = plan.stage_spec(1)
-    assert (
-        Speculation(spec, torch.device("cpu"), None, torch.zeros(1, 1, dtype=torch.int32)).token_table_bytes
-        == plan.stages[1].token_table_bytes
-    )
+    table = RowTokens(spec.max_num_seqs, spec.row_tokens_width, torch.device("cpu")).table
+    assert table.nbytes == plan.stages[1].token_table_bytes
     described = plan.describe()
-    assert [stage["token_table_bytes"] for stage in described["stages"]] == [0, num_rows * 1008 * 4]
+    assert [stage["token_table_bytes"] for stage in described["stages"]] == [0, num_rows * 1024 * 4]
     assert described["num_drafts"] == [0, 2, 4, 8]
-    assert plan.resolved_config().speculative.ngram_window == 1008
+    assert plan.resolved_config().speculative.ngram_window == 1000
 
 
 def test_a_window_bounds_the_token_table():
     assert _plan(method="ngram").ngram_window == 4096
-    assert _plan(method="ngram", ngram_window=100).ngram_window == 112
+    assert _plan(method="ngram", ngram_window=100).ngram_window == 100
     assert _plan().ngram_window == 0
-    assert _plan().stages[-1].token_table_bytes == 0
+    rows = _plan().config.scheduler.max_num_seqs + NUM_PADDING_ROWS
+    assert _plan().stages[-1].token_table_bytes == rows * 80 * 4, "what bad words look back at"
 
 
 def test_a_token_table_without_memory_for_it_is_refused_with_the_numbers():
@@ -142,8 +144,15 @@ def test_a_token_table_without_memory_for_it_is_refused_with_the_numbers():
     config = EngineConfig.from_flat("tiny", method="ngram", max_num_seqs=40_000, max_num_batched_tokens=40_000)
     with pytest.raises(ResourceError) as caught:
         plan_engine(config, small)
-    for word in ("token table", "655,392,768 bytes: 40,002 rows of 4,096 tokens", "536,870,912", "ngram_window="):
+    for word in ("token table", "657,952,896 bytes: 40,002 rows of 4,112 tokens", "536,870,912", "ngram_window="):
         assert word in str(caught.value)
+    (fitting,) = re.findall(r"ngram_window=(\d+)", str(caught.value))
+    for window, fits in ((int(fitting), True), (int(fitting) + 1, False)):
+        config = EngineConfig.from_flat(
+            "tiny", method="ngram", max_num_seqs=40_000, max_num_batched_tokens=40_000, ngram_window=window
+        )
+        with nullcontext() if fits else pytest.raises(ResourceError):
+            plan_engine(config, small)
 
 
 def test_a_gpus_kv_cache_leaves_room_for_the_token_table():

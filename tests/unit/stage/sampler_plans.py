@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from raypp.messages import StepPlan, pack, unpack
+from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.tables import Needs
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.ending import end_token_ids
@@ -59,8 +60,14 @@ def start_plan(requests: Sequence[Request], rows: Sequence[int]) -> StepPlan:
     return unpack(StepPlan, pack(build_plan(InFlightStep(0, Cohort(0), 0, [], chunks))))
 
 
+def sampler_of(spec: StageSpec, device: torch.device) -> Sampler:
+    return Sampler(spec, device, RowTokens(spec.max_num_seqs, spec.row_tokens_width, device))
+
+
 def start(sampler: Sampler, requests: Sequence[Request], rows: Sequence[int]) -> None:
-    sampler.start(StartingRows(start_plan(requests, rows), sampler.rows.draws.seeds.device))
+    plan = start_plan(requests, rows)
+    sampler.history.tokens.start(plan)
+    sampler.start(StartingRows(plan, sampler.rows.draws.seeds.device))
 
 
 def choose(
@@ -87,4 +94,5 @@ def commit(
     """Take in what a step yielded."""
     device = sampler.rows.draws.seeds.device
     columns = (torch.tensor(values, device=device) for values in (rows, positions, token_ids))
-    sampler.commit(*columns, needs, None if num_valid is None else torch.tensor(num_valid, device=device))
+    counts = None if num_valid is None else torch.tensor(num_valid, device=device)
+    sampler.remember(NewTokens(*columns, counts), needs, counts=True)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from sampler_plans import sampler_of
 
 from raypp.config.engine import EngineConfig
 from raypp.errors import ResourceError
@@ -14,7 +15,6 @@ from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.build import allocate_kv_caches, build_stage_model
 from raypp.stage.first_steps import compile_ahead, warm_up
-from raypp.stage.sampler import Sampler
 from raypp.stage.step_sizes import FullSize
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_sizes_run_side_by_side_and_write_the_null_block_alone(stage_index):
     plan = plan_engine(EngineConfig.from_flat("tiny", mode="full", **settings), Hardware(1))
     spec = plan.stage_spec(stage_index)
     kv_caches, model = allocate_kv_caches(spec, plan.model), build_stage_model(spec, plan.model, None)
-    sampler = Sampler(spec, CPU) if spec.is_last else None
+    sampler = sampler_of(spec, CPU) if spec.is_last else None
     forward, seen = model.forward, []
 
     def noted(hidden: torch.Tensor, *args: object) -> torch.Tensor:

@@ -10,15 +10,15 @@ import reference_ops as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_plans import VOCAB_SIZE, choose, commit, spec, start, start_plan
+from sampler_plans import VOCAB_SIZE, choose, commit, sampler_of, spec, start, start_plan
 from scipy import stats
 from transformers import TopPLogitsWarper
 
+from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.draw import draw_scores
 from raypp.ops.sample.tables import Needs
 from raypp.scheduler.ending import end_token_ids
 from raypp.scheduler.request import Request
-from raypp.stage.sampler import Sampler
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams
 
@@ -107,7 +107,7 @@ def lengths(some_requests: list[Request]) -> list[int]:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(requests(), min_size=1, max_size=6), st.integers(0, 2**32), st.integers(1, 6))
 def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_steps):
-    sampler, generator = Sampler(spec(), torch.device(device)), torch.Generator().manual_seed(seed)
+    sampler, generator = sampler_of(spec(), torch.device(device)), torch.Generator().manual_seed(seed)
     rows = random.Random(seed).sample(range(8), len(some_requests))
     # Previous owners of the rows must leave nothing behind.
     start(sampler, some_requests[::-1], rows)
@@ -129,7 +129,7 @@ def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
     params = {"min_tokens": 9, "max_tokens": 9, "temperature": 0.0}
     without = Request("a", np.array([3], np.int32), SamplingParams(ignore_eos=True, **params), 0, frozenset({5}))
     with_some = Request("b", np.array([3], np.int32), SamplingParams(**params), 0, frozenset({5}))
-    sampler, logits = Sampler(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
+    sampler, logits = sampler_of(spec(), torch.device("cpu")), torch.zeros(2, VOCAB_SIZE)
     logits[:, 0], logits[:, 5], logits[:, 7] = 2.0, 3.0, 1.0
     start(sampler, [without, with_some], [0, 1])
     assert choose(sampler, logits, [0, 1], [1, 1]) == [5, 0]
@@ -142,7 +142,7 @@ def test_a_row_without_end_tokens_keeps_token_0_beside_one_that_has_some():
 @given(st.lists(requests(), min_size=1, max_size=4), st.integers(0, 2**32), st.integers(1, 5))
 def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, seed, num_drafts):
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    sampler = Sampler(spec(max_drafts=num_drafts), torch.device(device))
+    sampler = sampler_of(spec(max_drafts=num_drafts), torch.device(device))
     rows = rng.sample(range(8), len(some_requests))
     start(sampler, some_requests, rows)
     needs = sampler.needs(np.array(rows))
@@ -152,7 +152,8 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
         positions = lengths(some_requests)
         drafts = [[rng.randrange(10) for _ in range(num_drafts)] for _ in rows]
         flat_positions = [position + offset for position in positions for offset in range(width)]
-        sampler.place_drafts(*(torch.tensor(values, device=device) for values in (rows, positions, drafts)), needs)
+        columns = (torch.tensor(values, device=device) for values in (rows, positions, drafts))
+        sampler.remember(NewTokens(*columns), needs, counts=False)
         logits = torch.randn(len(flat_rows), VOCAB_SIZE, generator=generator).to(device) * 2
         chosen = choose(sampler, logits, flat_rows, flat_positions)
         kept = []
@@ -169,7 +170,7 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
 
 
 def test_counts_are_not_kept_before_somebody_needs_them():
-    sampler = Sampler(spec(), CPU)
+    sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(temperature=0.5, top_k=3), 0)], [0])
     assert not sampler.history.has_counts
     assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
@@ -179,7 +180,7 @@ def test_counts_are_not_kept_before_somebody_needs_them():
 
 
 def test_greedy_rows_need_nothing():
-    sampler = Sampler(spec(), CPU)
+    sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
     assert sampler.needs(np.array([0])) == Needs.GREEDY
     extras = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).extras
@@ -188,7 +189,7 @@ def test_greedy_rows_need_nothing():
 
 @pytest.mark.parametrize("num_entries", [1, 3, 64])
 def test_rows_with_few_and_many_biases_share_a_step(num_entries):
-    sampler, logits = Sampler(spec(), CPU), torch.zeros(2, VOCAB_SIZE)
+    sampler, logits = sampler_of(spec(), CPU), torch.zeros(2, VOCAB_SIZE)
     greedy = {"temperature": 0.0}
     start(
         sampler, [Request("r", np.array([1], np.int32), SamplingParams(logit_bias={0: 5.0, 7: 6.0}, **greedy), 0)], [3]
@@ -203,7 +204,7 @@ def test_a_long_bad_word_is_found_across_prompt_and_output():
     request = Request(
         "r", np.arange(60, dtype=np.int32), SamplingParams(temperature=0.0), 0, bad_word_token_ids=(word,)
     )
-    sampler = Sampler(spec(), CPU)
+    sampler = sampler_of(spec(), CPU)
     start(sampler, [request], [2])
     needs = sampler.needs(np.array([2]))
     for position in range(60, 64):
@@ -217,7 +218,7 @@ def test_a_long_bad_word_is_found_across_prompt_and_output():
 @pytest.mark.gpu
 def test_a_step_never_waits_for_the_device():
     """Whatever the step's rows need: a wait would be an error here."""
-    sampler, rows = Sampler(spec(max_num_seqs=64, max_drafts=3), torch.device("cuda")), list(range(64))
+    sampler, rows = sampler_of(spec(max_num_seqs=64, max_drafts=3), torch.device("cuda")), list(range(64))
     everything = SamplingParams(
         temperature=0.8,
         top_k=9,
@@ -238,9 +239,10 @@ def test_a_step_never_waits_for_the_device():
     sampler.choose(logits, on_device, positions, needs)  # what is made once is made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sampler.place_drafts(on_device, positions, drafts, needs)
+        sampler.remember(NewTokens(on_device, positions, drafts), needs, counts=False)
         chosen = sampler.choose(logits, on_device, positions, needs)
-        sampler.commit(on_device, positions, chosen.unsqueeze(1), needs, torch.ones_like(chosen))
+        kept = NewTokens(on_device, positions, chosen.unsqueeze(1), torch.ones_like(chosen))
+        sampler.remember(kept, needs, counts=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -261,7 +263,7 @@ def test_draws_with_everything_have_the_distribution_that_is_left():
     )
     request = Request("r", np.array([5, 6, 7, 8], np.int32), params, 77, bad_word_token_ids=((9,),))
     request.output_token_ids = [12, 12, 13, 40, 10]
-    sampler, logits = Sampler(spec(), CPU), torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 1.5
+    sampler, logits = sampler_of(spec(), CPU), torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 1.5
     start(sampler, [request], [3])
     changed = reference.changed_logits(
         logits,
