@@ -36,13 +36,14 @@ from raypp.testing import launch_in_threads
 
 pytestmark = pytest.mark.ray
 
-NUM_LINES = 300
 BAD_LINES = ["no JSON", '{"custom_id": "line-0", "prompt": "again"}', '{"custom_id": "refused", "prompt": 7}']
 NUM_LONG_LINES = int(os.environ.get("TEST_BATCH_LINES", "600"))
 MAX_MEMORY_MB = 500
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_data_parquet.py"
 NUM_KILLS = int(os.environ.get("TEST_BATCH_KILLS", "4"))
-MAX_TOKENS = 8 if NUM_KILLS <= 4 else 2 * NUM_KILLS  # so that a long campaign does not outlive its job
+IS_SHORT = NUM_KILLS <= 4
+NUM_LINES = 160 if IS_SHORT else 300
+MAX_TOKENS = 8 if IS_SHORT else 2 * NUM_KILLS  # so that a long campaign does not outlive its job
 KINDS = ("stop", "job", "stage", "driver")
 SEED = 20261121
 
@@ -136,7 +137,7 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
     print(f"{campaign.num_starts} starts of the job; the last one said:\n{said}")
     assert texts_by_id(campaign.output) == expected
     assert lines_that_failed(campaign.output) == [NUM_LINES + i for i in (1, 2, 3)]
-    assert "nothing to do: 303 lines, 300 completed, 3 failed" in campaign.finish()
+    assert f"nothing to do: {NUM_LINES + 3} lines, {NUM_LINES} completed, 3 failed" in campaign.finish()
 
 
 def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -> None:

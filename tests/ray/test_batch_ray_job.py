@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from ray.job_submission import JobSubmissionClient
 
 pytestmark = pytest.mark.ray
 
-NUM_LINES = 100
+NUM_LINES = 50
+NUM_BEFORE_STOP = 5  # lines
 
 
 @pytest.fixture(scope="module")
@@ -58,30 +60,37 @@ def _takes_jobs(address: str) -> bool:
 
 
 class Jobs:
-    """`ray job ...`, as a user types it, from an empty working directory."""
+    """Ray jobs with an empty working directory."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self._address = address
         self._folder = folder
         folder.mkdir()
 
-    def __call__(self, *words: str) -> str:
-        """Run a command and return what it printed."""
-        verb, *rest = words
+    def type_submit(self, submission_id: str, *arguments: str) -> None:
+        """Submit a batch job as a user types it: `ray job submit ...`, from an empty working directory."""
+        ray_command = str(Path(sys.executable).parent / "ray")
+        options = ["--address", self._address, "--no-wait", "--submission-id", submission_id, "--working-dir", "."]
         done = subprocess.run(
-            [str(Path(sys.executable).parent / "ray"), "job", verb, "--address", self._address, *rest],
+            [ray_command, "job", "submit", *options, "--", sys.executable, "-m", "raypp.batch", *arguments],
             cwd=self._folder,
             capture_output=True,
             text=True,
             timeout=DEADLINE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout + done.stderr
 
     def submit(self, submission_id: str, *arguments: str) -> None:
-        """Submit a batch job; return at once."""
-        options = ["--no-wait", "--submission-id", submission_id, "--working-dir", "."]
-        self("submit", *options, "--", sys.executable, "-m", "raypp.batch", *arguments)
+        """Submit a batch job as that command does, which would start a Python."""
+        JobSubmissionClient(self._address).submit_job(
+            entrypoint=shlex.join([sys.executable, "-m", "raypp.batch", *arguments]),
+            submission_id=submission_id,
+            runtime_env={"working_dir": str(self._folder)},
+        )
+
+    def stop(self, submission_id: str) -> None:
+        """Stop a job: Ray sends it SIGTERM."""
+        JobSubmissionClient(self._address).stop_job(submission_id)  # the command would take longer than the job
 
     def wait(self, submission_id: str, status: str) -> None:
         """Wait until a job has ended in the way that it should."""
@@ -106,13 +115,13 @@ def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> No
     engine = ["--model", "tiny", "--num-stages", "2", "--temperature", "0", "--max-in-flight", "8"]
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
 
-    jobs.submit("first", *files, *engine)
-    wait_for(lambda: num_lines(output) >= 10 or jobs.end_of("first"), "ten lines")
+    jobs.type_submit("first", *files, *engine)
+    wait_for(lambda: num_lines(output) >= NUM_BEFORE_STOP or jobs.end_of("first"), "some lines")
     assert jobs.end_of("first") is None, jobs.logs("first")
-    jobs("stop", "first")
+    jobs.stop("first")
     jobs.wait("first", "STOPPED")
     num_at_stop = num_lines(output)
-    assert 10 <= num_at_stop < NUM_LINES
+    assert NUM_BEFORE_STOP <= num_at_stop < NUM_LINES
     assert "SIGTERM: stopping" in jobs.logs("first")
 
     jobs.submit("second", *files, *engine)

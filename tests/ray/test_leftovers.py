@@ -7,8 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from leftovers import (
@@ -47,61 +52,116 @@ USER = textwrap.dedent(
 
 
 WAIT_S = 60.0  # for what is expected, on whatever machine
+AT_ONCE = 2  # programs: while one starts its Ray, a core has time for another
 
 
-@pytest.fixture
-def user(folder):
-    """Run the user's program in its own process group; yields a starter."""
-    started = []
+@dataclass(frozen=True)
+class Ending:
+    """How a user's program ends."""
 
-    def start(ending: str):
-        process = subprocess.Popen(
-            [sys.executable, "-c", USER, ending],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "TMPDIR": str(folder)},
-        )
-        started.append(process)
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
-        return process, json.loads(line)
+    argument: str
+    exit_codes: tuple[int, ...]
+    signal_number: int | None = None
 
-    yield start
-    for process in started:
-        if process.poll() is None:
+
+ENDINGS = {
+    "close": Ending("close", (0,)),  # after a forked child that ends normally
+    "exception": Ending("exception", (1,)),
+    "Ctrl-C": Ending("wait", (1, -signal.SIGINT), signal.SIGINT),
+    "SIGTERM": Ending("wait", (143,), signal.SIGTERM),
+}
+SIGKILL = Ending("wait", (-signal.SIGKILL,), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A program that has ended."""
+
+    exit_code: int
+    errors: str
+    engine: list[int]  # its processes
+    was_alive: bool  # when the program was told to end
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is on the machine; others come and go."""
+
+    shared_memory: set[str]
+    ports: set[int]
+    actors: set[int]
+
+    @classmethod
+    def now(cls) -> Seen:
+        return cls(shared_memory(), listening_ports(), raypp_processes())
+
+
+def run_to_its_end(ending: Ending, folder: Path) -> Ended:
+    """Run the user's program in its own process group."""
+    with subprocess.Popen(
+        [sys.executable, "-c", USER, ending.argument],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.communicate(timeout=WAIT_S)
+            engine = json.loads(line)
+            was_alive = all(is_alive(pid) for pid in engine)
+            if ending.signal_number is not None:
+                # A terminal's Ctrl-C reaches the whole process group, Ray's workers included.
+                send = os.killpg if ending.signal_number == signal.SIGINT else os.kill
+                send(process.pid, ending.signal_number)
+            _, errors = process.communicate(timeout=WAIT_S)
+        finally:
             process.kill()
-        process.communicate()
+    return Ended(process.returncode, errors, engine, was_alive, folder)
 
 
-@pytest.mark.parametrize(
-    ("ending", "signal_number", "exit_codes"),
-    [
-        ("close", None, (0,)),  # after a forked child that ends normally
-        ("exception", None, (1,)),
-        ("wait", signal.SIGINT, (1, -signal.SIGINT)),
-        ("wait", signal.SIGTERM, (143,)),
-        ("wait", signal.SIGKILL, (-signal.SIGKILL,)),
-    ],
-)
-def test_nothing_is_left(user, folder, ending, signal_number, exit_codes):
-    shm, ports, actors = shared_memory(), listening_ports(), raypp_processes()
-    process, pids = user(ending)
-    assert all(is_alive(pid) for pid in pids) or ending != "wait"
-    if signal_number is not None:
-        # A terminal's Ctrl-C reaches the whole process group, Ray's workers included.
-        (os.killpg if signal_number == signal.SIGINT else os.kill)(process.pid, signal_number)
-    _, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode in exit_codes, errors
-    if ending == "exception":
-        assert "KeyError" in errors
-    assert not wait_until_gone({*pids, *raypp_processes()} - actors, WAIT_S)
-    assert not meeting_places(folder)
-    if signal_number != signal.SIGKILL:  # then Ray's own agents end a little later
-        # Others on the machine come and go.
-        ends = time.monotonic() + WAIT_S
-        while not (shared_memory() <= shm and listening_ports() <= ports) and time.monotonic() < ends:
-            time.sleep(0.1)
-        assert shared_memory() <= shm
-        assert listening_ports() <= ports
+def check(ending: Ending, ended: Ended, before: Seen) -> None:
+    """Check that a program has ended as it should, and its engine with it."""
+    assert ended.was_alive or ending.argument != "wait"
+    assert ended.exit_code in ending.exit_codes, ended.errors
+    if ending.argument == "exception":
+        assert "KeyError" in ended.errors
+    assert not wait_until_gone({*ended.engine, *raypp_processes()} - before.actors, WAIT_S)
+    assert not meeting_places(ended.folder)
+
+
+@pytest.fixture(scope="module")
+def before(no_ray: None) -> Seen:
+    """Return what was there before any program ran."""
+    return Seen.now()
+
+
+@pytest.fixture(scope="module")
+def ended(before: Seen) -> Iterator[dict[str, Ended]]:
+    """Return the programs, which have all ended."""
+    with ThreadPoolExecutor(AT_ONCE) as pool, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        running = {}
+        for index, (name, ending) in enumerate(ENDINGS.items()):
+            own = Path(folder) / str(index)
+            own.mkdir()
+            running[name] = pool.submit(run_to_its_end, ending, own)
+        yield {name: program.result() for name, program in running.items()}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_nothing_is_left(name: str, before: Seen, ended: dict[str, Ended]) -> None:
+    check(ENDINGS[name], ended[name], before)
+    ends = time.monotonic() + WAIT_S
+    while not (shared_memory() <= before.shared_memory and listening_ports() <= before.ports):
+        if time.monotonic() > ends:
+            break
+        time.sleep(0.1)
+    assert shared_memory() <= before.shared_memory
+    assert listening_ports() <= before.ports
+
+
+def test_no_process_is_left_by_a_program_that_is_killed(before: Seen, folder: Path) -> None:
+    check(SIGKILL, run_to_its_end(SIGKILL, folder), before)  # Ray's own agents end a little later

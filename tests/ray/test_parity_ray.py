@@ -1,4 +1,4 @@
-"""The same parity on real Ray actors: every family, with 1 to 4 stages."""
+"""The same parity on real Ray actors: every family, with 1, 3 and 4 stages; the other tests here have two."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.ray
 
 def test_greedy_tokens_equal_transformers_on_actors(local_ray, tmp_path):
     comparison = ExactComparison()
-    # Seeds whose models have layers for that many stages; four stage counts over the three families; steps in flight.
-    for seed, wanted_stages, max_steps in ((1, 2, 2), (2, 3, 3), (3, 4, 4), (4, 1, 3)):
+    # Seeds whose models have layers for that many stages, one of each family; steps in flight.
+    for seed, wanted_stages, max_steps in ((2, 3, 3), (3, 4, 4), (4, 1, 2)):
         path = make_checkpoint(FAMILIES[seed % len(FAMILIES)], seed, tmp_path / str(seed), min_layers=wanted_stages)
         rng = random.Random(seed)
         options = {"block_size": 8, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 4, "max_num_seqs": 8}

@@ -21,7 +21,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
-    "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000"},
+    "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8"},
 }
 
 
