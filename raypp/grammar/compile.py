@@ -54,7 +54,10 @@ def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) ->
 
 
 def _with_grammars(form: Any) -> Any:
-    """Return a structural tag with the grammars of its schemas: xgrammar's own allow any amount of white space."""
+    """Return a structural tag with the grammars of its schemas: xgrammar's own allow any amount of white space.
+
+    Schemas with another style than JSON keep it, and xgrammar's white space.
+    """
     import xgrammar
 
     if isinstance(form, list):
@@ -62,7 +65,10 @@ def _with_grammars(form: Any) -> Any:
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema" and "json_schema" in form:
-        schema = json.dumps(enforceable(form["json_schema"]))
+        enforced = enforceable(form["json_schema"])
+        if form.get("style", "json") != "json":
+            return {**form, "json_schema": enforced}
+        schema = json.dumps(enforced)
         return {"type": "grammar", "grammar": str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))}
     return {name: _with_grammars(part) for name, part in form.items()}
 

@@ -58,7 +58,7 @@ class AnswerForm:
     @property
     def _call_syntax(self) -> CallSyntax:
         assert self.syntax.calls is not None, "tools for a model that cannot call any"
-        if not self.syntax.calls.call:
+        if not self.syntax.calls.call or self.syntax.calls.arguments.style is None:
             raise RequestError(
                 "calls of this model cannot be held to a form",
                 got="a forced call, a strict function, or tools beside response_format",
@@ -105,7 +105,10 @@ class AnswerForm:
     def _call(self, use: ToolUse, tool: Tool, written: str = "") -> list[Form]:
         """Return one call, without what is written of it already."""
         before, _, behind = self._call_syntax.call.replace("$name", tool.function.name).partition("$arguments")
-        arguments = {"type": "json_schema", "json_schema": use.argument_schema(tool)}
+        arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool)}
+        if (style := self._call_syntax.arguments.style) != "json":
+            # More white space at a time nobody needs, and a model might write nothing else for ever.
+            arguments |= {"style": style, "max_whitespace_cnt": 1}
         return [*self._text(before.removeprefix(written)), arguments, *self._text(behind)]
 
     def _triggered(self, use: ToolUse) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from raypp.openai_api.json_scanner import JsonScanner
 
 
 class ArgumentsReader(Protocol):
     """Reads the arguments of one call."""
+
+    style: ClassVar[str | None]
+    """How a form writes them: `style` of a `json_schema` in xgrammar's structural tags. None: no form is known."""
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         """Begin before the first character.
@@ -39,6 +42,8 @@ class ArgumentsReader(Protocol):
 class JsonArguments:
     """Arguments that are a JSON object: they are passed on as they are."""
 
+    style: ClassVar[str | None] = "json"
+
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         self._end = end
         self._scanner = JsonScanner()
@@ -54,7 +59,7 @@ class JsonArguments:
         start = len(text) - len(text.lstrip()) if not self._scanner.is_begun else 0
         at = start
         while not self.is_complete and at < len(text):
-            at += self._scanner.feed(text[at:], stop=self._end[:1])
+            at = self._scanner.feed(text, at, stop=self._end[:1])
             self.is_complete = self._scanner.is_complete
             rest = text[at : at + len(self._end)]
             if self.is_complete or not rest:
@@ -74,6 +79,7 @@ class XmlParameters:
     The schema says which values are texts; others are JSON, or texts if they are none. A text is passed on as it comes.
     """
 
+    style: ClassVar[str | None] = "qwen_xml"
     _BEGIN = re.compile(r"\s*<parameter=([^>]*)>")
     _END = "</parameter>"
 

@@ -13,14 +13,16 @@ class JsonScanner:
         self._is_in_string = False
         self._is_escaped = False
 
-    def feed(self, text: str, *, stop: str = "") -> int:
-        """Read on; return how many of these characters belong to the object, which begins with the first one ever.
+    def feed(self, text: str, start: int = 0, *, stop: str = "") -> int:
+        """Read on; return where in the text the object ends, which begins with the first character ever.
 
         Args:
             text: What comes next.
+            start: Where in it.
             stop: A character before which to leave off, outside of strings; empty: none is.
         """
-        for index, char in enumerate(text):
+        for index in range(start, len(text)):
+            char = text[index]
             if self.is_complete:
                 return index
             if self._is_in_string:

@@ -122,6 +122,8 @@ QWEN3_CODER_CALLS = CallSyntax(
     end="</function>",
     dropped=marks("<tool_call>", "</tool_call>"),
     arguments=XmlParameters,
+    call="<tool_call>\n<function=$name>\n$arguments\n</function>\n</tool_call>",
+    separator="\n",
     in_template=("<function=", "<parameter="),
 )
 THINK_TAGS = ThoughtSyntax(

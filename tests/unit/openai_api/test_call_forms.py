@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
+from raypp.openai_api.call_arguments import XmlParameters
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.openai_api.syntax import CallSyntax, MessageSyntax
+from raypp.openai_api.syntax import CallSyntax, MessageSyntax, marks
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, message_syntax
 from raypp.structured_outputs import source_of
 
 TINY = Path(raypp.__file__).parent / "assets" / "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"], "additionalProperties": False}
+NO_FORM = CallSyntax(begins=marks("<call>"), end="</call>")
 ONE, TWO = ("ping", '{"x": "a <b> [c]"}'), ("get.it-2", '{"x": "\u00fc"}')
 THOUGHTS = {"gpt_oss": "gpt_oss", "mistral": "mistral", "hermes": "deepseek_r1", "deepseek_v31": "deepseek_r1"}
 HELD = [name for name, syntax in CALL_SYNTAXES.items() if syntax.call]
@@ -88,6 +91,13 @@ def read(syntax: MessageSyntax, text: str, begun: str = "") -> tuple[str, str, l
     return delta.reasoning, delta.content, [(call.name or "", call.arguments) for call in delta.calls]
 
 
+def written_by(calls: CallSyntax, of: list[tuple[str, str]]) -> str:
+    """Return these calls as the model writes them."""
+    if calls.arguments is XmlParameters:
+        of = [(name, f"<parameter=x>\n{json.loads(arguments)['x']}\n</parameter>") for name, arguments in of]
+    return calls.written(of)
+
+
 def several(calls: CallSyntax) -> list[tuple[str, str]]:
     return [ONE] if calls.separator is None else [TWO, ONE]
 
@@ -96,13 +106,13 @@ def several(calls: CallSyntax) -> list[tuple[str, str]]:
 def test_forced_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     syntax = message_syntax(tokenizer, name, THOUGHTS.get(name, "none"))
     assert syntax.calls is not None
-    written = syntax.calls.written(several(syntax.calls))
+    written = written_by(syntax.calls, several(syntax.calls))
     form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required")
     assert form.takes(written)
     assert read(syntax, written) == ("", "", several(syntax.calls))
     assert not form.takes("hello")
     assert not form.takes(written.replace("ping", "pong"))
-    assert not form.takes(written.replace('"x"', '"y"'))
+    assert not form.takes(written.replace('"x"', '"y"').replace("=x", "=y"))
     if syntax.thoughts is not None:
         thought = syntax.thoughts.thought.replace("$thought", "so\n")
         assert form.takes(thought + written)
@@ -111,7 +121,7 @@ def test_forced_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabulary) -
     single = Form(
         vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required", parallel_tool_calls=False
     )
-    assert single.takes(syntax.calls.written([ONE]))
+    assert single.takes(written_by(syntax.calls, [ONE]))
     if syntax.calls.separator is not None:
         assert not single.takes(written)
 
@@ -121,7 +131,7 @@ def test_strict_functions(name: str, tokenizer: Tokenizer, vocabulary: Vocabular
     syntax = message_syntax(tokenizer, name, THOUGHTS.get(name, "none"))
     assert syntax.calls is not None
     form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=True))
-    written, free = syntax.calls.written(several(syntax.calls)), "hello [a] {b}"
+    written, free = written_by(syntax.calls, several(syntax.calls)), "hello [a] {b}"
     if syntax.thoughts is not None:
         free = syntax.thoughts.answer.replace("$answer", free)
     assert form.takes(free)
@@ -142,7 +152,7 @@ def test_an_answer_or_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabul
     form = Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), response_format=answer)
     written = ONE[1] if syntax.thoughts is None else syntax.thoughts.answer.replace("$answer", ONE[1])
     assert form.takes(written)
-    assert form.takes(syntax.calls.written([ONE]))
+    assert form.takes(written_by(syntax.calls, [ONE]))
     assert not form.takes("hello")
 
 
@@ -150,7 +160,7 @@ def test_an_answer_or_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabul
     "fields", [{"tool_choice": "required"}, {"tools": tools(strict=True)}, {"response_format": {"type": "json_object"}}]
 )
 def test_calls_that_can_only_be_read_are_refused_a_form(fields: dict[str, Any]) -> None:
-    syntax = MessageSyntax(calls=CALL_SYNTAXES["qwen3_coder"])
+    syntax = MessageSyntax(calls=NO_FORM)
     request = ChatRequest.model_validate({"messages": HELLO, "tools": tools(strict=False), **fields})
     with pytest.raises(RequestError, match="cannot be held to a form") as caught:
         request.sampling_params(1000, syntax)
@@ -168,3 +178,52 @@ def test_calls_that_can_only_be_read_are_refused_a_form(fields: dict[str, Any]) 
 def test_what_a_syntax_cannot_write(written: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         CallSyntax(begins=(), **written)  # type: ignore[arg-type]
+
+
+def test_parameters_in_xml_follow_their_schemas(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    syntax = message_syntax(tokenizer, "qwen3_coder")
+    schema = {
+        "type": "object",
+        "properties": {
+            "code": {"type": "string"},
+            "short": {"type": "string", "maxLength": 4},
+            "n": {"type": "integer"},
+            "l": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["code", "n"],
+    }
+    functions = [{"name": "f", "parameters": schema}, {"name": "g", "parameters": None}]
+    given = [{"type": "function", "function": function} for function in functions]
+    form = Form(vocabulary, tokenizer, syntax, tools=given, tool_choice="required")
+
+    def call(**values: str) -> str:
+        parameters = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
+        return f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
+
+    text = call(code='if a < b:\n\tprint("<x>")', short="abcd", n="-3", l='["a", "b"]')
+    assert form.takes(text)
+    request = ChatRequest.model_validate({"messages": HELLO, "tools": given})
+    [read_call] = request.parser(syntax).feed(text, is_last=True).calls
+    values = {"code": 'if a < b:\n\tprint("<x>")', "short": "abcd", "n": -3, "l": ["a", "b"]}
+    assert json.loads(read_call.arguments) == values
+    assert form.takes(call(code="x", n="1"))
+    assert form.takes("<tool_call>\n<function=g>\n\n</function>\n</tool_call>")
+    for wrong in (
+        call(n="1"),
+        call(code="x", n="one"),
+        call(code="x", short="abcde", n="1"),
+        call(code="x", n="\n\n1"),
+    ):
+        assert not form.takes(wrong)
+
+
+def test_the_documents_own_syntax_is_one(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+    document = (Path(raypp.__file__).parents[1] / "docs" / "serving.md").read_text()
+    [code] = re.findall(r"^```python\n# my_syntax.py\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(code, module)
+    syntax = MessageSyntax(calls=module["CALLS"])
+    text = f"Well.\n<call:ping>{ONE[1]}</call>\n<call:get.it-2>{TWO[1]}</call>"
+    assert read(syntax, text) == ("", "Well.", [ONE, TWO])
+    assert Form(vocabulary, tokenizer, syntax, tools=tools(strict=True)).takes(text)
+    assert Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required").takes(text[6:])

@@ -7,6 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from raypp.errors import ConfigError
 from raypp.openai_api.message_parser import MessageParser
@@ -65,6 +67,7 @@ CALLS = [("weather", FULL)]
 CASES: dict[str, list[tuple[str, str, Message]]] = {
     # calls' syntax: (thoughts' syntax, text, message)
     "hermes": [
+        ("", f'<tool_call>\n{{"name": "weather", "arguments": {FULL}}}\n</tool_call>', ("", "", CALLS)),
         ("", '<tool_call>\n{"arguments": {"a": 1}, "name": "f"}\n</tool_call>', ("", "", [("f", '{"a": 1}')])),
         (
             "",
@@ -305,3 +308,47 @@ def test_names_that_are_refused(setting: str) -> None:
 
 
 DEFAULTS = {"tool_call_parser": "auto", "reasoning_parser": "auto"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_arguments_stream_as_they_come(name: str) -> None:
+    text = next(text for _, text, message in CASES[name] if message[2] and len(message[2][0][1]) > 10)
+    parser = MessageParser(
+        thoughts=None, calls=CALL_SYNTAXES[name], begun=PROMPTED.get(name, ""), schemas={"write": STRINGS}
+    )
+    news = [bool(parser.feed(char).calls) for char in text]
+    assert sum(news) > len(text) / 6
+
+
+FRAGMENTS = [
+    "a",
+    " ",
+    "\n",
+    "{",
+    "}",
+    '"',
+    ",",
+    "]",
+    '{"x": 1}',
+    '"name": "f"',
+    '"arguments": {',
+    "<",
+    "[",
+    "```json\n",
+    "f",
+    "</",
+]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_text_is_read_the_same_in_any_pieces(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(CALL_SYNTAXES)))
+    thoughts = data.draw(st.sampled_from(["", *THOUGHT_SYNTAXES]))
+    literals = [*CALL_SYNTAXES[name].literals(), *(THOUGHT_SYNTAXES[thoughts].literals() if thoughts else ())]
+    texts = [text for case in CASES.get(name, []) for text in case[1].split(" ")]
+    parts = st.sampled_from([*FRAGMENTS, *texts, *filter(None, literals)])
+    text = "".join(data.draw(st.lists(parts, max_size=12)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(name, thoughts, pieces) == read(name, thoughts, [text]) == read(name, thoughts, [*text, ""])
