@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ _LAST_ACTORS_S = 120.0
 
 def _stop_ray() -> None:
     if ray.is_initialized():
+        if (serving := sys.modules.get("serving")) is not None:
+            serving.end_serving()
         ray.shutdown()
 
 

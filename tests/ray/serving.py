@@ -12,7 +12,7 @@ import httpx
 from ray import serve
 
 from serve_app.app import build
-from serve_app.running_serve import start_serve
+from serve_app.running_serve import RunningServe, end_serve, start_serve
 
 
 def free_port() -> int:
@@ -24,13 +24,21 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving() -> Iterator[str]:
-    """Start Serve; yields its address."""
-    port = free_port()
-    start_serve("127.0.0.1", port)
+    """Have Serve run, and no application afterwards; yields its address. It goes on until Ray ends."""
+    running = RunningServe.of_this_cluster()
+    port = free_port() if running is None else running.port
+    if running is None:
+        start_serve("127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        serve.shutdown()
+        for name in serve.status().applications:
+            serve.delete(name)
+
+
+def end_serving() -> None:
+    """End Serve, where there is one, before its Ray ends."""
+    end_serve()
 
 
 def deploy(arguments: dict[str, Any], *, name: str = "raypp", route_prefix: str = "/") -> None:
