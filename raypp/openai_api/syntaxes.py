@@ -108,7 +108,7 @@ GPT_OSS_CALLS = CallSyntax(
     in_vocabulary=("<|channel|>", "<|message|>", "<|call|>"),
 )
 GPT_OSS_THOUGHTS = ThoughtSyntax(
-    begins=_harmony(r"\banalysis\b"),
+    begins=_harmony(r"^(?!.*\bto=functions\.).*\banalysis\b"),  # calls of functions may be there too
     ends=("<|end|>", "<|call|>", "<|return|>"),
     is_anywhere=True,
     dropped=(*_harmony(""), *marks("<|end|>", "<|call|>", "<|return|>")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.openai_api.marks import MarkFinder
+from raypp.openai_api.marks import MAX_INSIDE_CHARS, MarkFinder
 from raypp.openai_api.syntax import ThoughtSyntax, marks
 from raypp.types import CompletionOutput
 
@@ -25,9 +25,10 @@ def begun_in(prompt: str, thoughts: ThoughtSyntax | None, continued: str = "") -
     ended_at = max(map(continued.rfind, thoughts.ends), default=-1)
     for mark in thoughts.begins:
         if mark.closing:
-            at = prompt.rfind(mark.opening)
-            if at >= 0 and mark.closing not in prompt[at:]:
-                return prompt[at:]
+            at = prompt.rfind(mark.opening)  # one further back is of an earlier message
+            begun = prompt[at:]
+            if at >= 0 and len(begun) <= MAX_INSIDE_CHARS and mark.closing not in begun:
+                return begun
         elif prompt.rstrip().endswith(mark.opening) or continued.rfind(mark.opening) > ended_at:
             return mark.opening
     return ""

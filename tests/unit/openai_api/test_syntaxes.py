@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from raypp.errors import ConfigError
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.syntaxes import CALL_SYNTAXES, THOUGHT_SYNTAXES, check_parsers, message_syntax
+from raypp.openai_api.thoughts import begun_in, is_thought, num_thought_tokens
+from raypp.types import CompletionOutput
 
 Message = tuple[str, str, list[tuple[str, str]]]
 """Thought, content, and calls with their arguments."""
@@ -318,6 +320,43 @@ def test_arguments_stream_as_they_come(name: str) -> None:
     )
     news = [bool(parser.feed(char).calls) for char in text]
     assert sum(news) > len(text) / 6
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "continued", "begun"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", "", ""),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", "", "<think>"),
+        ("deepseek_r1", "<think>a</think>b", "<think>a</think>b", ""),
+        ("deepseek_r1", "<think>a</think>b<think>c", "<think>a</think>b<think>c", "<think>"),
+        ("mistral", "[INST]a[/INST][THINK]", "", "[THINK]"),
+        ("gpt_oss", f"<|start|>user<|message|>a<|end|>{START}", "", START),
+        ("gpt_oss", f"<|start|>user<|message|>a<|end|>{START}<|channel|>fin", "", f"{START}<|channel|>fin"),
+        ("gpt_oss", f"{START}<|channel|>final<|message|>It", "It", ""),
+        ("gpt_oss", f"<|start|>user <|start|> {'a' * 300}", "", ""),
+    ],
+)
+def test_what_a_prompt_has_begun(name: str, prompt: str, continued: str, begun: str) -> None:
+    thoughts = THOUGHT_SYNTAXES[name]
+    assert begun_in(prompt, thoughts, continued) == begun
+    assert is_thought(begun, thoughts) == (begun not in ("", START, f"{START}<|channel|>fin"))
+
+
+@pytest.mark.parametrize(("name", "thoughts", "text", "message"), [case for case in FLAT if case[2].strip()])
+def test_thoughts_are_counted_as_they_are_read(name: str, thoughts: str, text: str, message: Message) -> None:
+    """With a token per character, no more than the thought, its marks, and the space around them."""
+
+    class Characters:
+        def token_text(self, token_id: int) -> str:
+            return chr(token_id)
+
+    tokenizer: Any = Characters()
+    answer = CompletionOutput(index=0, text=text, token_ids=[ord(char) for char in text], finish_reason="stop")
+    syntax = THOUGHT_SYNTAXES[thoughts] if thoughts else None
+    count = num_thought_tokens(tokenizer, syntax, answer, begun=PROMPTED.get(name, ""))
+    assert (count > 0) == (message[0] != "")
+    assert len(message[0]) <= count <= len(message[0]) + 60
+    assert num_thought_tokens(tokenizer, syntax, CompletionOutput(index=0, text="", token_ids=[])) == 0
 
 
 FRAGMENTS = [
