@@ -1,4 +1,4 @@
-"""The Ray that the engine runs on: one that is there already, or a local one that it starts and stops."""
+"""Connects to the Ray cluster that the engine runs on, or starts a local one and stops it again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the nodes have that stages will run on, when it is not this machine that has it."""
+"""Reads the hardware of the nodes that stages will run on, where that is not this machine."""
 
 from __future__ import annotations
 

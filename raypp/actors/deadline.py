@@ -1,4 +1,4 @@
-"""One deadline for something that takes several waits, and one for something that has none of its own."""
+"""Deadlines: one time limit shared by several waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray actor of the driver: makes the stages, hosts the engine loop, watches the stages."""
+"""The Ray actor of the driver: starts the stages, runs the engine loop, watches the stages."""
 
 from __future__ import annotations
 

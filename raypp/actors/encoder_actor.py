@@ -1,4 +1,4 @@
-"""The Ray actor of one encoder. Holds an `EncoderWorker`; has no logic of its own.
+"""The Ray actor of one encoder. It holds an `EncoderWorker` and has no logic of its own.
 
 It may die and be made again by Ray: then it is told to `load` and `join` once more.
 """

@@ -1,4 +1,4 @@
-"""The encoders of one engine, as the driver holds them: made, started, fed, and started again when they die.
+"""The encoders of one engine, on the driver's side: starts them, hands them work, and restarts those that die.
 
     driver's loop --encode, drop--> thread of the group --calls--> encoder actors --put_items--> first stage
          ^                                |   ^  answers, deaths       |

@@ -1,4 +1,4 @@
-"""Starting and ending an engine: from a configuration to a driver that clients can talk to."""
+"""Starts and ends an engine: from a configuration to a driver that clients can talk to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked child does with the Ray that it has a copy of: nothing, to its end.
+"""Keeps a forked child process from using the Ray connection that it has a copy of.
 
 Ray's threads are the parent's. Its exit hook, its objects and its library wait for them when a process ends, or crash.
 """

@@ -1,4 +1,4 @@
-"""Ray's waits for its gcs_server while both start: they let other threads run, and end when nobody wants the start.
+"""Makes Ray's waits for its gcs_server interruptible while both start.
 
 Ray (2.60.0) waits in its library. For the port, it holds the interpreter for up to 30 s: who looks after the servers
 learns only then that one has died, and the user's threads stand still. For what the gcs_server knows, it waits without

@@ -1,4 +1,4 @@
-"""A process that ends with those that it works for.
+"""Ends a process when the processes that it works for have ended.
 
 Ray ends an engine's actors when their owner or their node is gone. It asks the kernel whether a process is there, and a
 zombie is: where nobody collects zombies, in a container without an init, that takes minutes.

@@ -1,4 +1,4 @@
-"""Which GPU Ray gave to this process, as torch counts them."""
+"""Finds the GPU that Ray gave to this process, by torch's numbering."""
 
 from __future__ import annotations
 

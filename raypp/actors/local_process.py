@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them. A zombie has ended, whether or not anybody collects it."""
+"""Reads the state of this machine's processes from /proc. A zombie counts as ended."""
 
 from __future__ import annotations
 

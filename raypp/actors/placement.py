@@ -1,4 +1,4 @@
-"""Where an engine's stages and encoders run: one placement group over the cluster's nodes, and who sits where in it.
+"""Places an engine's stages and encoders on the cluster's nodes, by one placement group.
 
     nodes      |  node A  |     node B     |  node C  |
     bundles    |   2   0  |     1    3     |   4   5  |    as Ray placed them; the last ones are the encoders'

@@ -1,4 +1,4 @@
-"""The processes of an engine's actors: waiting until they are gone, and ending those that do not go.
+"""Waits until the processes of an engine's actors are gone, and ends those that stay.
 
 Ray asks a process to end, which a stopped one does not hear. A new engine must find the memory of the old one free, so
 whoever closes an engine sees to it that its processes are gone.

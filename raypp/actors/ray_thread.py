@@ -1,4 +1,4 @@
-"""The thread that Ray is started and ended by, and the processes that it has started.
+"""Starts and ends Ray in a thread of its own, and keeps track of the processes that Ray started.
 
 A thread of its own, for three reasons. Ray's servers die with the thread that started them (PR_SET_PDEATHSIG), which
 may be a short-lived one of the user's. Ray waits for servers that have died or stand still, for half a minute or for

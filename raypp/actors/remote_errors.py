@@ -1,4 +1,4 @@
-"""Ray's exceptions, turned back into what was raised, or into what it means for the engine."""
+"""Turns Ray's exceptions into the error that was raised remotely, or into what it means for the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray actor of one pipeline stage. Holds a `Stage`; has no logic of its own."""
+"""The Ray actor of one pipeline stage. It holds a `Stage` and has no logic of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stages of one engine, as the driver holds them: made, started, watched and ended together.
+"""The stages of one engine, on the driver's side: starts, watches and ends them together.
 
 They are children of the driver's process: when that dies, they end.
 """

@@ -1,4 +1,4 @@
-"""Measuring on the device that a stage would get: in a process that Ray places like one."""
+"""Measures layers on the device that a stage would get, in a process that Ray places like a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What texts have to follow: compiled once for all that have to follow the same, a few at a time, in turn."""
+"""Compiles the grammars that requests ask for: once for equal ones, a few at a time, in turn."""
 
 from __future__ import annotations
 

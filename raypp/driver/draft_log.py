@@ -1,4 +1,4 @@
-"""A line in the log now and then about what speculation brings."""
+"""Logs now and then how many drafts were accepted."""
 
 from __future__ import annotations
 

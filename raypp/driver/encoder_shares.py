@@ -1,4 +1,4 @@
-"""Which encoder encodes what: items wait in one queue, and are shared out by what they cost when encoders are free.
+"""Decides which encoder encodes which item: items wait in one queue, and free encoders get shares of equal cost.
 
 Knows no actors; what they answered, and that they died, is told to it.
 """

@@ -1,4 +1,4 @@
-"""Who is to blame: the reports of a failing pipeline, and which of them is the cause.
+"""Collects the reports of a failing pipeline, and finds the one that is the cause.
 
 One stage that ends takes the others' waits with it, so several reports come within milliseconds, in any order, from Ray
 and from the stages themselves. The driver waits a moment before it believes one.

@@ -1,4 +1,4 @@
-"""How long the grammar process may take, how often it may fail, and what requests are told then."""
+"""Limits how long the grammar process may take and how often it may fail, with the errors that requests get then."""
 
 from __future__ import annotations
 

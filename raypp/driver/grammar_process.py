@@ -1,4 +1,4 @@
-"""The driver's end of the grammar process: started when the first grammar comes, and again when it dies."""
+"""Starts the grammar process when the first grammar comes, and again when it dies; talks to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The requests under a grammar: held back until theirs is compiled, opened when they get a row, told about each step.
+"""The requests under a grammar: held back until it is compiled, opened when they get a row, told about each step.
 
     add --> CompileGrammar ... Compiled --> scheduler ... a row --> OpenGrammar ... GrammarMasks --> masks to last stage
                                                             |

@@ -1,4 +1,4 @@
-"""How the driver sees the encoders: orders go in, and what came of them comes out, in any order.
+"""The driver's interface to encoders: orders go in, embeddings or errors come out, in any order.
 
 The same whether they are actors or run in this process.
 """

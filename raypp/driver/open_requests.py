@@ -1,4 +1,4 @@
-"""The unfinished requests of all clients, and a limit on the memory that they take in the driver.
+"""Keeps the unfinished requests of all clients, and limits the memory that they take in the driver.
 
 Steps of a request take blocks of the KV cache, which are planned; a request that waits takes what it brought: its
 prompt, its parameters, its pictures. Pixels stay until the request ends, for it may be preempted, and its pictures then

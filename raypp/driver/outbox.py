@@ -1,4 +1,4 @@
-"""What clients are still to be told. Waking a client costs as much as planning a step, so it is done when it matters.
+"""Gathers what clients are to be told, and sends it when it matters: waking a client costs as much as a plan.
 
 A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
 strings; and then of everything else that has come. What nobody waits for is held for a moment. A request that ended

@@ -1,4 +1,4 @@
-"""Joining the log-probabilities of several requests into one message. `raypp.api.output_logprobs` splits them again."""
+"""Joins the log-probabilities of several requests into one message, for `raypp.api.output_logprobs` to split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the driver sees the stages: plans go in, results come out, both in step order."""
+"""The driver's interface to stages: plans go in, results come out, both in step order."""
 
 from __future__ import annotations
 

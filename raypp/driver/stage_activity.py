@@ -1,4 +1,4 @@
-"""What the stages did lately, as they reported it: busy time, and their last forwards for a live picture."""
+"""Keeps what stages reported lately: busy time, and their last forwards for a live picture."""
 
 from __future__ import annotations
 

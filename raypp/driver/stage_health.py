@@ -1,4 +1,4 @@
-"""Which stage stands still. Pure: it is told what was heard, and looks at a clock.
+"""Finds stages that stand still, from what was heard of them and a clock.
 
 Two rules. Steps are in flight and no stage has finished another one for `step_timeout_s`: the pipeline is frozen. A
 stage has said nothing at all for `silence_timeout_s`, busy or idle: it is frozen, or its machine is gone.

@@ -1,4 +1,4 @@
-"""Putting an encoder together around its model: budgets that fit the memory, buffers, graphs."""
+"""Builds an encoder around its model: budgets that fit the memory, buffers, graphs."""
 
 from __future__ import annotations
 

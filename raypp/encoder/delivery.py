@@ -1,4 +1,4 @@
-"""How embeddings get from an encoder to the first stage, in parcels.
+"""Sends embeddings from an encoder to the first stage, in parcels.
 
     encoder                                            first stage
     ItemSender --rows--> memory of the stage's GPU --> ItemReceiver --copy--> tensors of its own --> its store

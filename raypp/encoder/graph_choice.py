@@ -1,4 +1,4 @@
-"""Whether a batch is worth its graph: a graph saves launches, and costs padding. Measured, not guessed.
+"""Decides by measurement whether a batch is worth its graph: a graph saves launches, and costs padding.
 
     time of eager, by tokens      ______/     launches bound it below, computing above
     time of graphs, by budget     __--''      a stair: padded to the next budget

@@ -1,4 +1,4 @@
-"""What an encoder says of an item that it cannot encode. Needs no torch: the driver reads it."""
+"""The fault of an item that an encoder cannot encode. Needs no torch: the driver reads it."""
 
 from __future__ import annotations
 

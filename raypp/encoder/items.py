@@ -1,4 +1,4 @@
-"""What an encoder makes of an item."""
+"""The embeddings of one item."""
 
 from __future__ import annotations
 

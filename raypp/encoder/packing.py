@@ -1,4 +1,4 @@
-"""Which items are encoded together, and padded to what."""
+"""Chooses which items are encoded together, and the size that they are padded to."""
 
 from __future__ import annotations
 

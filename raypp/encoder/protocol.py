@@ -1,4 +1,4 @@
-"""What the encoder's graphs need to know of a model: the sizes, how its inputs are laid out, and how to run it.
+"""The protocol of models that encoders run: sizes, layout of inputs, and the forward pass.
 
 An encoder turns items (pictures) into embeddings. A captured batch has a fixed size, the *budget*; the items in it take
 the leading rows of its buffers, and padding takes the rest. Everything that depends on the items is worked out on the

@@ -1,4 +1,4 @@
-"""Everything an encoder must be told to be built: plain data, sent to its actor once."""
+"""The specification of an encoder: plain data, sent to its actor once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an encoder has done since its start."""
+"""Counters of an encoder since its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an encoder does with an order: look in its cache, encode the rest in batches, hand everything on in parcels.
+"""Executes an encoder's orders: looks in the cache, encodes the rest in batches, and sends everything in parcels.
 
 items --cache--> known --------------------+
           +----> batches --encode--> ------+--> parcels, while the next batch is computed

@@ -1,4 +1,4 @@
-"""What recording took: plain data, also for processes that know nothing of devices."""
+"""The time and memory that recording took: plain data, also for processes that know nothing of devices."""
 
 from __future__ import annotations
 

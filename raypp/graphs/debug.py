@@ -1,4 +1,4 @@
-"""Debug mode: are the addresses still those of the recording, and does a replay do what the program does?
+"""Debug mode: checks that a replay finds its tensors at the recorded addresses, and does what its program does.
 
 An operation that should be a break point and is not, a length that was read on the host, a table that was allocated
 anew: all of these replay the past without a word. Here they are an error that says what differs.

@@ -1,4 +1,4 @@
-"""How much memory recordings take: tensors exactly, graphs themselves as far as can be told.
+"""Measures the memory of recordings: tensors exactly, graphs themselves as far as can be told.
 
 Graphs and kernels take memory of the driver's, of which only the device's total tells. A device may have other users,
 who come and go meanwhile: another stage on the same GPU makes its KV cache.

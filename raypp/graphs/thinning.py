@@ -1,4 +1,4 @@
-"""Fewer sizes where memory is short: evenly fewer, so that a step still finds one that is not much larger."""
+"""Leaves out sizes where memory is short, evenly, so that a step still finds one that is not much larger."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Models: configurations, layers, weights, draft heads and vision towers."""

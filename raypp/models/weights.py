@@ -1,4 +1,4 @@
-"""Where weights come from: safetensors files, or a random generator. Only the tensors that are asked for are read."""
+"""Reads weights from safetensors files, or draws them at random; only the tensors that are asked for."""
 
 from __future__ import annotations
 

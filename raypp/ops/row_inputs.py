@@ -1,4 +1,4 @@
-"""What a step's rows say to its layers: positions, KV slots, lengths, block tables. One launch on a GPU."""
+"""Computes what layers need of a step's rows: positions, KV slots, lengths, block tables. One launch on a GPU."""
 
 from __future__ import annotations
 

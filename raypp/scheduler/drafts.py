@@ -1,4 +1,4 @@
-"""How many drafts the decode rows of each step verify: a fixed number, or as many as pay.
+"""Chooses how many drafts the decode rows of each step verify: a fixed number, or as many as pay.
 
 `AdaptiveDrafts` chooses K from a ladder, by how many drafts were accepted lately and by what a step of that size costs.
 Each cohort has its own estimate, of two numbers: how likely a row's first draft is accepted, rows without a draft

@@ -1,4 +1,4 @@
-"""What ends a request: the most tokens that it may have, and the tokens that stop it."""
+"""Finds what ends a request: the most tokens that it may have, and the tokens that stop it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each row is to verify, and how far it may get: the tables behind verification, on the last stage's device."""
+"""The drafts of every row, and the row's limit, on the last stage's device: the tables behind verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two proposers, row by row: the first where it has something, else the second. The choice is made on the device."""
+"""Joins two proposers, row by row: the first where it proposes something, else the second. The device chooses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a proposer of drafts is told, and what it answers."""
+"""The protocol of proposers of drafts: what they are told of a step, and what they return."""
 
 from __future__ import annotations
 

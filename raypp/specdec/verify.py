@@ -1,4 +1,4 @@
-"""Which drafts a row keeps: those that equal what the model chose itself.
+"""Verifies drafts: a row keeps those that equal what the model chose itself.
 
 A draft is a point mass. The model's token at its place is sampled as it would be without any draft, with the noise of
 (seed, position), and the draft is accepted when it is that token. So it is accepted with the probability that the model

@@ -1,4 +1,4 @@
-"""Hidden states that a draft head on the last stage wants of layers all over the model: kept, and carried hop by hop.
+"""The hidden states that a draft head on the last stage wants of layers on any stage: kept, and carried hop by hop.
 
 A stage keeps the residual stream after those of its layers that were asked for, and sends on, with its own, what the
 stages before it kept. Of rows on whose tokens no draft will ever follow, nothing is sent.

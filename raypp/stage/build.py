@@ -1,4 +1,4 @@
-"""Putting a stage together: threads, weights, KV cache, links."""
+"""Builds a stage: threads, weights, KV cache, links."""
 
 from __future__ import annotations
 

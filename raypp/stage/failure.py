@@ -1,4 +1,4 @@
-"""What a stage tells the driver when it gives up: the error, and whether the stage itself is at fault.
+"""The report of a stage that gives up: the error, and whether the stage itself is at fault.
 
 A stage that dies takes its neighbours' waits with it. They fail too, often before anyone hears of the death itself; the
 driver must not blame them.

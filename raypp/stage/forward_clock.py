@@ -1,4 +1,4 @@
-"""When a stage's forwards began and ended: by the host's clock on a CPU, by events in the stream on a GPU.
+"""Times a stage's forwards: by the host's clock on a CPU, by events in the stream on a GPU.
 
 On a GPU the host queues work and goes on, so what its own clock says of a step is when it was queued. Events say when
 the work was done; they are read later, once they have passed, and never waited for.

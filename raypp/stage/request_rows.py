@@ -1,4 +1,4 @@
-"""The truth about running requests, in tables indexed by row. Every stage keeps what it needs, on its own device.
+"""The state of running requests on a stage, in tables indexed by row, on the stage's own device.
 
 All stages keep block tables. The first stage also keeps what the next input of a row is: its length, last
 token and drafts, fed back by the last stage. Nothing here is ever copied to the host.

@@ -1,4 +1,4 @@
-"""What a stage's edges carry, and how large it gets."""
+"""The messages of a stage's edges, and how large they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a stage must be told to be built: plain data, sent to its actor once."""
+"""The specification of a stage: plain data, sent to its actor once."""
 
 from __future__ import annotations
 

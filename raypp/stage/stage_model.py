@@ -1,4 +1,4 @@
-"""What a stage needs of its layers."""
+"""The layers of a stage, and what a stage asks of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of a step on the last stage: the model's tokens, and which of them, with the drafts in front, are kept."""
+"""The end of a step on the last stage: tokens are chosen, drafts verified, the first stage and the driver told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan alone says about a step's rows and tokens, as tensors.
+"""The rows and tokens of a step, as far as the plan alone tells, as tensors.
 
 Everything here is known to the host when the plan arrives, and most of it stays the same from one step of a cohort to
 the next: so it is kept until the rows change. What depends on earlier steps (a decode row's length and last token) is

@@ -1,4 +1,4 @@
-"""What steps are padded to. It follows from the plan alone, so that every stage comes to the same answer.
+"""The sizes that steps are padded to. They follow from the plan alone, so every stage finds the same ones.
 
     full       every row has 1 + K tokens: padded to a number of rows, one recording for the whole step
     piecewise  any other step: padded to a number of tokens, pieces between attention calls

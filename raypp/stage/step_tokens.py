@@ -1,4 +1,4 @@
-"""What a step yielded, and the two who are told: the first stage, and the driver."""
+"""The tokens that a step yielded, for the first stage and for the driver."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Links that carry tensors between stages."""

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline meet before they have links: a small key-value store that the first stage hosts.
+"""A small key-value store on the first stage, where the stages of a pipeline meet before they have links.
 
 The store is needed until all links are open. It is torch's, which is imported only by who hosts or uses it: the driver
 passes the address on without loading torch.

@@ -1,0 +1,1 @@
+"""Operations of NVIDIA GPUs: Triton kernels, FlashInfer and cuBLAS."""

@@ -1,4 +1,4 @@
-"""What every launch needs: the device's size, shared scratch memory, and the overlap with the kernel before.
+"""What every kernel launch needs: the device's size, shared scratch memory, and the overlap with the kernel before.
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9 and later)
 lets a kernel start while its predecessor still runs. What it may do before `start` returns is read what no kernel

@@ -1,0 +1,1 @@
+"""The choice of tokens from logits: changes, truncation, draws and log-probabilities."""

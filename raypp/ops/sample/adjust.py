@@ -1,4 +1,4 @@
-"""What is done to logits before a token is chosen: bias, penalties, bans, allowed tokens, masks.
+"""Changes logits before a token is chosen: bias, penalties, bans, allowed tokens, masks.
 
     logits --> bias --> penalties --> bans --> allowed tokens --> masks --> changed logits
 

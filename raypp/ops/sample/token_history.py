@@ -1,8 +1,8 @@
-"""What was seen so far, as far as choosing the next token depends on it: counts for penalties, and the last tokens.
+"""The tokens that the choice of the next one depends on: counts for penalties, and the last tokens.
 
-The last stage keeps it, for the rows that need it. With speculation a position is judged before it is known whether the
-drafts in front of it are right: they are put among the row's tokens, and counted on the way, for the positions after
-them alone. What was really kept is counted afterwards.
+The last stage keeps both, for the rows that need them. With speculation a token is chosen before it is known whether
+the drafts in front of it are right: drafts are put among the row's tokens, and are counted for the positions after them
+alone. The tokens that were kept are counted afterwards.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Links through host memory: `local`, `gloo` and `ray_collective`."""

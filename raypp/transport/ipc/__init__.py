@@ -1,0 +1,1 @@
+"""Links through GPU memory that two processes of one node share: `ipc`."""

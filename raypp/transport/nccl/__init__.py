@@ -1,0 +1,1 @@
+"""Links by NCCL, between GPUs of any nodes: `nccl`."""
