@@ -6,6 +6,7 @@ a replayed call as JSON text, texts in parts. A template would refuse these, or 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,32 @@ from raypp.errors import RequestError
 
 MAX_JSON_DEPTH = 200
 """Levels of lists and objects, in a body and in the arguments of a replayed call: what the JSON parser follows."""
+
+
+class CallArguments(dict[str, Any]):
+    """The arguments of a replayed call, as templates want them: most write an object as JSON, some join a text.
+
+    A text is the one that the model wrote, so that the prompt begins like the one before.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str = "") -> None:
+        """Keep both.
+
+        Args:
+            values: The object.
+            text: Its JSON; empty: as Python writes it.
+        """
+        super().__init__(values)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text or json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, behind: str) -> str:
+        return str(self) + behind
+
+    def __radd__(self, before: str) -> str:
+        return before + str(self)
 
 
 def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -55,7 +82,9 @@ def _plain_call(call: Any) -> Any:
         return call
     arguments = function.get("arguments")
     plain = _plain_arguments(arguments) if isinstance(arguments, str) else arguments
-    return {**call, "function": {**function, "arguments": {} if plain is None else plain}}
+    if plain is None or isinstance(plain, Mapping):
+        plain = CallArguments(plain or {}, arguments.strip() if isinstance(arguments, str) else "")
+    return {**call, "function": {**function, "arguments": plain}}
 
 
 def _plain_arguments(arguments: str) -> Any:
