@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 
 import pytest
 
+import raypp.stage.build
 from raypp.actors.collector import collector_paused
+from raypp.actors.stage_actor import StageActor
 
 
 def test_it_goes_on_afterwards() -> None:
@@ -30,23 +31,20 @@ def test_one_that_was_off_stays_off() -> None:
         gc.enable()
 
 
-def test_a_stage_imports_torch_without_it() -> None:
-    script = """if True:
-        import gc, sys
-        from types import SimpleNamespace
-        from raypp.actors.stage_actor import StageActor
-        assert "torch" not in sys.modules
-        full = []
-        gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
-        stage = StageActor.__new__(StageActor)
-        stage._share = stage._factory = None
-        stage._spec = SimpleNamespace(num_threads=1, device="cpu")
-        try:
-            stage.prepare("127.0.0.1")
-        except AttributeError:  # of a specification that says no more
-            pass
-        assert "torch" in sys.modules
-        assert not full, len(full)
-    """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def test_a_stage_imports_its_modules_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, *_: object) -> None:
+            if name == "raypp.stage.build":
+                seen.append(gc.isenabled())
+
+    monkeypatch.delattr(raypp.stage, "build")
+    monkeypatch.delitem(sys.modules, "raypp.stage.build")
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    stage = StageActor.__new__(StageActor)
+    stage._share = None
+    with pytest.raises(AttributeError, match="_spec"):  # what it is to load comes next
+        stage.prepare("127.0.0.1")
+    assert seen == [False]

@@ -62,8 +62,6 @@ def test_a_client_does_not_import_what_it_has_no_use_for() -> None:
             tokenization_utils_tokenizers.load_gguf_checkpoint("nowhere.gguf")
         except (ImportError, OSError) as error:
             assert "GGUF" in str(error) or "nowhere" in str(error), error
-        [ids] = tokenizer.transformers_tokenizer("def", return_tensors="pt")["input_ids"]
-        assert ids.tolist() == tokenizer.encode(["def"])[0].tolist()
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
