@@ -156,7 +156,7 @@ def routing_microseconds(num_bytes: int) -> dict[str, float]:
 
     content = " ".join(random.Random(0).choices(_WORDS, k=num_bytes // 4))[:num_bytes]
     body = json.dumps({"messages": [{"role": "system", "content": content}], "model": "tiny"}).encode()
-    choice = PrefixChoice(8)
+    choice = PrefixChoice(4)
     choice.update(["a", "b"])
     keys = prefix_keys(body)
     headers = [(b"content-type", b"application/json"), (b"user-agent", b"x" * 60), (b"accept", b"*/*")]

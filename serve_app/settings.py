@@ -48,7 +48,7 @@ class ServeSettings(BaseModel):
     """With `max_replicas`: how long an engine that is taken away may go on answering what it has."""
     prefix_routing: bool = True
     """With several engines: send a request to the one that probably has the beginning of its prompt in its cache."""
-    prefix_routing_max_excess: int = Field(default=8, ge=0)
+    prefix_routing_max_excess: int = Field(default=4, ge=0)
     """Requests that this engine may have beyond 1.5 times those of the least busy one; then the latter gets it."""
     replica_num_cpus: float = Field(default=0.01, ge=0)
     """CPUs that a replica's HTTP process asks Ray for. Placement only."""

@@ -82,7 +82,7 @@ def test_long_prompts_have_few_keys() -> None:
 class Choosing:
     """Requests through a `PrefixChoice`, answered when told."""
 
-    def __init__(self, *names: str, max_excess: int = 8) -> None:
+    def __init__(self, *names: str, max_excess: int = 4) -> None:
         self.choice = PrefixChoice(max_excess)
         self.choice.update(names)
 
