@@ -18,9 +18,9 @@ from raypp.messages import NO_BYTES, Bytes, Int32s, StepLogprobs, StepPlan, pack
 from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
-from raypp.stage.pending_result import to_host
 from raypp.stage.sampler import Sampler
 from raypp.stage.spec import StageSpec
+from raypp.stage.step_result import to_host
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
 

@@ -20,7 +20,7 @@ import torch
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import NO_STEP, MaskUpdate, StepPlan, pack, unpack
 from raypp.stage.failure import describe_failure
-from raypp.stage.pending_result import PendingResult
+from raypp.stage.step_result import PendingResult
 from raypp.step_channel import Masks, StageChannel, Stop
 from raypp.tracing import ForwardCounter
 

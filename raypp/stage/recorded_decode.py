@@ -34,9 +34,9 @@ from raypp.stage.speculation import Search
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_body import StepBody
 from raypp.stage.step_end import EndInputs, EndOutputs, LastHidden, StepEnd
+from raypp.stage.step_result import ToldTokens
 from raypp.stage.step_shape import StepShape, uniform_shape
 from raypp.stage.step_sizes import FullSize
-from raypp.stage.step_tokens import ToldTokens
 from raypp.transport.edges import StageLinks
 
 FULL = "full"
@@ -286,10 +286,11 @@ class RecordedDecode:
             tokens = rows["token_ids"][:, : 1 + num_drafts].reshape(-1)
             return {**rows, "token_ids": only(counts, tokens), "chosen": only(counts, ran.ended.chosen[:num_tokens])}
 
-        changed = () if speculation is None else speculation.tables
+        tables = None if speculation is None else speculation.tables
+        history = sampler.history if needs.history else None
         return Watched(
             reads=({"output": self._output}, sampler.rows.draws, sampler.rows.tables, grammars),
-            changes=(*changed, sampler.history if needs.history else None),
+            changes=(sampler.history.tokens, tables, history),
             yields=yields,
         )
 

@@ -19,8 +19,8 @@ from raypp.graphs.manager import CudaGraphManager
 from raypp.specdec.proposer import Followed, SteppedHidden
 from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
+from raypp.stage.step_result import StepTokens
 from raypp.stage.step_shape import StepShape
-from raypp.stage.step_tokens import StepTokens
 
 _PADDING_LENGTH = 2  # of the row that padding reads: one token, and the one that it yields
 
@@ -99,7 +99,8 @@ class RecordedDrafts:
     def _record_proposal(self, bucket: int) -> None:
         self._num_rows = bucket
         watched = Watched(
-            changes=(*self._speculation.tables, self),  # a layer may overwrite what was followed
+            reads=(self._speculation.tokens,),
+            changes=(self._speculation.tables, self),  # a layer may overwrite what was followed
             yields=lambda _: {"drafts": only(self._have_room(), self._drafts_of(bucket)[: self._num_rows])},
         )
         for name, program in (("propose", self._propose), ("miss", self._miss)):
@@ -148,7 +149,7 @@ class RecordedDrafts:
 
     def _have_room(self) -> torch.Tensor:
         """Return which rows have blocks for all that is drafted: what others do with the null block is arbitrary."""
-        return self._speculation.have_room(self._rows[: self._num_rows], self._lengths[: self._num_rows])
+        return self._speculation.tables.have_room(self._rows[: self._num_rows], self._lengths[: self._num_rows])
 
     def _kept(self, num_rows: int, width: int) -> StepTokens:
         return StepTokens(
@@ -176,5 +177,5 @@ class RecordedDrafts:
     def _miss(self, bucket: int) -> None:
         # Any valid ids will do: zeros, and whatever was verified, are.
         self._drafts_of(bucket).copy_(
-            self._speculation.miss(self._rows[:bucket], self._token_ids[:bucket].unsqueeze(1))
+            self._speculation.tables.miss(self._rows[:bucket], self._token_ids[:bucket].unsqueeze(1))
         )

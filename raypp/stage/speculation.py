@@ -19,8 +19,8 @@ from raypp.specdec.hybrid import HybridProposer
 from raypp.specdec.ngram import NgramProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
 from raypp.stage.spec import StageSpec
+from raypp.stage.step_result import StepTokens
 from raypp.stage.step_shape import StepShape
-from raypp.stage.step_tokens import StepTokens
 from raypp.starting_rows import StartingRows
 
 _LOG = logging.getLogger(__name__)
@@ -64,8 +64,9 @@ class Speculation:
         block_tables: torch.Tensor,
     ) -> None:
         given = spec.speculative
-        self._tokens = tokens
-        self._drafts = DraftTables(spec.max_num_seqs, spec.max_drafts, self._tokens, device)
+        self.tokens = tokens
+        self.tables = DraftTables(spec.max_num_seqs, spec.max_drafts, tokens, device)
+        """The drafts of all rows. Steps change them, and the rows' tokens, at addresses that stay."""
         self._proposer = _proposer(spec, tokens.table, head, block_tables)
         self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
         self._shadow_every = _HEAD_SHADOW_EVERY if self._proposer.is_recorded_apart else _SHADOW_EVERY
@@ -81,14 +82,9 @@ class Speculation:
         """Whether `follow` and `propose` get recordings of their own."""
         return self._proposer.is_recorded_apart
 
-    @property
-    def tables(self) -> tuple[RowTokens, DraftTables]:
-        """What a step reads and changes, at addresses that never change."""
-        return self._tokens, self._drafts
-
     def start(self, starting: StartingRows) -> None:
         """Take over rows that start."""
-        self._drafts.start(starting)
+        self.tables.start(starting)
 
     def search_of(self, plan: StepPlan) -> Search:
         """Return what to do in this step; called once for each. A step with drafts does everything."""
@@ -99,15 +95,10 @@ class Speculation:
         self._num_plain_steps[plan.cohort] = count % self._shadow_every
         return Search(compares=count == 1, proposes=count == self._shadow_every)
 
-    @property
-    def draft_ids(self) -> torch.Tensor:
-        """The drafts of all rows that their next steps verify, int32 [max_num_seqs, K_max]."""
-        return self._drafts.draft_ids
-
     def drafts(self, shape: StepShape) -> torch.Tensor:
         """Return the drafts that the step verifies, int32 [D, K] for its D decode rows."""
         decode_rows = shape.rows[: shape.num_decode_rows]
-        return self._drafts.of(decode_rows)[:, : shape.decode_query_len - 1]
+        return self.tables.of(decode_rows)[:, : shape.decode_query_len - 1]
 
     def verify(self, shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor, search: Search) -> StepTokens:
         """Verify the step's drafts, and remember its tokens.
@@ -123,12 +114,12 @@ class Speculation:
         told_ids, first = _by_row(shape, chosen, positions)
         token_ids = told_ids.clamp(min=0)
         if self._forced is not None:
-            token_ids = self._forced(token_ids, self._drafts.of(rows), rows, first)
+            token_ids = self._forced(token_ids, self.tables.of(rows), rows, first)
             told_ids = torch.where(told_ids < 0, told_ids, token_ids)
         if not search.compares:
-            self._tokens.write(NewTokens(rows, first, token_ids))
+            self.tokens.write(NewTokens(rows, first, token_ids))
             return StepTokens(token_ids, first, first + 1, told_ids=told_ids)
-        verified = self._drafts.verify(rows, first, token_ids)
+        verified = self.tables.verify(rows, first, token_ids)
         return StepTokens(
             token_ids=token_ids,
             positions=first,
@@ -164,16 +155,8 @@ class Speculation:
         Shapes: rows, lengths [Y] int64; `max_length` is an upper bound of the lengths that the host knows.
         """
         drafts: Drafts = self._proposer.propose(DraftingRows(rows, lengths, max_length), followed)
-        self._drafts.remember(rows, drafts)
+        self.tables.remember(rows, drafts)
         return drafts.draft_ids
-
-    def have_room(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return which rows end behind all of their next drafts, bool [Y]. Shapes: rows, lengths [Y] int64."""
-        return self._drafts.have_room(rows, lengths)
-
-    def miss(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Propose nothing; return ids that are valid all the same, [Y, K_max] int32. Shapes: token_ids [Y, 1 + K]."""
-        return self._drafts.miss(rows, token_ids)
 
     def draft(
         self, shape: StepShape, hidden: SteppedHidden, max_length: int, search: Search, tokens: StepTokens
@@ -181,7 +164,7 @@ class Speculation:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
         rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden)
         if not search.proposes:
-            return replace(tokens, draft_ids=self.miss(rows, tokens.token_ids))
+            return replace(tokens, draft_ids=self.tables.miss(rows, tokens.token_ids))
         return replace(tokens, draft_ids=self.propose(rows, tokens.lengths, followed, max_length))
 
 

@@ -28,7 +28,6 @@ from raypp.stage.items import ItemRows, ItemStore, place_items, received_deepsta
 from raypp.stage.known_tokens import KnownTokens
 from raypp.stage.logprobs import LogprobReporter, no_logprobs
 from raypp.stage.padded_forward import PaddedForward
-from raypp.stage.pending_result import PendingResult, ResultRing
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
@@ -38,9 +37,9 @@ from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
 from raypp.stage.step_body import StepBody, StepInputs
 from raypp.stage.step_end import LastHidden, StepEnd
+from raypp.stage.step_result import PendingResult, ResultRing, step_result
 from raypp.stage.step_shape import StepShape, StepShapes
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
-from raypp.stage.step_tokens import pending_result
 from raypp.starting_rows import StartingRows
 from raypp.tracing import HOST, Tracer, now_ns
 from raypp.transport.edges import StageLinks
@@ -223,7 +222,7 @@ class Stage:
         if top is not None and Needs.LOGPROBS in asked.needs:
             step = slice(0, shape.num_tokens)
             logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], ended.chosen[step], top)
-        result = pending_result(self._results, plan, shape, ended.told, logprobs)
+        result = step_result(self._results, plan, shape, ended.told, logprobs)
         self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())
         return result
@@ -328,4 +327,4 @@ class Stage:
         link.send(plan.step_id, schema.num_bytes(shape.num_rows, shape.num_rows))
         hidden, compute_logits = last.hidden.hidden_states, self._model.compute_logits
         logprobs = self._logprobs.report(plan, shape, logits, ended.chosen, hidden, compute_logits)
-        return pending_result(self._results, plan, shape, ended.told, logprobs)
+        return step_result(self._results, plan, shape, ended.told, logprobs)

@@ -16,8 +16,8 @@ from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation
+from raypp.stage.step_result import StepTokens, ToldTokens, write_feedback
 from raypp.stage.step_shape import StepShape
-from raypp.stage.step_tokens import StepTokens, ToldTokens, write_feedback
 from raypp.starting_rows import StartingRows
 
 _MAX_KEPT = 64
@@ -128,7 +128,7 @@ class StepEnd:
         else:
             tokens = speculation.verify(shape, token_ids, last.positions, inputs.search)
         if masks is not None:
-            draft_ids = None if speculation is None else speculation.draft_ids
+            draft_ids = None if speculation is None else speculation.tables.draft_ids
             tokens = sampler.hold(shape.sampled_rows, tokens, masks, draft_ids)
         kept = NewTokens(shape.sampled_rows, tokens.positions, tokens.token_ids, tokens.num_valid)
         sampler.remember(kept, needs, counts=True)

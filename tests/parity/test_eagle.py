@@ -63,7 +63,7 @@ class Witness:
 
         def propose(speculation, rows, lengths, followed, max_length):
             drafts = original(speculation, rows, lengths, followed, max_length)
-            table, limits = speculation._tokens.table, speculation._drafts._limits.tolist()
+            table, limits = speculation.tokens.table, speculation.tables._limits.tolist()
             for row, length, line in zip(rows.tolist(), lengths.tolist(), drafts.tolist(), strict=True):
                 if row < len(table) - 2:  # else padding
                     room = max(limits[row] - length, 0)  # behind a row's end nothing is kept

@@ -11,8 +11,8 @@ from raypp.config.engine import EngineConfig
 from raypp.messages import StepPlan
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.pending_result import PendingResult
 from raypp.stage.stage import Stage
+from raypp.stage.step_result import PendingResult
 from raypp.testing import LocalEngine, LocalPipeline
 from raypp.testing.idle_stages import DeviceCalls, build_idle_stages
 from raypp.types import SamplingParams

@@ -18,7 +18,7 @@ from raypp.errors import DeadlineError, EngineDeadError, StageDiedError
 from raypp.messages import Bools, Bytes, Float32s, Int32s, Int64s, StageReport, StepPlan, StepResult, pack, unpack
 from raypp.stage.failure import read_failure
 from raypp.stage.loop import run_stage_loop
-from raypp.stage.pending_result import PendingResult
+from raypp.stage.step_result import PendingResult
 from raypp.step_channel import DriverChannel, Heartbeat, StageChannel, StageError, StageResult
 from raypp.tracing import ForwardCounter
 
