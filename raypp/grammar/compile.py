@@ -1,4 +1,4 @@
-"""From a constraint to a compiled grammar, by xgrammar. It may take long: see `raypp.grammar.compilers`."""
+"""From a constraint to a compiled grammar. It may take long: see `raypp.grammar.compilers`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import json
 from typing import Any
 
 from raypp.errors import RequestError
+from raypp.grammar.compiled import CompiledGrammar, LlguidanceGrammar, XgrammarGrammar
 from raypp.grammar.schema_check import enforceable
+from raypp.grammar.schema_writer import enforceable_by_xgrammar, rewritten
 from raypp.grammar.vocabulary import Vocabulary
 
 _OBJECT = '{"type": "object", "additionalProperties": true}'
 
 
-def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) -> Any:
-    """Return xgrammar's `CompiledGrammar`.
+def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) -> CompiledGrammar:
+    """Return the grammar of a constraint: xgrammar's, or llguidance's of a schema that xgrammar cannot hold a text to.
 
     JSON is written in one line as Python's json.dumps does: where a grammar allows white space, a model may write
     nothing else for ever.
@@ -26,31 +28,42 @@ def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) ->
     Raises:
         RequestError: why it cannot be.
     """
-    import xgrammar
-
     kind, value = kind_and_value(source)
     try:
-        tokens = vocabulary.of(kind, value)
-        compiler = xgrammar.GrammarCompiler(tokens, max_threads=num_threads, cache_enabled=False)
-        match kind:
-            case "json_schema":
-                return compiler.compile_json_schema(json.dumps(enforceable(json.loads(value))), any_whitespace=False)
-            case "json_object":
-                return compiler.compile_json_schema(_OBJECT, any_whitespace=False, strict_mode=False)
-            case "regex":
-                return compiler.compile_regex(value)
-            case "choice":
-                return compiler.compile_grammar("root ::= " + " | ".join(map(_ebnf_text, value)))
-            case "grammar":
-                return compiler.compile_grammar(value)
-            case _:
-                return compiler.compile_structural_tag(json.dumps(_with_grammars(json.loads(value))))
+        if kind == "json_schema":
+            schema = json.loads(value)
+            try:
+                return XgrammarGrammar(_by_xgrammar(kind, enforceable(schema), vocabulary, num_threads))
+            except (RequestError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
+                return LlguidanceGrammar(rewritten(schema), vocabulary)
+        return XgrammarGrammar(_by_xgrammar(kind, value, vocabulary, num_threads))
     except RequestError:
         raise
     except RecursionError:
         raise refused(kind, "it is nested too deeply") from None
     except Exception as error:  # xgrammar's are RuntimeErrors with a line of C++ in front
         raise refused(kind, _reason(error)) from error
+
+
+def _by_xgrammar(kind: str, value: Any, vocabulary: Vocabulary, num_threads: int) -> Any:
+    """Return xgrammar's `CompiledGrammar`."""
+    import xgrammar
+
+    tokens = vocabulary.of(kind, value)
+    compiler = xgrammar.GrammarCompiler(tokens, max_threads=num_threads, cache_enabled=False)
+    match kind:
+        case "json_schema":
+            return compiler.compile_json_schema(json.dumps(value), any_whitespace=False)
+        case "json_object":
+            return compiler.compile_json_schema(_OBJECT, any_whitespace=False, strict_mode=False)
+        case "regex":
+            return compiler.compile_regex(value)
+        case "choice":
+            return compiler.compile_grammar("root ::= " + " | ".join(map(_ebnf_text, value)))
+        case "grammar":
+            return compiler.compile_grammar(value)
+        case _:
+            return compiler.compile_structural_tag(json.dumps(_with_grammars(json.loads(value))))
 
 
 def _with_grammars(form: Any) -> Any:
@@ -65,10 +78,9 @@ def _with_grammars(form: Any) -> Any:
     if not isinstance(form, dict):
         return form
     if form.get("type") == "json_schema" and "json_schema" in form:
-        enforced = enforceable(form["json_schema"])
         if form.get("style", "json") != "json":
-            return {**form, "json_schema": enforced}
-        schema = json.dumps(enforced)
+            return {**form, "json_schema": enforceable(form["json_schema"])}
+        schema = json.dumps(enforceable_by_xgrammar(form["json_schema"]))
         return {"type": "grammar", "grammar": str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))}
     return {name: _with_grammars(part) for name, part in form.items()}
 
@@ -84,7 +96,7 @@ def refused(kind: str, reason: str) -> RequestError:
     return RequestError(
         f"structured_outputs: this {kind} cannot be compiled",
         got=reason,
-        expected="one that xgrammar can follow",
+        expected="one that a grammar can follow",
         hint="docs/structured_outputs.md says what is supported",
         param="structured_outputs",
     )

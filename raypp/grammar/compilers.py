@@ -37,7 +37,7 @@ class Outcome:
     """What became of a constraint."""
 
     source: str
-    result: bytes | RayppError  # xgrammar's serialized `CompiledGrammar`, or why there is none
+    result: bytes | RayppError  # what `compiled.read_grammar` takes, or why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,7 @@ def _limit(timeout_s: float) -> None:
 def _compile(source: str, vocabulary: Vocabulary) -> bytes:
     try:
         num_threads = min(MAX_COMPILERS, max(1, (os.cpu_count() or 1) // 2))
-        written: str = compile_constraint(source, vocabulary, num_threads).serialize_json()
-        return b"+" + written.encode()
+        return b"+" + compile_constraint(source, vocabulary, num_threads).written()
     except RequestError as error:
         return b"-" + json.dumps(error_to_dict(error)).encode()
     except MemoryError:

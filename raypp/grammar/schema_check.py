@@ -16,15 +16,15 @@ from typing import Any
 
 from raypp.errors import RequestError
 from raypp.grammar.json_pattern import UnsupportedPatternError, json_pattern, length_pattern
-from raypp.grammar.schema_values import are_disjoint, is_of_type, is_within, resolve
+from raypp.grammar.schema_values import are_disjoint, followed, is_of_type, is_within, resolve
 
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 20_000
 
-_NOTES = frozenset(
+NOTES = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "strict"}
     | {"$schema", "$id", "$comment", "$defs", "definitions", "discriminator", "format"}
-    | {"contentEncoding", "contentMediaType"}
+    | {"contentEncoding", "contentMediaType", "contentSchema"}
 )
 """Nothing that a text can offend against. `format` is a note by the standard, too; xgrammar follows most of them."""
 _NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
@@ -48,6 +48,9 @@ _COUNTS = ("minItems", "maxItems", "minProperties", "maxProperties", "minLength"
 _MAX_MULTIPLES = 256
 """Multiples between two bounds that are counted up."""
 
+_MAX_STEP = 1024
+"""Of multiples; xgrammar passes over larger ones."""
+
 _MAX_PATTERN_LENGTH = 128
 """Longer strings are counted by xgrammar itself: its regular expressions become slow to follow."""
 
@@ -61,31 +64,31 @@ def enforceable(schema: Any) -> Any:
     schema = copy.deepcopy(schema)
     for count, (path, node, depth) in enumerate(_nodes(schema)):
         if depth > MAX_SCHEMA_DEPTH:
-            raise _refused(path, f"nesting deeper than {MAX_SCHEMA_DEPTH}")
+            raise cannot_be_enforced(path, f"nesting deeper than {MAX_SCHEMA_DEPTH}")
         if count > MAX_SCHEMA_NODES:
-            raise _refused("the schema", f"more than {MAX_SCHEMA_NODES:,} parts")
+            raise cannot_be_enforced("the schema", f"more than {MAX_SCHEMA_NODES:,} parts")
         if node is True:
             continue
         if not isinstance(node, dict):
-            raise _refused(path, f"{str(node)[:40]!r} in place of a schema")
+            raise cannot_be_enforced(path, f"{str(node)[:40]!r} in place of a schema")
         _check_node(path, node, schema)
         _rewrite_strings(path, node)
     return schema
 
 
 def _check_node(path: str, node: dict[str, Any], schema: Any) -> None:
-    keywords = node.keys() - _NOTES
+    keywords = node.keys() - NOTES
     for choice in _CHOICES:
         if choice in node:
             if beside := keywords - {choice, "type"}:
-                raise _refused(path, f"{sorted(beside)[0]} beside {choice}")
+                raise cannot_be_enforced(path, f"{sorted(beside)[0]} beside {choice}")
             _check_choice(path, choice, node[choice], schema)
             _check_values(path, node)
             _check_type_beside(path, choice, node, schema)
             return
     types = _types(path, node, keywords)
     if unknown := sorted(keywords - {"type"} - frozenset().union(*(_BY_TYPE[name] for name in types))):
-        raise _refused(path, unknown[0])
+        raise cannot_be_enforced(path, unknown[0])
     if len(types) == 1:
         node["type"] = types[0]  # xgrammar looks at some keywords only if a type is beside them
     for name in node.keys() & set(_COUNTS):
@@ -108,12 +111,12 @@ def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[s
             if keywords and _BY_TYPE[name].issuperset(keywords):
                 return [name]
         if keywords:
-            raise _refused(path, f"{sorted(keywords)[0]} without a type")
+            raise cannot_be_enforced(path, f"{sorted(keywords)[0]} without a type")
         return []
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     for name in types:
         if not isinstance(name, str) or name not in _BY_TYPE:
-            raise _refused(path, f"the type {name!r}")
+            raise cannot_be_enforced(path, f"the type {name!r}")
     return types
 
 
@@ -123,21 +126,24 @@ def _check_object(path: str, node: dict[str, Any]) -> None:
     is_open = has_others or "patternProperties" in node or "propertyNames" in node
     missing = [name for name in node.get("required", ()) if name not in properties]
     if missing and not is_open:
-        raise _refused(path, f"{missing[0]!r}, required and not among the properties")
+        raise cannot_be_enforced(path, f"{missing[0]!r}, required and not among the properties")
     if missing or (is_open and "minProperties" in node):
-        raise _refused(path, "required or minProperties counting properties without a name in the schema")
+        raise cannot_be_enforced(path, "required or minProperties counting properties without a name in the schema")
     # A property has to keep to everything that is said of its name, and xgrammar follows one of these at a time.
     if "propertyNames" in node:
         for name in ("properties", "patternProperties"):
             if node.get(name):
-                raise _refused(path, f"{name} beside propertyNames")
+                raise cannot_be_enforced(path, f"{name} beside propertyNames")
+    # A name may be written with escapes, which xgrammar takes for another name.
+    if properties and has_others:
+        raise cannot_be_enforced(path, "properties beside others that may have any name")
     if patterns and has_others:
-        raise _refused(path, "patternProperties beside others that may have any name")
+        raise cannot_be_enforced(path, "patternProperties beside others that may have any name")
     if len(patterns) > 1 and any(schema != next(iter(patterns.values())) for schema in patterns.values()):
-        raise _refused(path, "several patternProperties, whose patterns may match the same name")
+        raise cannot_be_enforced(path, "several patternProperties, whose patterns may match the same name")
     for pattern, name in product(patterns, properties):
         if not _is_unmatched(pattern, name):
-            raise _refused(path, f"the property {name[:40]!r}, whose name one of patternProperties matches")
+            raise cannot_be_enforced(path, f"the property {name[:40]!r}, whose name one of patternProperties matches")
 
 
 def _is_unmatched(pattern: str, name: str) -> bool:
@@ -151,23 +157,24 @@ def _is_unmatched(pattern: str, name: str) -> bool:
 def _rewrite_multiples(path: str, node: dict[str, Any], types: list[str]) -> None:
     """Say what is asked of integers in xgrammar's words: a whole number to divide them by, or the multiples."""
     if "number" in types:
-        raise _refused(path, "multipleOf of numbers that need not be integers")
+        raise cannot_be_enforced(path, "multipleOf of numbers that need not be integers")
     given = node["multipleOf"]
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise _refused(path, f"multipleOf {str(given)[:40]!r}, which is no number above 0")
+        raise cannot_be_enforced(path, f"multipleOf {str(given)[:40]!r}, which is no number above 0")
     # An integer n is a multiple of p / q in lowest terms if n * q is one of p, so if n is one of p.
     step = Fraction(str(given)).numerator
     bounds = node.keys() & _NUMBER
     if step == 1:
         del node["multipleOf"]
-    elif not bounds:
+    elif not bounds and step <= _MAX_STEP:
         node["multipleOf"] = step
     else:
         multiples = _multiples(node, step)
         if multiples is None or types != ["integer"]:
-            raise _refused(path, f"multipleOf beside {sorted(bounds)[0]}")
+            beside = f"multipleOf beside {sorted(bounds)[0]}" if bounds else f"multipleOf of more than {_MAX_STEP}"
+            raise cannot_be_enforced(path, beside)
         if not multiples:
-            raise _refused(path, "multipleOf with bounds that no multiple is within")
+            raise cannot_be_enforced(path, "multipleOf with bounds that no multiple is within")
         for name in bounds | {"multipleOf"}:
             del node[name]
         node["enum"] = multiples
@@ -193,18 +200,22 @@ def _check_type_beside(path: str, choice: str, node: dict[str, Any], schema: Any
     for branch in branches:
         branch = {"$ref": branch} if choice == "$ref" else branch
         if not is_within(branch, types, schema):
-            raise _refused(path, f"type {str(node['type'])[:80]} beside {choice} of schemas that accept other types")
+            raise cannot_be_enforced(
+                path, f"type {str(node['type'])[:80]} beside {choice} of schemas that accept other types"
+            )
 
 
 def _check_choice(path: str, choice: str, value: Any, schema: Any) -> None:
     if choice == "$ref" and resolve(value, schema) is None:
-        raise _refused(path, f"$ref to {str(value)[:80]!r}: it has to name a part of the schema itself")
+        raise cannot_be_enforced(path, f"$ref to {str(value)[:80]!r}: it has to name a part of the schema itself")
+    if choice == "$ref" and isinstance(end := followed({"$ref": value}, schema), dict) and "$ref" in end:
+        raise cannot_be_enforced(path, "a $ref that leads back to itself")
     if choice == "allOf" and (not isinstance(value, list) or len(value) != 1):
-        raise _refused(path, "allOf of several schemas")
+        raise cannot_be_enforced(path, "allOf of several schemas")
     if choice in ("anyOf", "oneOf", "enum") and (not isinstance(value, list) or not value):
-        raise _refused(path, f"{choice} without any entry")
+        raise cannot_be_enforced(path, f"{choice} without any entry")
     if choice == "oneOf" and not are_disjoint(value, schema):
-        raise _refused(path, "oneOf whose schemas may accept the same value; anyOf, if that is meant")
+        raise cannot_be_enforced(path, "oneOf whose schemas may accept the same value; anyOf, if that is meant")
 
 
 def _check_values(path: str, node: dict[str, Any]) -> None:
@@ -215,7 +226,7 @@ def _check_values(path: str, node: dict[str, Any]) -> None:
     types = _types(path, node, frozenset())
     for value in values:
         if not any(is_of_type(value, name) for name in types):
-            raise _refused(path, f"the value {str(value)[:40]!r} beside type {node['type']!r}")
+            raise cannot_be_enforced(path, f"the value {str(value)[:40]!r} beside type {node['type']!r}")
 
 
 def _rewrite_strings(path: str, node: dict[str, Any]) -> None:
@@ -223,11 +234,11 @@ def _rewrite_strings(path: str, node: dict[str, Any]) -> None:
     lengths = node.keys() & {"minLength", "maxLength"}
     if "pattern" in node:
         if lengths:
-            raise _refused(path, f"{sorted(lengths)[0]} beside pattern")
+            raise cannot_be_enforced(path, f"{sorted(lengths)[0]} beside pattern")
         try:
             node["pattern"] = json_pattern(str(node["pattern"]))
         except UnsupportedPatternError as error:
-            raise _refused(path, f"a pattern with a part that cannot be followed ({error})") from None
+            raise cannot_be_enforced(path, f"a pattern with a part that cannot be followed ({error})") from None
         node.pop("format", None)
     elif lengths:
         least, most = node.get("minLength", 0), node.get("maxLength")
@@ -244,7 +255,7 @@ def _key_pattern(path: str, pattern: str) -> str:
     try:
         return json_pattern(pattern)
     except UnsupportedPatternError as error:
-        raise _refused(path, f"a pattern with a part that cannot be followed ({error})") from None
+        raise cannot_be_enforced(path, f"a pattern with a part that cannot be followed ({error})") from None
 
 
 def _nodes(schema: Any) -> Iterator[tuple[str, Any, int]]:
@@ -275,7 +286,8 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield "propertyNames", node["propertyNames"]
 
 
-def _refused(path: str, what: str) -> RequestError:
+def cannot_be_enforced(path: str, what: str) -> RequestError:
+    """Return the error of a schema with a part that no grammar here holds a text to."""
     return RequestError(
         "structured_outputs: this json_schema cannot be enforced",
         got=f"{what}, at {path[:200]}",

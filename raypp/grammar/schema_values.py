@@ -35,14 +35,14 @@ def is_of_type(value: Any, name: str) -> bool:
         case "null":
             return value is None
         case "integer":
-            return not isinstance(value, bool) and (isinstance(value, int) or value == int(value or 0))
+            return isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1
         case _:
             return not isinstance(value, bool) and isinstance(value, int | float)
 
 
 def are_disjoint(schemas: list[Any], root: Any) -> bool:
     """Return whether it is plain that no value is accepted by two of the schemas."""
-    return all(_differ(_followed(a, root), _followed(b, root), root) for a, b in combinations(schemas, 2))
+    return all(_differ(followed(a, root), followed(b, root), root) for a, b in combinations(schemas, 2))
 
 
 def _differ(a: Any, b: Any, root: Any) -> bool:
@@ -62,7 +62,7 @@ def _differ(a: Any, b: Any, root: Any) -> bool:
 
 def is_within(schema: Any, types: Collection[str], root: Any, num_hops: int = _NUM_HOPS) -> bool:
     """Return whether it is plain that a grammar of the schema makes values of these types alone."""
-    schema = _followed(schema, root)
+    schema = followed(schema, root)
     if not isinstance(schema, dict) or not num_hops:
         return False
     if (values := _values(schema)) is not None:
@@ -80,10 +80,11 @@ def _makes_objects(schema: dict[str, Any]) -> bool:
 
 
 def _property(schema: dict[str, Any], name: str, root: Any) -> Any:
-    return _followed(schema.get("properties", {}).get(name), root)
+    return followed(schema.get("properties", {}).get(name), root)
 
 
-def _followed(schema: Any, root: Any) -> Any:
+def followed(schema: Any, root: Any) -> Any:
+    """Return what a `$ref` to a `$ref`, and so on, leads to; one that leads on as such."""
     for _ in range(_NUM_HOPS):
         if not isinstance(schema, dict) or "$ref" not in schema:
             break

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from raypp.errors import RequestError
+from raypp.grammar.compiled import CompiledGrammar, Matcher
 from raypp.messages import Int32s
 
 Advance = tuple[int, list[int], list[int]]
@@ -25,11 +25,11 @@ class MaskRows:
         self.count = 0
         """Those that are there; to be lowered by whoever takes the last ones back."""
 
-    def add(self, matcher: Any, allowed: Int32s | None) -> bool:
+    def add(self, matcher: Matcher, allowed: Int32s | None) -> bool:
         """Add what may come next, of that `allowed` alone where any is left. Return False if nothing may, and add none.
 
         Args:
-            matcher: xgrammar's `GrammarMatcher`.
+            matcher: Of the text.
             allowed: A mask of its own, [W].
         """
         if self.count == len(self._rows):
@@ -56,12 +56,14 @@ class MaskRows:
 class TextGrammar:
     """Follows a text, for one thread at a time."""
 
-    def __init__(self, number: int, compiled: Any, vocab_size: int, allowed_token_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self, number: int, compiled: CompiledGrammar, vocab_size: int, allowed_token_ids: Sequence[int] | None
+    ) -> None:
         """Begin an empty text.
 
         Args:
             number: The driver's.
-            compiled: xgrammar's `CompiledGrammar`.
+            compiled: What it is held to.
             vocab_size: V.
             allowed_token_ids: Of what the grammar allows these alone, wherever any of them is left.
         """
@@ -76,11 +78,9 @@ class TextGrammar:
         self._allowed = None if allowed_token_ids is None else _bits(allowed_token_ids, -(-vocab_size // 32))
 
     @cached_property
-    def _matcher(self) -> Any:
-        """The matcher of xgrammar; made by whoever makes the first mask, since it may take long."""
-        import xgrammar
-
-        return xgrammar.GrammarMatcher(self._compiled)
+    def _matcher(self) -> Matcher:
+        """Made by whoever makes the first mask, since it may take long."""
+        return self._compiled.matcher()
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Go on by tokens that were chosen.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from raypp.errors import RayppError
 from raypp.grammar.board import Board
 from raypp.grammar.compile import kind_and_value
+from raypp.grammar.compiled import CompiledGrammar, read_grammar
 from raypp.grammar.mask_makers import MaskMakers
 from raypp.grammar.messages import (
     NO_TOKENS_YET,
@@ -59,7 +59,7 @@ class Texts:
         self._compile_source = compile_source
         self._reply = reply
         self._texts: dict[int, TextGrammar] = {}
-        self._compiled: OrderedDict[str, Any] = OrderedDict()  # by key, the last used ones last
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()  # by key, the last used ones last
         self._num_cached_bytes = 0
         self._compiling: set[str] = set()
 
@@ -82,14 +82,11 @@ class Texts:
                 if (text := self._texts.pop(number, None)) is not None:
                     text.is_closed = True
 
-    def deserialize(self, source: str, data: bytes) -> Any:
+    def deserialize(self, source: str, data: bytes) -> CompiledGrammar:
         """Return the grammar that a compiler wrote. Takes some of a second with a large one. From any thread."""
-        import xgrammar
+        return read_grammar(data, self._vocabulary.of(*kind_and_value(source)), self._vocabulary)
 
-        vocabulary = self._vocabulary.of(*kind_and_value(source))
-        return xgrammar.CompiledGrammar.deserialize_json(data.decode(), vocabulary)
-
-    def take_compiled(self, source: str, result: Any | RayppError) -> None:
+    def take_compiled(self, source: str, result: CompiledGrammar | RayppError) -> None:
         """Keep a compiled constraint, or say why there is none. From the thread of `handle`."""
         key = key_of(source)
         self._compiling.discard(key)

@@ -1,10 +1,11 @@
-"""The model's tokens as xgrammar wants them: which bytes each one writes, and which of them end a text."""
+"""The model's tokens as xgrammar and llguidance want them: which bytes each writes, and which of them end a text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from raypp.errors import RequestError
@@ -24,6 +25,32 @@ class Vocabulary:
             return self.with_special
         return self.json if kind in ("json_schema", "json_object") else self.text
 
+    @cached_property
+    def llguidance(self) -> Any:
+        """Return the `LLTokenizer` of llguidance, for JSON."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(
+            TokenizerWrapper(_Tokens(self.json)),
+            eos_token=list(self.json.stop_token_ids),
+            slices=LLTokenizer.json_slices(),
+        )
+
+
+class _Tokens:
+    """A tokenizer as llguidance's wrapper wants it. Nothing is tokenized: what comes are tokens."""
+
+    bos_token_id = None
+
+    def __init__(self, info: Any) -> None:
+        self.eos_token_id = info.stop_token_ids[0]
+        self.special_token_ids = info.stop_token_ids
+        # A first byte of 255, which no text has, would make a special token of one.
+        self.tokens = [b"" if token[:1] == b"\xff" else token for token in info.decoded_vocab]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return []
+
 
 @dataclass(frozen=True)
 class VocabularySource:
@@ -40,7 +67,7 @@ class VocabularySource:
         its id: for such a tag each is a byte that no text has.
 
         Raises:
-            RequestError: no tokenizer, no end token, or no xgrammar.
+            RequestError: no tokenizer, no end token, or no xgrammar or llguidance.
         """
         if not self.eos_token_ids:
             raise RequestError(
@@ -75,12 +102,14 @@ class VocabularySource:
 
             no_text: Any = {"RAW": b"\xff", "BYTE_FALLBACK": "<0xFF>", "BYTE_LEVEL": "\xff"}[detected.vocab_type.name]
             with_special = [no_text if token in special else text for token, text in enumerate(texts)]
-            return Vocabulary(info(texts), info(in_json), info(with_special))
+            vocabulary = Vocabulary(info(texts), info(in_json), info(with_special))
+            _ = vocabulary.llguidance  # made here, once for all processes that are forked
+            return vocabulary
         except Exception as error:  # whatever a broken or a missing tokenizer makes of it
             raise RequestError(
                 "structured_outputs cannot be followed by this engine",
                 got=f"{type(error).__name__}: {error}",
-                expected="a tokenizer beside the model, and the package xgrammar",
+                expected="a tokenizer beside the model, and the packages xgrammar and llguidance",
                 param="structured_outputs",
             ) from error
 

@@ -10,7 +10,16 @@ import pytest
 
 from raypp.config.engine import EngineConfig
 from raypp.driver.grammar_process import GrammarProcess
-from raypp.grammar.messages import Compiled, CompileGrammar, GrammarReply, NotCompiled, Ready, key_of
+from raypp.grammar.messages import (
+    Compiled,
+    CompileGrammar,
+    GrammarMasks,
+    GrammarReply,
+    NotCompiled,
+    OpenGrammar,
+    Ready,
+    key_of,
+)
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.structured_outputs import as_structured_outputs, source_of
@@ -40,9 +49,24 @@ def replies(process: GrammarProcess, count: int) -> list[GrammarReply]:
         assert time.monotonic() < ends_s, f"{len(found)} of {count} came"
         select.select([process.fileno()], [], [], 1.0)
         received = process.receive()
-        assert all(isinstance(reply, Ready | Compiled | NotCompiled) for reply in received), received
+        assert all(isinstance(reply, Ready | Compiled | NotCompiled | GrammarMasks) for reply in received), received
         found += [reply for reply in received if not isinstance(reply, Ready)]
     return found
+
+
+def test_llguidance_compiles_what_xgrammar_cannot_and_both_refuse_the_same_way(process: GrammarProcess) -> None:
+    good = source(json_schema={"allOf": [{"type": "string"}, {"minLength": 2}]})
+    bad = source(json_schema={"type": "array", "uniqueItems": True})
+    long = source(json_schema={"type": "string", "pattern": "^(a|b)*a(a|b){40}$", "maxLength": 200})
+    for text in (good, bad, long):
+        process.send(CompileGrammar(text))
+    answers = {answer.key: answer for answer in replies(process, 3) if isinstance(answer, Compiled | NotCompiled)}
+    assert isinstance(answers[key_of(good)], Compiled)
+    refused = answers[key_of(bad)]
+    assert isinstance(refused, NotCompiled)
+    assert "uniqueItems" in str(refused.error)
+    process.send(OpenGrammar(1, key_of(good)))
+    assert isinstance(replies(process, 1)[0], GrammarMasks)
 
 
 def test_many_that_are_larger_than_what_sockets_hold(process: GrammarProcess) -> None:

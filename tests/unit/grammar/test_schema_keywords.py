@@ -3,40 +3,15 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import jsonschema
 import pytest
-import xgrammar
+from grammar_texts import allows, allows_text, compiled
 
 from raypp.errors import RequestError
-from raypp.grammar.compile import compile_constraint
-from raypp.grammar.vocabulary import Vocabulary
-from raypp.structured_outputs import source_of
-
-CHARS = [chr(code) for code in range(0x20, 0x7F)]
-END = len(CHARS)
-
-
-@cache
-def vocabulary() -> Vocabulary:
-    info = xgrammar.TokenizerInfo([*CHARS, "<end>"], vocab_size=END + 1, stop_token_ids=[END])
-    return Vocabulary(info, info, info)
-
-
-def compiled(schema: dict[str, Any]) -> Any:
-    return compile_constraint(source_of({"json_schema": json.dumps(schema)}), vocabulary(), 1)
-
-
-def allows(grammar: Any, value: Any) -> bool:
-    matcher = xgrammar.GrammarMatcher(grammar)
-    if not matcher.accept_string(json.dumps(value)):
-        return False
-    mask = xgrammar.allocate_token_bitmask(1, END + 1)
-    matcher.fill_next_token_bitmask(mask)
-    return bool(int(mask[0, END // 32]) >> END % 32 & 1)
-
+from raypp.grammar.compiled import LlguidanceGrammar, XgrammarGrammar
+from raypp.grammar.schema_check import enforceable
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 AB = {"properties": {"a": INT, "b": STR}}
@@ -119,11 +94,129 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"patternProperties": {"^x": INT, "y": STR}}, "several patternProperties"),
     (AB | {"patternProperties": {"^a": STR}}, "the property 'a', whose name"),
     ({"type": "object", "minProperties": 1}, "minProperties counting properties"),
+    (AB | {"additionalProperties": True}, "properties beside others"),
+    ({"type": "integer", "multipleOf": 1025}, "multipleOf of more than 1024"),
+    ({"$ref": "#"}, "leads back to itself"),
+    ({"type": "integer", "enum": ["a"]}, "the value 'a' beside type"),
     ({"minItems": 1, "maxProperties": 1}, "without a type"),
 ]
 
 
 @pytest.mark.parametrize(("schema", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
-def test_what_cannot_be_enforced_is_refused_with_its_place(schema: dict[str, Any], said: str) -> None:
+def test_what_xgrammar_cannot_be_held_to_is_refused_with_its_place(schema: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        enforceable(schema)
+
+
+BRANCH = {"properties": {"next": {"$ref": "#/$defs/branch"}, "v": INT}, "type": "object"}
+DISTINCT = {"not": {"const": "a"}}  # nothing that xgrammar takes
+
+# As above, of what is beyond xgrammar; the invalid ones may be texts.
+BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
+    ({"minimum": 3}, [3, "a", None, [1]], [2, -1.5]),
+    ({"type": "number", "multipleOf": 0.25, "exclusiveMaximum": 1}, [0.75, -2], [0.3, 1]),
+    ({"type": "integer", "minimum": 2.5, "exclusiveMaximum": 1e1}, [3, 9], [2, 10]),
+    ({"type": "number", "exclusiveMinimum": 1e-3, "maximum": 1.5e3} | DISTINCT, [0.0011, 1500], [0.001, 1500.1]),
+    ({"type": "integer", "multipleOf": 1500}, [3000, 0], [1, 1501]),
+    ({"type": "string", "pattern": "^a", "maxLength": 3}, ["a", 'a\n"'], ["abcd", "b"]),
+    ({"type": "string", "allOf": [{"pattern": "a"}, {"pattern": "b$"}]}, ["ab", "ba\\b"], ["a", "b"]),
+    ({"type": ["string", "null"]} | DISTINCT, ["", "b", "aa", None], ["a", 1]),
+    ({"type": "integer", "not": {"enum": [2, 3]}}, [1, 4], [2, 3]),
+    ({"type": "string", "not": {"maxLength": 2}}, ["abc"], ["ab"]),
+    ({"not": {"type": ["object", "integer"]}, "type": ["object", "string"]}, ["x"], [{}, 1]),
+    (
+        {"allOf": [AB | {"required": ["a"]}, {"properties": {"c": INT}}]},
+        [{"a": 1, "c": 2}],
+        [{"c": 2}, {"a": 1, "c": "x"}],
+    ),
+    (AB | {"additionalProperties": INT, "type": "object"}, [{"a": 1, "c": 1}], [{"a": "x"}, '{"\\u0061": "x"}']),
+    (AB | {"additionalProperties": True}, [{"c": "x"}], ['{"\\u0061": "x"}']),
+    ({"required": ['é"\n'], "type": "object"}, [{'é"\n': 1}, {'é"\n': 1, "a": 2}], [{}, {"a": 1}]),
+    (AB | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": "x"}], [{}, {"a": 1, "b": "x"}]),
+    ({"oneOf": [INT, {"type": "number", "minimum": 2}]}, [1], [2, 1.5]),
+    (
+        AB | {"if": {"properties": {"a": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}},
+        [{}, {"a": 2}, {"a": 1, "b": ""}],
+        [{"a": 1}],
+    ),
+    (AB | {"dependentRequired": {"a": ["b"]}}, [{}, {"b": ""}, {"a": 1, "b": ""}], [{"a": 1}]),
+    (AB | {"dependentSchemas": {"a": {"properties": {"b": False}}}}, [{"a": 1}, {"b": ""}], [{"a": 1, "b": ""}]),
+    (AB | {"propertyNames": {"maxLength": 1}}, [{"a": 1}], [{"ab": 1}]),
+    ({"propertyNames": {"not": {"const": "ab"}}}, [{"a": 1}], [{"ab": 1}, '{"\\u0061b": 1}']),
+    (
+        {"type": "object", "patternProperties": {"^x": INT}, "additionalProperties": {"type": "null"}},
+        [{"x1": 1, "y": None, '"': None}],
+        [{"x": None}, {"y": 1}, '{"\\u0078": null}', {'x"': None}],
+    ),
+    (
+        {"allOf": [AB, {"properties": {"c": INT}}], "unevaluatedProperties": False, "type": "object"},
+        [{"a": 1, "c": 1}],
+        [{"a": 1, "d": 1}],
+    ),
+    ({"prefixItems": [INT], "items": STR, "contains": {"const": "x"}}, [[1, "x"], [1, "x", "y"]], [[], [1], [1, "y"]]),
+    ({"items": INT, "contains": {"const": 1}, "maxContains": 2}, [[1], [1, 1, 2]], [[1, 1, 1], [2], []]),
+    ({"allOf": [{"prefixItems": [INT]}], "unevaluatedItems": STR}, [[1, "x"], []], [["x"], [1, 2]]),
+    ({"enum": [[9], []], "unevaluatedItems": False}, [[]], [[9]]),
+    ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+    (
+        {"$defs": {"branch": {"allOf": [BRANCH, {"required": ["v"]}]}}, "$ref": "#/$defs/branch", "title": "a tree"},
+        [{"v": 1}, {"next": {"next": {"v": 1}, "v": 2}, "v": 3}],
+        [{}, {"next": {}, "v": 1}],
+    ),
+    ({"$id": "http://a/b", "items": {"$ref": "c"}, "$defs": {"c": {"$id": "c", "type": "integer"}}}, [[1]], [["a"]]),
+    (
+        {"type": "array", "items": {"$anchor": "here", "enum": [1, {"a": [None]}], **DISTINCT}},
+        [[1, {"a": [None]}]],
+        [[2]],
+    ),
+]
+
+
+@pytest.mark.parametrize("case", BEYOND, ids=lambda case: json.dumps(case[0])[:80])
+def test_what_is_beyond_xgrammar_is_held_to_by_llguidance(case: tuple[Any, list[Any], list[Any]]) -> None:
+    schema, valid, invalid = case
+    grammar, validator = compiled(schema), jsonschema.Draft202012Validator(schema)
+    assert isinstance(grammar, LlguidanceGrammar)
+    for value in valid:
+        assert validator.is_valid(value), value
+        assert allows(grammar, value), value
+    for value in invalid:
+        is_text = isinstance(value, str) and value[:1] == "{"
+        assert not validator.is_valid(json.loads(value) if is_text else value), value
+        assert not (allows_text(grammar, value) if is_text else allows(grammar, value)), value
+
+
+REFUSED_BY_BOTH: list[tuple[Any, str]] = [
+    ({"items": {"uniqueItems": True}}, "uniqueItems, at #/items"),
+    ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance, at #"),
+    ({"type": "string", "not": {"pattern": "a"}}, "pattern within not"),
+    ({"type": "object", "minProperties": 2}, "minProperties counting"),
+    ({"patternProperties": {"b$": STR}, "propertyNames": {"enum": ["a"]}}, "propertyNames beside patternProperties"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "no value is accepted"),
+    (
+        {"allOf": [{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}, {}]},
+        "no value is accepted",
+    ),
+    ({"const": "a\u0000", "not": {"const": "b"}}, "control character"),
+    ({"type": "integer", "maximum": 2**60, "not": {"const": 1}}, "does not hold exactly"),
+    ({"type": "integer", "multipleOf": 123456789}, "remainders"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5, "not": {"const": 0.25}}, "left out"),
+    ({"type": "string", "pattern": "(?=a)b"}, "assert is not supported"),
+    ({"$ref": "http://example.com/x", "maxLength": 3}, "part of the schema itself"),
+    ({"$ref": "#"}, "leads back to itself"),
+    ({"anyOf": [{"$ref": "#"}, {"type": "null"}], "minimum": 1}, "leads back to itself"),
+    ({"not": 3}, "in place of a schema"),
+    ({"type": "string", "minLength": "a"}, "minLength 'a'"),
+    (json.loads('{"not":' * 100 + "true" + "}" * 100), "nesting deeper"),
+    ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": INT}} for j in range(6)]} for i in range(9)]}, "alternatives"),
+]
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED_BY_BOTH, ids=[said[:40] for _, said in REFUSED_BY_BOTH])
+def test_what_neither_can_be_held_to_is_refused(schema: Any, said: str) -> None:
     with pytest.raises(RequestError, match=said):
         compiled(schema)
+
+
+def test_xgrammar_is_asked_first() -> None:
+    assert isinstance(compiled(AB), XgrammarGrammar)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import xgrammar
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
+from raypp.grammar.compiled import LlguidanceGrammar, read_grammar
+from raypp.grammar.schema_writer import rewritten
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
 from raypp.plan.engine_plan import plan_engine
@@ -68,8 +73,16 @@ def test_any_way_through_a_grammar_is_a_text_of_it() -> None:
         assert text in ("abc", "abd", "x y")
 
 
-def test_masks_behind_drafts_are_those_of_the_longer_text() -> None:
-    rng, constraint = random.Random(1), {"regex": "[a-z]{2,4}( [0-9]{1,3}){1,3}\\."}
+# The second one is llguidance's.
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"regex": "[a-z]{2,4}( [0-9]{1,3}){1,3}\\."},
+    {"json_schema": {"allOf": [{"type": "string", "pattern": "^[a-z é]*$"}, {"minLength": 2, "maxLength": 9}]}},
+]
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=["xgrammar", "llguidance"])
+def test_masks_behind_drafts_are_those_of_the_longer_text(constraint: dict[str, Any]) -> None:
+    rng = random.Random(1)
     for _ in range(10):
         token_ids = walk(text_grammar(constraint), rng)
         wrong_at = rng.randrange(len(token_ids) + 1)
@@ -85,11 +98,59 @@ def test_masks_behind_drafts_are_those_of_the_longer_text() -> None:
         assert (next_masks(ahead, [])[1][0] == masks[0]).all()  # looking ahead moved nothing
 
 
-def test_the_end_is_the_only_thing_behind_a_whole_text() -> None:
-    text = text_grammar({"regex": "ab"})
-    text.accept(tokenizer().encode(["ab"])[0])
+@pytest.mark.parametrize("constraint", [{"regex": '"b"'}, {"json_schema": {"const": "b", "not": {"const": "a"}}}])
+def test_the_end_is_the_only_thing_behind_a_whole_text(constraint: dict[str, Any]) -> None:
+    text = text_grammar(constraint)
+    token_ids = list(tokenizer().encode(['"b"'])[0])
+    followed, masks = next_masks(text, [*token_ids, EOS[0], 5])
+    assert followed == token_ids
+    assert tokens_of(masks[-1]) == set(EOS)
+    text.accept(token_ids)
     assert tokens_of(next_masks(text, [EOS[0]])[1][0]) == set(EOS)
     assert len(next_masks(text, [EOS[0], 5])[1]) == 1
+    text.accept([EOS[-1]])
+    with pytest.raises(RequestError, match="left its grammar"):
+        text.accept([EOS[0]])
+
+
+def byte_fallback_vocabulary() -> Vocabulary:
+    """Return a vocabulary as of sentencepiece: a mark for the space, tokens for single bytes."""
+    words = ["▁", "é", "▁é", 'a"', '":', '":▁', '▁"', '{"', '"}', "10", "205", "5}", "y", "aé", ",▁"]
+    tokens = ["<end>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.BYTE_FALLBACK, stop_token_ids=[0])
+    return Vocabulary(info, info, info)
+
+
+@pytest.mark.parametrize("of", [vocabulary, byte_fallback_vocabulary])
+def test_both_compilers_allow_the_same_tokens(of: Callable[[], Vocabulary]) -> None:
+    tokens = of()
+    names = {"a": {"enum": ["é y", "y\n", "aé"]}, "b": {"enum": [10, 205]}}
+    schema = {"type": "object", "properties": names, "required": ["a", "b"]}
+    source = source_of({"json_schema": json.dumps(schema)})
+    size, rng = tokens.json.vocab_size, random.Random(0)
+    for _ in range(8):
+        matchers = [
+            compile_constraint(source, tokens, 1).matcher(),
+            LlguidanceGrammar(rewritten(schema), tokens).matcher(),
+        ]
+        while not matchers[0].is_terminated():
+            both = [MaskRows(1, size), MaskRows(1, size)]
+            assert all(rows.add(matcher, None) for rows, matcher in zip(both, matchers, strict=True))
+            allowed = [{token for token in tokens_of(rows.bitmasks(0, 1)[0]) if token < size} for rows in both]
+            assert allowed[0] == allowed[1]
+            token_id = rng.choice(sorted(allowed[0]))
+            assert all([matcher.accept_token(token_id) for matcher in matchers])
+        assert matchers[1].is_terminated()
+
+
+def test_a_grammar_of_llguidance_is_read_as_it_was_written() -> None:
+    grammar = compile_constraint(source_of({"json_schema": '{"const": "b", "not": {"const": "a"}}'}), vocabulary(), 1)
+    read = read_grammar(grammar.written(), vocabulary().json, vocabulary())
+    assert isinstance(read, LlguidanceGrammar)
+    assert read.memory_size_bytes == grammar.memory_size_bytes >= 1 << 20
+    text = TextGrammar(1, read, VOCAB_SIZE, None)
+    text.accept(tokenizer().encode(['"b"'])[0])
+    assert tokens_of(next_masks(text, [])[1][0]) == set(EOS)
 
 
 def test_special_tokens_write_nothing() -> None:

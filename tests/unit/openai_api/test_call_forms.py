@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xgrammar
 
 import raypp
 from raypp.api.tokenizer import Tokenizer
@@ -79,7 +78,7 @@ class Form:
         self._grammar = compile_constraint(source_of(params.structured_outputs), vocabulary, 1)
 
     def takes(self, text: str) -> bool:
-        matcher = xgrammar.GrammarMatcher(self._grammar)
+        matcher = self._grammar.matcher()
         [ids] = self._tokenizer.encode([text], add_special_tokens=False)
         [end] = self._tokenizer.eos_token_ids
         return all(matcher.accept_token(token_id) for token_id in [*ids.tolist(), end])
