@@ -86,9 +86,15 @@ class _Writer:
                 continue
             if len(self._shapes) > _MAX_PARTS:
                 raise cannot_be_enforced("the schema", f"more than {_MAX_PARTS:,} parts")
-            self._shapes[terms] = list(self._alternatives.of(terms))
+            self._shapes[terms] = [shape for shape in self._alternatives.of(terms) if self._may_be(shape)]
             for shape in self._shapes[terms]:
                 waiting += _children(shape)
+
+    def _may_be(self, shape: Shape) -> bool:
+        """Return whether an object may have the names that it has to have."""
+        if not isinstance(shape, Object) or shape.names == ANY:
+            return True
+        return all(self._takes(shape.names, name) for name in shape.required)
 
     def _drop_what_never_ends(self) -> None:
         """Leave out sets in which every value would have to hold a value of the same, for ever."""
@@ -161,7 +167,7 @@ class _Writer:
         if patterns:
             written["patternProperties"] = {f"^({key})$": self._reference(terms) for key, terms in patterns.items()}
         if shape.required:
-            written["required"] = [name for name in properties if name in shape.required]
+            written["required"] = sorted(shape.required)
         if num_open > 0:
             written["minProperties"] = shape.min_properties
         if shape.max_properties is not None:

@@ -191,6 +191,7 @@ REFUSED_BY_BOTH: list[tuple[Any, str]] = [
     ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance, at #"),
     ({"type": "string", "not": {"pattern": "a"}}, "pattern within not"),
     ({"type": "object", "minProperties": 2}, "minProperties counting"),
+    ({"required": ["c"], "propertyNames": {"enum": ["a"]}, "const": {"c": 1}}, "no value is accepted"),
     ({"patternProperties": {"b$": STR}, "propertyNames": {"enum": ["a"]}}, "propertyNames beside patternProperties"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "no value is accepted"),
     (
