@@ -281,6 +281,18 @@ def decode_step(
     return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
 
 
+def check_cut_lengths(dtype: torch.dtype) -> None:
+    """A row that claims more tokens than its table holds attends to those of the table, and hurts no other row."""
+    kernels, heads, block_size = Kernels(dtype), (4, 2, 64), 16
+    q, cache, lens, tables = decode_step(kernels, [64, 64], 1, *heads, block_size)
+    cache.nan_to_num_(1.0, 1.0, -1.0)  # the table's last block, the null block, is attended to here
+    decode = TritonDecode(*heads, 1, kernels.device, kernels.workspace)
+    expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, 0.1)
+    out = torch.empty_like(q)
+    decode(q, cache, lens.new_tensor([64, 10_000]), tables, 1, 0.1, out)
+    kernels.assert_close(out, expected)
+
+
 def poison(cache: torch.Tensor, seq_lens: Sequence[int], tables: torch.Tensor) -> None:
     """Put numbers that are none, and infinite ones, behind each row's length and into the null block."""
     block_size, bad = cache.shape[3], itertools.cycle((torch.nan, torch.inf, -torch.inf))

@@ -343,8 +343,15 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
     def forward(which, start, lens, caches):
         positions = lens.long() - 1
         slots = tables.gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1).long() * BLOCK_SIZE
-        starts = torch.arange(num_rows + 1, dtype=torch.int32, device=CUDA)
-        batch = AttentionBatch(num_rows, 1, starts, lens, tables, slots + positions % BLOCK_SIZE, 100, [], [])
+        batch = AttentionBatch(
+            num_decode_rows=num_rows,
+            decode_query_len=1,
+            seq_lens=lens,
+            block_tables=tables,
+            slot_mapping=slots + positions % BLOCK_SIZE,
+            prefill_query_lens=[],
+            prefill_seq_lens=[],
+        )
         made = (device_kernels, TorchKernels(BF16))[which]
         hidden, by = start.clone(), made.rotation(positions, frequencies)
         for layer, layer_cache in zip(layers, caches, strict=True):
@@ -412,11 +419,4 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
 
 
 def test_lengths_past_the_table_are_cut():
-    kernels = checks.Kernels(BF16)
-    q, cache, lens, tables = checks.decode_step(kernels, [64, 64], 1, *HEADS_8B, BLOCK_SIZE)
-    decode = TritonDecode(*HEADS_8B, 1, Device.of(CUDA), Workspace(CUDA))
-    lens[1] = 10_000
-    out = torch.empty_like(q)
-    decode(q, cache, lens, tables, 1, 0.1, out)
-    assert out.isfinite().all()
-    kernels.assert_close(out[:1], reference.decode_attention(q[:1], cache, lens[:1], tables[:1], 1, 0.1))
+    checks.check_cut_lengths(BF16)

@@ -106,6 +106,10 @@ def test_decode_of_odd_heads():
     checks.check_decode(EXACT, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
 
 
+def test_lengths_past_the_table_are_cut():
+    checks.check_cut_lengths(EXACT)
+
+
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_decode_from_projection(query_len, has_norm):
