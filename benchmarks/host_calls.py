@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from raypp.models.config import ModelConfig
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.tracing import now_ns
 
 STEP = "step"
@@ -44,7 +44,7 @@ class HostCalls:
 
     def __call__(self, spec: StageSpec, config: ModelConfig) -> Any:
         """Return the model of one stage."""
-        from raypp.stage.build import build_stage_model
+        from raypp.stage.build_stage import build_stage_model
         from raypp.stage.stage import Stage
         from raypp.transport.ipc.cuda_device import CudaDevice
 

@@ -171,7 +171,7 @@ def routing_microseconds(num_bytes: int) -> dict[str, float]:
     def route() -> None:
         for _ in range(2):  # once to choose, once when the replica has accepted
             pickle.loads(argument)
-        choice.learn(choice.choose(keys), keys)
+        choice.learn(choice.replica_of(keys), keys)
 
     return {
         "name_us": _microseconds(lambda: prefix_keys(body)),

@@ -41,14 +41,14 @@ from raypp.client_messages import (
     encode_client_message,
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarEvent
 from raypp.driver.item_encoders import ItemEvent
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
-from raypp.grammar.messages import Compiled, CompileGrammar, GrammarOrder, Ready, key_of
+from raypp.grammar.grammar_messages import Compiled, CompileGrammar, GrammarOrder, Ready, key_of
 from raypp.messages import StepPlan, StepResult, pack, unpack
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.limits import SchedulerLimits

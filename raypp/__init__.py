@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from raypp.api.beam_search import BeamSearchOutput as BeamSearchOutput
     from raypp.api.beam_search import BeamSearchParams as BeamSearchParams
     from raypp.api.llm import LLM as LLM
-    from raypp.config.engine import EngineConfig as EngineConfig
+    from raypp.config.engine_config import EngineConfig as EngineConfig
     from raypp.errors import ConfigError as ConfigError
     from raypp.errors import ContextLengthError as ContextLengthError
     from raypp.errors import DeadlineError as DeadlineError
@@ -41,7 +41,7 @@ _MODULE_OF = {
     "AsyncLLM": "raypp.api.async_llm",
     "BeamSearchOutput": "raypp.api.beam_search",
     "BeamSearchParams": "raypp.api.beam_search",
-    "EngineConfig": "raypp.config.engine",
+    "EngineConfig": "raypp.config.engine_config",
     "SamplingParams": "raypp.types",
     "RequestOutput": "raypp.types",
     "Logprob": "raypp.types",

@@ -8,7 +8,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
@@ -18,7 +18,7 @@ from serve_app.replica import EngineReplica
 from serve_app.settings import ServeSettings, split_arguments
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory  # imports torch
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 _MAX_STARTS = 3
 """What keeps an engine from starting is seldom gone at the next attempt, and each may take minutes."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from raypp.errors import RayppError
 from raypp.openai_api.from_outputs import ResponseHead, reason_of
-from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.logprob_answers import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import StreamOptions

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from raypp.errors import RayppError
-from raypp.openai_api.errors import describe_error
+from raypp.openai_api.error_bodies import describe_error
 
 T = TypeVar("T")
 Events = AsyncGenerator[str, None]

@@ -8,7 +8,7 @@ from typing import Protocol
 from raypp.api.async_llm import AsyncLLM
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission
-from serve_app.errors import UnknownModelError
+from serve_app.error_answers import UnknownModelError
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.runner import RequestRunner

@@ -24,7 +24,7 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Siblings
-from serve_app.errors import AsciiJSONResponse, add_error_handlers
+from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter

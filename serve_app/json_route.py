@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from raypp.openai_api.errors import BodyError, decode_json, parse_body
+from raypp.openai_api.error_bodies import BodyError, decode_json, parse_body
 from serve_app.client_connection import client_gone_response
 
 _MAX_INLINE_BYTES = 1 << 18

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.errors import BodyTooLargeError, error_answer, error_response
+from serve_app.error_answers import BodyTooLargeError, error_answer, error_response
 
 
 class ApiKeys:

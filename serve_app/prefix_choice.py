@@ -58,7 +58,7 @@ class PrefixChoice:
         """Take note of the replicas there are. New ones have nothing; of those that are gone nothing is kept."""
         self._replicas = {name: self._replicas.get(name) or _Replica() for name in names}
 
-    def choose(self, keys: Sequence[bytes]) -> str:
+    def replica_of(self, keys: Sequence[bytes]) -> str:
         """Return the replica for a prompt; among equal ones that with the fewest requests, then with the least text.
 
         Args:

@@ -35,7 +35,7 @@ class PrefixRouter(RequestRouter):
         keys = _keys(pending_request)
         if not keys:  # as Serve does by default: the one of two with the shorter queue
             return [random.sample(candidate_replicas, 2), candidate_replicas]
-        chosen = self._choice.choose(keys)
+        chosen = self._choice.replica_of(keys)
         best = [replica for replica in candidate_replicas if _name(replica.replica_id) == chosen]
         return [best, [replica for replica in candidate_replicas if replica not in best]]
 

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raypp.errors import EngineDeadError, RayppError
 from serve_app.client_connection import EventStream, error_event, response_error_event
-from serve_app.errors import error_answer, unhealthy_answer
+from serve_app.error_answers import error_answer, unhealthy_answer
 from serve_app.prefix_keys import PrefixKeys
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}

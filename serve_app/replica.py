@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from serve_app.encoder import ServedPictures
 from serve_app.freed_memory import give_back_freed_memory
 from serve_app.http_app import exposition, make_context, make_http_app, model_names, stats_if_alive
@@ -26,7 +26,7 @@ from serve_app.ray_metrics import RayMetrics
 from serve_app.settings import ServeSettings
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory  # imports torch
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 _SIBLING_TIMEOUT_S = 5.0
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from raypp.errors import RayppError
-from raypp.openai_api.errors import describe_error
+from raypp.openai_api.error_bodies import describe_error
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_items import Event, ResponseItems

@@ -13,8 +13,8 @@ import ray
 from ray import serve
 
 from raypp.actors.cluster import Cluster
-from raypp.actors.engine import describe_engine
-from raypp.config.engine import EngineConfig
+from raypp.actors.engine_actors import describe_engine
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.names import SECTION_OF_SETTING, unknown_name
 from raypp.errors import ConfigError
 from serve_app.client_connection import KEEP_ALIVE_S

@@ -46,7 +46,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 from raypp.plan.engine_plan import plan_engine

@@ -25,7 +25,7 @@ from graph_timer import kernels_of, require_gpu, step_ms
 from head_drafts import HeadDrafts
 from report import print_report
 
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 
 _BYTES_PER_MS = 4.3e9
 

@@ -28,8 +28,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
 
-from raypp.config.engine import EngineConfig
-from raypp.driver.engine import Engine
+from raypp.config.engine_config import EngineConfig
+from raypp.driver.engine_loop import Engine
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware

@@ -19,7 +19,7 @@ from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.heads import append_heads, rotation_table
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Weights
 from raypp.ops.sample.draw import sample
 from raypp.ops.sample.tables import AdjustedLogits, DrawTables

@@ -22,13 +22,13 @@ from graph_timer import step_ms
 from model_configs import SHAPES, write_config
 from report import print_report
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.graphs.buckets import token_buckets
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.build import allocate_kv_caches, build_stage_model
+from raypp.stage.build_stage import allocate_kv_caches, build_stage_model
 from raypp.stage.first_steps import warm_up
 from raypp.stage.padded_forward import PaddedForward
 

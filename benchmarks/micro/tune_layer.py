@@ -35,7 +35,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.ops.cuda.cuda_kernels import CudaProjection
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import OwnProduct, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, project, quantize
 from raypp.ops.device_kernels import choose_kernels

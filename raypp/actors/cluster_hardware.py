@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypp.actors.deadline import Deadline
 from raypp.actors.placement import alive_nodes
 from raypp.actors.remote_errors import raypp_errors
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.hardware import Hardware
 
 

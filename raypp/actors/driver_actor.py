@@ -16,7 +16,7 @@ from raypp.actors.processes import ActorProcess
 from raypp.actors.stage_group import StageGroup
 from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.open_requests import OpenRequests

@@ -19,9 +19,9 @@ from raypp.actors.processes import ActorProcess
 from raypp.models.registry import resolve_model_path
 
 if TYPE_CHECKING:
+    from raypp.encoder.encoder_spec import EncoderSpec
     from raypp.encoder.item_fault import ItemFault
     from raypp.encoder.protocol import SupportsEncoderCudaGraph
-    from raypp.encoder.spec import EncoderSpec
     from raypp.models.config import ModelConfig
     from raypp.prompt_items import EncoderItem
 
@@ -66,9 +66,9 @@ class EncoderActor:
         with collector_paused():
             import torch
 
-            from raypp.encoder.build import build_manager
+            from raypp.encoder.build_encoder import build_manager
             from raypp.encoder.worker import EncoderWorker
-            from raypp.stage.build import configure_torch
+            from raypp.stage.build_stage import configure_torch
 
         spec = replace(spec, device=local_device(spec.device))
         if model is not None:
@@ -131,7 +131,7 @@ class EncoderActor:
         ray.get(self._first_stage.put_items.remote(self._spec.encoder_index, parcel))
 
     def _enter(self) -> None:
-        from raypp.stage.build import enter_device
+        from raypp.stage.build_stage import enter_device
 
         enter_device(self._spec.device)
 

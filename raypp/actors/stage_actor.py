@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from raypp.encoder.delivery import Parcel
     from raypp.models.config import ModelConfig
-    from raypp.stage.build import StageFactory
-    from raypp.stage.spec import StageSpec
+    from raypp.stage.build_stage import StageFactory
+    from raypp.stage.stage_spec import StageSpec
     from raypp.stage.step_sizes import StageRecordings, StepSizes
     from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
@@ -72,7 +72,7 @@ class StageActor:
     def prepare(self, own_host: str) -> Rendezvous | None:
         """Load the model; return, on the first of several stages, where they all meet."""
         with collector_paused():
-            from raypp.stage import build
+            from raypp.stage import build_stage
             from raypp.transport.rendezvous import RendezvousServer
 
         if self._share is not None and self._factory is None:
@@ -82,8 +82,8 @@ class StageActor:
             if self._spec.draft_head is not None and self._spec.is_last:
                 path = str(resolve_draft_head_path(self._spec.draft_head.model))
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
-        build.configure_torch(self._spec.num_threads, self._spec.device)
-        self._model = build.build_stage_model(self._spec, self._config, self._factory)
+        build_stage.configure_torch(self._spec.num_threads, self._spec.device)
+        self._model = build_stage.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:
             self._rendezvous = RendezvousServer(own_host)
             return self._rendezvous.address
@@ -94,12 +94,12 @@ class StageActor:
         import torch
 
         from raypp.encoder.delivery import ItemReceiver
-        from raypp.stage import build
+        from raypp.stage import build_stage
         from raypp.step_channel import StageChannel
         from raypp.transport.ipc.cuda_device import CudaDevice
 
-        build.enter_device(self._spec.device)
-        self._stage = build.build_stage(
+        build_stage.enter_device(self._spec.device)
+        self._stage = build_stage.build_stage(
             self._spec,
             self._config,
             self._model,

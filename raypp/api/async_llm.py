@@ -19,14 +19,14 @@ from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage, Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, StageDiedError
 from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory  # imports torch
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 _HEALTH_TIMEOUT_S = 5.0
 """Driver and stages hear of each other every half second. More patience than that is for a machine under load."""

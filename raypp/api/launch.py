@@ -12,14 +12,14 @@ from raypp.api.notebook import close_replaced_engines
 from raypp.api.prepare import RequestPreparer
 from raypp.api.tokenizer import Tokenizer
 from raypp.config.chat_template import read_chat_template
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.errors import ConfigError, ModelLoadError, RayppError
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory  # imports torch
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Launch(Protocol):
 
 def launch_on_ray(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> EngineHandle:
     """Start an engine of Ray actors; the usual way."""
-    from raypp.actors.engine import launch_engine  # imports ray
+    from raypp.actors.engine_actors import launch_engine  # imports ray
 
     return launch_engine(config, stage_factory=stage_factory)
 

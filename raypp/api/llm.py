@@ -21,12 +21,12 @@ from raypp.api.running_request import PreparedRequest
 from raypp.api.timeline import Timeline
 from raypp.api.timeline_reader import read_timeline
 from raypp.api.tokenizer import ChatMessage
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import EngineDeadError, RequestError
 from raypp.types import Prompt, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory  # imports torch
+    from raypp.stage.build_stage import StageFactory  # imports torch
 
 
 class LLM:

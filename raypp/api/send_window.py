@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from raypp.api.running_request import PreparedRequest
 from raypp.client_messages import REQUEST_BYTES
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.prompt_items import unique_items
 
 

@@ -11,13 +11,13 @@ from hashlib import blake2b
 
 from pydantic_core import to_json
 
-from raypp.batch_job.engine import BatchEngine
+from raypp.batch_job.job_engine import BatchEngine
+from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import BadLineError, Body, Line, request_of
-from raypp.batch_job.settings import JobSettings
 from raypp.errors import EncoderDiedError, NonFiniteLogitsError, QueueFullError, RayppError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.openai_api.errors import ErrorObject, ErrorResponse, describe_error, model_not_found
+from raypp.openai_api.error_bodies import ErrorObject, ErrorResponse, describe_error, model_not_found
 from raypp.openai_api.from_outputs import ResponseHead, usage_of
 from raypp.openai_api.prepared import Prepared
 from raypp.openai_api.request_fields import OpenAIModel, naming_form

@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from raypp.batch_job.answer import Answer, Answerer, refusal
 from raypp.batch_job.answer_files import AnswerFiles
-from raypp.batch_job.engine import BatchEngine, OpenEngine
 from raypp.batch_job.input_file import ScannedInput, bad_lines, scan_input, stream_lines
+from raypp.batch_job.job_engine import BatchEngine, OpenEngine
+from raypp.batch_job.job_settings import JobSettings
 from raypp.batch_job.line import Line
 from raypp.batch_job.manifest import Manifest
 from raypp.batch_job.progress import Progress, Reporter
-from raypp.batch_job.settings import JobSettings
 from raypp.batch_job.window import Window
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError
 
 _SYNC_INTERVAL_S = 1.0

@@ -9,7 +9,7 @@ from typing import Any
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import decode_json, parse_body
+from raypp.openai_api.error_bodies import decode_json, parse_body
 from raypp.openai_api.response_request import ResponseRequest
 
 Body = ChatRequest | CompletionRequest | ResponseRequest

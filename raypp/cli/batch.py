@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from raypp.batch_job.job import BatchJob
-from raypp.batch_job.settings import JobSettings, check_job_path
+from raypp.batch_job.job_settings import JobSettings, check_job_path
 from raypp.batch_job.stoppable import run_until_stopped
 from raypp.cli.engine_options import add_engine_options, engine_config
 from raypp.cli.sampling_options import add_sampling_options, given_sampling

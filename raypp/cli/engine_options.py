@@ -6,7 +6,7 @@ import argparse
 import tomllib
 
 from raypp.config.chat_template import read_chat_template
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
 from raypp.errors import ConfigError
 

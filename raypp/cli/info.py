@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 
 
 def add_parser(commands: Any) -> None:

@@ -18,7 +18,7 @@ from raypp import __version__
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.cli import batch, generate, info, serve, tune
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
 from raypp.config.log import log_to_stderr
 from raypp.errors import ConfigError, RayppError
@@ -29,13 +29,13 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def _describe_engine(config: EngineConfig) -> dict[str, Any]:
-    from raypp.actors.engine import describe_engine  # imports ray
+    from raypp.actors.engine_actors import describe_engine  # imports ray
 
     return describe_engine(config)
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:
-    from raypp.actors.tune import tune_engine  # imports ray
+    from raypp.actors.tuning_process import tune_engine  # imports ray
 
     return tune_engine(config, **options)
 

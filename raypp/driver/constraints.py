@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from raypp.driver.grammar_process import GrammarBackend
 from raypp.grammar.compilers import MAX_COMPILERS
-from raypp.grammar.messages import CompileGrammar, key_of
+from raypp.grammar.grammar_messages import CompileGrammar, key_of
 from raypp.structured_outputs import source_of
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from raypp.scheduler.stats import SchedulerStats
+from raypp.scheduler.scheduler_stats import SchedulerStats
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL_S = 10.0

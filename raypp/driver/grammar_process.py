@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from raypp.grammar.board import Board, create_board_file
+from raypp.grammar.grammar_messages import GrammarOrder, GrammarReply, GrammarSettings, Ready, decode, encode
 from raypp.grammar.message_socket import MessageSocket
-from raypp.grammar.messages import GrammarOrder, GrammarReply, GrammarSettings, Ready, decode, encode
 
 _START_TIMEOUT_S = 300  # seconds of imports, more where disk or machine are slow; who dies is noticed at once
 _BUFFER_BYTES = 4 << 20

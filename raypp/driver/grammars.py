@@ -31,7 +31,7 @@ from raypp.driver.grammar_faults import (
 )
 from raypp.driver.grammar_process import GrammarBackend, GrammarProcessDied, GrammarProcessNotStarted
 from raypp.errors import RayppError
-from raypp.grammar.messages import (
+from raypp.grammar.grammar_messages import (
     CloseGrammar,
     Compiled,
     GrammarAdvance,

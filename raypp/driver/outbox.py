@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from raypp.driver.output_logprobs import pack_logprobs
+from raypp.driver.joined_logprobs import pack_logprobs
 from raypp.messages import OutputBatch
 from raypp.scheduler.request import LogprobRows, Request, RequestUpdate
 from raypp.types import FinishReason

@@ -40,7 +40,7 @@ from raypp.client_messages import (
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.draft_log import DraftLog
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.outbox import Outbox

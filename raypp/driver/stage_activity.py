@@ -47,7 +47,7 @@ class StageActivity:
         return (self._active_ns + running_ns) / 1e9
 
     def note_recordings(self, of_stages: Sequence[dict[str, dict[str, float]]]) -> None:
-        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.manager.RecordingCost`."""
+        """Take in what the stages' CUDA graphs cost: by mode, see `raypp.graphs.graph_manager.RecordingCost`."""
         for stage, recordings in zip(self._stages, of_stages, strict=True):
             stage.graphs = recordings
 

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from raypp.encoder.items import EncodedItem
+from raypp.encoder.encoded_item import EncodedItem
 from raypp.prompt_items import EncoderItem
 
 BatchT = TypeVar("BatchT")

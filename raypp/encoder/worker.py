@@ -15,9 +15,9 @@ import torch
 
 from raypp.encoder.delivery import ItemSender, Parcel
 from raypp.encoder.embedding_cache import EmbeddingCache
+from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
 from raypp.encoder.item_fault import ItemFault
-from raypp.encoder.items import EncodedItem
-from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.encoder.packing import PackedBatch
 from raypp.encoder.protocol import BatchT
 from raypp.errors import RayppError, RequestError

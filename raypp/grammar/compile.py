@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled import CompiledGrammar, LlguidanceGrammar, XgrammarGrammar
+from raypp.grammar.compiled_grammar import CompiledGrammar, LlguidanceGrammar, XgrammarGrammar
 from raypp.grammar.schema_check import enforceable
 from raypp.grammar.schema_writer import enforceable_by_xgrammar, rewritten
 from raypp.grammar.vocabulary import Vocabulary

@@ -21,7 +21,7 @@ import numpy as np
 
 from raypp.errors import RayppError, RequestError
 from raypp.grammar.board import NUM_PLACES, Board
-from raypp.grammar.messages import GrammarMasks, GrammarReply, Refused
+from raypp.grammar.grammar_messages import GrammarMasks, GrammarReply, Refused
 from raypp.grammar.text_grammar import Advance, MaskRows, TextGrammar
 from raypp.messages import Int32s, Int64s
 

@@ -21,8 +21,8 @@ from typing import Any
 from raypp.errors import RayppError, RequestError
 from raypp.grammar.board import Board
 from raypp.grammar.compilers import CompilerNursery
+from raypp.grammar.grammar_messages import CompileGrammar, GrammarReply, NotCompiled, Ready, decode, encode, key_of
 from raypp.grammar.message_socket import MessageSocket
-from raypp.grammar.messages import CompileGrammar, GrammarReply, NotCompiled, Ready, decode, encode, key_of
 from raypp.grammar.texts import Texts
 from raypp.grammar.vocabulary import VocabularySource
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled import CompiledGrammar, Matcher
+from raypp.grammar.compiled_grammar import CompiledGrammar, Matcher
 from raypp.messages import Int32s
 
 Advance = tuple[int, list[int], list[int]]

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from raypp.errors import RayppError
 from raypp.grammar.board import Board
 from raypp.grammar.compile import kind_and_value
-from raypp.grammar.compiled import CompiledGrammar, read_grammar
-from raypp.grammar.mask_makers import MaskMakers
-from raypp.grammar.messages import (
+from raypp.grammar.compiled_grammar import CompiledGrammar, read_grammar
+from raypp.grammar.grammar_messages import (
     NO_TOKENS_YET,
     CloseGrammar,
     Compiled,
@@ -23,6 +22,7 @@ from raypp.grammar.messages import (
     Unknown,
     key_of,
 )
+from raypp.grammar.mask_makers import MaskMakers
 from raypp.grammar.text_grammar import TextGrammar
 from raypp.grammar.vocabulary import Vocabulary
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from numpy.typing import NDArray
 
-from raypp.encoder.items import EncodedItem
+from raypp.encoder.encoded_item import EncodedItem
 from raypp.encoder.protocol import BatchShape, BudgetRange, EncoderGraphConfig, ItemSpec, Per, TensorSpec
 from raypp.models.vision_config import VisionConfig
 from raypp.models.vision_positions import grid_positions

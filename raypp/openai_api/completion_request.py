@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar, cast
 from pydantic import BeforeValidator, Field
 
 from raypp.errors import RequestError
-from raypp.openai_api.errors import END_OF_TOKEN_IDS, BodyError
+from raypp.openai_api.error_bodies import END_OF_TOKEN_IDS, BodyError
 from raypp.openai_api.request_fields import NO_DEFAULTS, CompletionFields, Entries, Integer, make_sampling_params
 from raypp.types import SamplingParams, TokensPrompt
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypp.openai_api.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.logprob_answers import chat_logprobs, completion_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import (
     AssistantMessage,

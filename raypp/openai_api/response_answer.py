@@ -9,7 +9,7 @@ from typing import Any
 
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.from_outputs import ResponseHead
-from raypp.openai_api.logprobs import chat_logprobs
+from raypp.openai_api.logprob_answers import chat_logprobs
 from raypp.openai_api.prepared import PreparedChat
 from raypp.openai_api.response_items import ResponseItems
 from raypp.openai_api.response_object import (

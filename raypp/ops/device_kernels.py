@@ -52,8 +52,8 @@ def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice
     """Return the fastest choice of tokens on a device, for at most `max_positions` at a time."""
     if device.type != "cuda" or not _has_triton():
         return TorchTokenChoice()
+    from raypp.ops.cuda.kernel_launch import Device, Workspace
     from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-    from raypp.ops.cuda.launch import Device, Workspace
 
     return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
 

@@ -54,7 +54,7 @@ def choose_rotate_qk(device: torch.device, dtype: torch.dtype) -> RotateQk:
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
         return rotate_qk_
     from raypp.ops.cuda.heads import rotate_qk_ as rotate_by_kernel
-    from raypp.ops.cuda.launch import Device
+    from raypp.ops.cuda.kernel_launch import Device
 
     described = Device.of(device)
     return lambda qkv, cos, sin: rotate_by_kernel(qkv, cos, sin, described)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
-from raypp.pictures.decode import OpenedImage, check_bytes, open_array, open_file, open_pil
+from raypp.pictures.decode_picture import OpenedImage, check_bytes, open_array, open_file, open_pil
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.web_address import is_web_address
 

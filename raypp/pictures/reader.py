@@ -11,7 +11,7 @@ from raypp.errors import RequestError
 from raypp.models.vision_config import VisionConfig
 from raypp.pictures.beside import PicturesBeside
 from raypp.pictures.content import Content, ImageContent, check_number, sources_of
-from raypp.pictures.decode import OpenedImage
+from raypp.pictures.decode_picture import OpenedImage
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.patches import fitted_size, image_item, num_tokens_of, video_items
 from raypp.pictures.pixel_room import PixelRoom

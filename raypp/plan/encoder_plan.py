@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from raypp.config.engine import EngineConfig
-from raypp.encoder.spec import EncoderSpec
+from raypp.config.engine_config import EngineConfig
+from raypp.encoder.encoder_spec import EncoderSpec
 from raypp.models.config import ModelConfig
 from raypp.plan.hardware import Hardware
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import TransportKind
 from raypp.errors import ConfigError, ResourceError
-from raypp.grammar.messages import GrammarSettings
+from raypp.grammar.grammar_messages import GrammarSettings
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
@@ -42,7 +42,7 @@ from raypp.plan.stage_memory import (
 )
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
-from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
+from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _SHORT_STEP_MS = 2.0

@@ -9,10 +9,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
-from raypp.stage.spec import GraphSpec
+from raypp.stage.stage_spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
 _BREAK_EVEN = 100e9

@@ -25,11 +25,11 @@ from raypp.plan.engine_plan import EnginePlan
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.request import Request
 from raypp.scheduler.scheduler import Scheduler
-from raypp.stage.build import allocate_kv_caches, build_stage_model, configure_torch
+from raypp.stage.build_stage import allocate_kv_caches, build_stage_model, configure_torch
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import NUM_PADDING_ROWS
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import NUM_PADDING_ROWS
 from raypp.tracing import Tracer
 from raypp.transport.open import open_local_links
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
@@ -16,7 +16,7 @@ from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_byte
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts, RooflineCost
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, widest_window
-from raypp.stage.spec import NUM_PADDING_ROWS, DraftHeadSpec
+from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _FP8_CAPABILITY = (8, 9)  # of GPUs that multiply float8_e4m3fn

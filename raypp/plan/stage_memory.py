@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_weight_bytes, lm_head_bytes
@@ -22,7 +22,7 @@ from raypp.request_limits import (
     MAX_BIASED_TOKENS,
     MAX_END_TOKENS,
 )
-from raypp.stage.spec import NUM_PADDING_ROWS
+from raypp.stage.stage_spec import NUM_PADDING_ROWS
 
 _LIBRARY_BYTES = 1 << 30  # a CUDA context, cuBLAS's and attention's workspaces
 _SHORTEST_REQUEST = 2  # tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.hardware import Hardware

@@ -21,7 +21,7 @@ from raypp.messages import StepResult
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.in_flight import InFlightStep
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.stats import DraftCounts
+from raypp.scheduler.scheduler_stats import DraftCounts
 
 _MEMORY = 0.9
 """The weight of an observation after one more step of its cohort: about ten steps are remembered."""
@@ -179,7 +179,7 @@ class DraftControl:
         self.counts = DraftCounts(limits.max_drafts)
         self.num_missed_rows = 0
 
-    def choose(self, cohort: Cohort, num_free_blocks: int) -> int:
+    def num_drafts_of(self, cohort: Cohort, num_free_blocks: int) -> int:
         """Return K for the cohort's next step."""
         num_rows, limits = len(cohort.states), self._limits
         if not num_rows or not limits.max_drafts:

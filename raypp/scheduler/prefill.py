@@ -12,7 +12,7 @@ from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import RequestState
 from raypp.scheduler.running import RunningRequests
-from raypp.scheduler.stats import Counters
+from raypp.scheduler.scheduler_stats import Counters
 from raypp.scheduler.waiting_queue import WaitingQueue
 
 SPREAD_PER_STAGE = 4
@@ -39,7 +39,7 @@ class PrefillChooser:
         self._running = running
         self._counters = counters
 
-    def choose(self, num_rows_left: int, num_tokens_left: int, last_collected: int) -> list[Chunk]:
+    def take_chunks(self, num_rows_left: int, num_tokens_left: int, last_collected: int) -> list[Chunk]:
         """Return the chunks of a step; the requests that they admit are running from now on.
 
         Args:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raypp.messages import Int32s, TokenLogprobs
 from raypp.prompt_items import PromptItems
-from raypp.scheduler.stats import DraftCounts
+from raypp.scheduler.scheduler_stats import DraftCounts
 from raypp.types import FinishReason, SamplingParams
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from raypp.errors import RayppError, RequestError
 from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.cohorts import Cohort
-from raypp.scheduler.decode import DecodeChooser
+from raypp.scheduler.decode_rows import DecodeChooser
 from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
 from raypp.scheduler.ending import end_token_ids, take_tokens, token_limit
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
@@ -29,7 +29,7 @@ from raypp.scheduler.prefill import PrefillChooser
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
-from raypp.scheduler.stats import Counters, SchedulerStats
+from raypp.scheduler.scheduler_stats import Counters, SchedulerStats
 from raypp.scheduler.step_logprobs import StepLogprobsReader
 from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import FinishReason
@@ -243,9 +243,9 @@ class Scheduler:
         Only rows that yielded their last token in step `newest_feedback` or before may decode.
         """
         limits, in_flight = self._limits, self._in_flight
-        num_drafts = self._drafts.choose(cohort, self._kv.num_free)
-        decoding = self._decode.choose(cohort, num_drafts, newest_feedback)
-        chunks = self._prefill.choose(
+        num_drafts = self._drafts.num_drafts_of(cohort, self._kv.num_free)
+        decoding = self._decode.take_rows(cohort, num_drafts, newest_feedback)
+        chunks = self._prefill.take_chunks(
             limits.max_step_rows - len(decoding),
             limits.max_num_batched_tokens - len(decoding) * (1 + num_drafts),
             in_flight.last_collected,

@@ -39,7 +39,7 @@ class DraftTables:
         own tokens.
         """
         if self._uses_kernel:
-            from raypp.ops.cuda.verify import verify_and_append
+            from raypp.ops.cuda.verify_kernels import verify_and_append
 
             tables = (self.draft_ids, self._num_proposed, self._limits, self._tokens.table)
             num_valid, num_drafted, num_matched, lengths = verify_and_append(token_ids, rows, first, *tables)

@@ -13,7 +13,7 @@ import torch
 
 from raypp.messages import StepPlan
 from raypp.ops.host_to_device import to_device
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.transport.schema import aux_states_name
 

@@ -18,8 +18,8 @@ from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.sample.tables import Needs
 from raypp.stage.sampler import Sampler
-from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_sizes import FullSize
 
 

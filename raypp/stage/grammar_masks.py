@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from raypp.messages import NO_STEP, Int32s, Int64s, MaskMoment, MaskUpdate, StepPlan
 from raypp.ops.sample.step_masks import FREE, StepMasks
 from raypp.ops.sample.tables import PositionMasks
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
 

@@ -14,13 +14,13 @@ from functools import partial
 import torch
 
 from raypp.graphs.debug import Watched, only, owned_tokens
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.stage.first_steps import padding_step
-from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import StageSpec
 
 PIECEWISE = "piecewise"
 

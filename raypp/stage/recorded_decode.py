@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from raypp.graphs.debug import Watched, only, owned_tokens
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.row_inputs import NewEntries
 from raypp.ops.sample.logprobs import TopLogprobs
@@ -29,9 +29,9 @@ from raypp.stage.recorded_buffers import SlotReader, SlotWriter, UploadRing
 from raypp.stage.recorded_drafts import RecordedDrafts
 from raypp.stage.request_rows import NextInputs
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_body import StepBody
 from raypp.stage.step_end import EndInputs, EndOutputs, LastHidden, StepEnd
 from raypp.stage.step_result import ToldTokens
@@ -179,7 +179,7 @@ class RecordedDecode:
         if ran.last is not None:
             self._last = ran.last
 
-    def choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
+    def end(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
         """Choose the tokens and write the feedback to its slot. Last stage only. Returns what padding chose, too.
 
         Args:
@@ -187,7 +187,7 @@ class RecordedDecode:
             num_drafts: K.
             inputs: What the end of the step is to do.
         """
-        ended, top = self._choose(bucket, num_drafts, inputs)
+        ended, top = self._run_tail(bucket, num_drafts, inputs)
         told = ended.told
         has_grammar, search = inputs.masks is not None, inputs.search
         if self.drafts is not None:
@@ -202,7 +202,7 @@ class RecordedDecode:
             told = told.without("draft_ids")
         return RanTail(ended._replace(told=told), top)
 
-    def _choose(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
+    def _run_tail(self, bucket: int, num_drafts: int, inputs: EndInputs) -> RanTail:
         is_greedy = inputs.needs == Needs.GREEDY and inputs.masks is None
         key = ("tail", bucket, num_drafts, Needs.GREEDY if is_greedy else Needs.ALL)
         self.has_recorded_choice = key in self._graphs

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 
 from raypp.graphs.debug import Watched, only
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.specdec.proposer import Followed, SteppedHidden
-from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Search, Speculation
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import StepTokens
 from raypp.stage.step_shape import StepShape
 

@@ -12,7 +12,7 @@ import torch
 from raypp.messages import NULL_BLOCK, Int32s, StepPlan
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.ops.row_inputs import NewEntries, RowInputs, row_inputs
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
 

@@ -24,7 +24,7 @@ from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import AdjustedLogits, Asked, Needs, PositionMasks
 from raypp.ops.sample.token_history import TokenHistory
 from raypp.stage.sampling_rows import SamplingRows
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import StepTokens
 from raypp.starting_rows import StartingRows
 

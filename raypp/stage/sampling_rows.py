@@ -21,7 +21,7 @@ from raypp.request_limits import (
     MAX_BIASED_TOKENS,
     MAX_END_TOKENS,
 )
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.starting_rows import StartingRows
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.transport.schema import MessageSpec, Schema, feedback_schema, hidden_states_schema
 
 

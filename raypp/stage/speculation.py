@@ -16,9 +16,9 @@ from raypp.specdec.draft_tables import DraftTables
 from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.forced_acceptance import AlwaysProposing, ForcedAcceptance
 from raypp.specdec.hybrid import HybridProposer
-from raypp.specdec.ngram import NgramProposer
+from raypp.specdec.ngram_proposer import NgramProposer
 from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import StepTokens
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.messages import MaskUpdate, StepPlan, Unrecorded
 from raypp.models.decoder import Deepstack
 from raypp.ops.row_tokens import RowTokens
@@ -24,19 +24,19 @@ from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.forward_clock import forward_clock
 from raypp.stage.grammar_masks import GrammarMasks
-from raypp.stage.items import ItemRows, ItemStore, place_items, received_deepstack
 from raypp.stage.known_tokens import KnownTokens
-from raypp.stage.logprobs import LogprobReporter, no_logprobs
+from raypp.stage.logprob_reports import LogprobReporter, no_logprobs
 from raypp.stage.padded_forward import PaddedForward
 from raypp.stage.recorded_decode import RecordedDecode
 from raypp.stage.request_rows import BlockTables, NextInputs
 from raypp.stage.sampler import Sampler
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import StageSpec
 from raypp.stage.speculation import Speculation
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_body import StepBody, StepInputs
 from raypp.stage.step_end import LastHidden, StepEnd
+from raypp.stage.step_items import ItemRows, ItemStore, place_items, received_deepstack
 from raypp.stage.step_result import PendingResult, ResultRing, step_result
 from raypp.stage.step_shape import StepShape, StepShapes
 from raypp.stage.step_sizes import StageRecordings, StepPadding, StepSizes, check_required
@@ -213,7 +213,7 @@ class Stage:
         links.feedback_out.acquire(step_id)  # on a single stage that is the slot which was released just now
         shape = shape or self._shapes.of(plan)
         asked = self._end.inputs(plan, shape, bucket, bucket * (1 + plan.num_drafts))
-        ended, top = recorded.choose(bucket, plan.num_drafts, asked)
+        ended, top = recorded.end(bucket, plan.num_drafts, asked)
         if not recorded.has_recorded_choice and self._graphs.makes_graphs:
             self._tracer.forwards.add_unrecorded(Unrecorded.CHOICE)
         self._clock.end()

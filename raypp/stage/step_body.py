@@ -20,11 +20,11 @@ from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries
 from raypp.specdec.proposer import SteppedHidden
 from raypp.stage.aux_states import AuxStates
-from raypp.stage.items import ItemRows, carried_rows
 from raypp.stage.request_rows import BlockTables
-from raypp.stage.spec import StageSpec
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_end import LastHidden
+from raypp.stage.step_items import ItemRows, carried_rows
 from raypp.stage.step_shape import StepShape
 
 

@@ -17,7 +17,7 @@ from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets, few_row_buckets, row_buckets, token_buckets
 from raypp.graphs.cost import RecordingCost
 from raypp.messages import StepPlan
-from raypp.stage.spec import GraphSpec
+from raypp.stage.stage_spec import GraphSpec
 
 
 class FullSize(NamedTuple):

@@ -13,7 +13,7 @@ from raypp.graphs.cost import RecordingCost
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 
 
 @dataclass(frozen=True)

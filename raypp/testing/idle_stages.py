@@ -15,10 +15,10 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
 from raypp.plan.engine_plan import EnginePlan
-from raypp.stage.build import allocate_kv_caches
+from raypp.stage.build_stage import allocate_kv_caches
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
@@ -26,8 +26,8 @@ from raypp.testing.fake_stage import FakeModel
 from raypp.tracing import Tracer
 from raypp.transport.edges import Edge, StageLinks, links_in_one_process, pipeline_edges
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.ipc.ends import IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.ipc.flags import FlagForcer
+from raypp.transport.ipc.ipc_ends import IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.schema import MessageSpec
 
 

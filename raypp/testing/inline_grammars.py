@@ -9,7 +9,7 @@ from collections import deque
 from raypp.driver.grammar_process import GrammarEvent
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.messages import GrammarMasks, GrammarOrder, GrammarReply, decode, encode
+from raypp.grammar.grammar_messages import GrammarMasks, GrammarOrder, GrammarReply, decode, encode
 from raypp.grammar.texts import Texts
 from raypp.grammar.vocabulary import VocabularySource
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from raypp.driver.item_encoders import ItemEvent, ItemFailed, ItemsDropped, ItemsStored, encoder_sums
-from raypp.encoder.build import build_manager
+from raypp.encoder.build_encoder import build_manager
 from raypp.encoder.delivery import ItemReceiver, ItemSender, Parcel
 from raypp.encoder.worker import EncoderWorker
 from raypp.models.registry import build_encoder
 from raypp.models.weights import open_weights
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import EncoderItem
-from raypp.stage.items import ItemStore
+from raypp.stage.step_items import ItemStore
 from raypp.transport.ipc.cuda_device import CudaDevice
 
 

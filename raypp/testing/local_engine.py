@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.pipeline import Pipeline
 from raypp.grammar.vocabulary import VocabularySource
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Int32s
 from raypp.models.config import ModelConfig
 from raypp.plan.engine_plan import EnginePlan
 from raypp.prompt_items import PromptItems
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.stats import SchedulerStats
-from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.scheduler.scheduler_stats import SchedulerStats
+from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import StageSpec
 from raypp.stage.stage import Stage
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_sizes import StepSizes
 from raypp.testing.inline_grammars import InlineGrammars
 from raypp.testing.local_encoder import LocalEncoder

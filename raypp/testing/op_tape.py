@@ -17,9 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.graphs.pieces import MemoryUse, Replay
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 
 _SPOILED = 1
 """A number that may stand for anything: a row, a token, a length."""

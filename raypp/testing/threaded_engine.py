@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import zmq
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.open_requests import OpenRequests
@@ -27,7 +27,7 @@ from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.scheduler import Scheduler
-from raypp.stage.build import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
 from raypp.stage.loop import run_stage_loop
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage

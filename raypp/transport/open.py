@@ -27,7 +27,7 @@ from raypp.transport.ipc.cuda_device import CudaDevice
 from raypp.transport.ipc.region import IpcRegion
 from raypp.transport.link import LinkReceiver, LinkSender
 from raypp.transport.link_choice import StagePlace, resolve_link
-from raypp.transport.nccl.ends import NcclEdges
+from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, Rendezvous
 from raypp.transport.schema import MessageSpec, check_schemas
 

@@ -29,7 +29,7 @@ from serve_app.client_connection import (
     while_connected,
 )
 from serve_app.context import AppContext
-from serve_app.errors import AsciiJSONResponse, documented, event_stream
+from serve_app.error_answers import AsciiJSONResponse, documented, event_stream
 from serve_app.json_route import JsonRoute
 from serve_app.response_events import ResponseEventWriter
 from serve_app.runner import Job

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path
 
 from raypp.openai_api.request_fields import OpenAIModel
 from serve_app.context import AppContext
-from serve_app.errors import documented
+from serve_app.error_answers import documented
 
 
 class ModelCard(OpenAIModel):

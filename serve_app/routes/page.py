@@ -10,7 +10,7 @@ from starlette.responses import Response, StreamingResponse
 
 from serve_app.client_connection import EventStream
 from serve_app.context import AppContext
-from serve_app.errors import documented, event_stream
+from serve_app.error_answers import documented, event_stream
 
 _FILES = {
     "/": ("index.html", "text/html"),

@@ -12,7 +12,7 @@ import raypp
 from raypp.errors import RayppError
 from raypp.openai_api.request_fields import OpenAIModel
 from serve_app.context import AppContext
-from serve_app.errors import documented, unhealthy_answer
+from serve_app.error_answers import documented, unhealthy_answer
 from serve_app.metrics import merge
 
 

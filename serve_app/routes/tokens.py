@@ -13,7 +13,7 @@ from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.request_fields import Entries, OpenAIModel, RequestModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
-from serve_app.errors import documented
+from serve_app.error_answers import documented
 from serve_app.json_route import JsonRoute
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503)

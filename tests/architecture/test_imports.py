@@ -38,13 +38,15 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         '"""Breaks two contracts."""\n\nimport torch\nimport raypp.stage\n'
     )
     (package / "driver" / "breach.py").write_text('"""Breaks another."""\n\nimport ray\n')
-    (package / "plan" / "breach.py").write_text('"""Breaks the layers."""\n\nimport raypp.driver.engine\n')
+    (package / "plan" / "breach.py").write_text('"""Breaks the layers."""\n\nimport raypp.driver.engine_loop\n')
     (package / "transport" / "host" / "breach.py").write_text(
         '"""Breaks one of the rooms."""\n\nimport raypp.transport.ipc.flags\n'
     )
-    (package / "driver" / "link_breach.py").write_text('"""Breaks another."""\n\nimport raypp.transport.nccl.ends\n')
+    (package / "driver" / "link_breach.py").write_text(
+        '"""Breaks another."""\n\nimport raypp.transport.nccl.nccl_ends\n'
+    )
     (package / "ops" / "cpu" / "breach.py").write_text(
-        '"""Breaks two more."""\n\nimport triton\nimport raypp.ops.cuda.launch\n'
+        '"""Breaks two more."""\n\nimport triton\nimport raypp.ops.cuda.kernel_launch\n'
     )
     (package / "homeless.py").write_text('"""Is in no layer."""\n')
     result = lint_imports(tmp_path)
@@ -56,8 +58,8 @@ def test_breaches_are_found(tmp_path: Path) -> None:
         "raypp.plan.breach -> raypp.driver",
         "serve_app.routes.breach -> ray",
         "raypp.transport.host.breach -> raypp.transport.ipc.flags",
-        "raypp.driver.link_breach -> raypp.transport.nccl.ends",
-        "raypp.ops.cpu.breach -> raypp.ops.cuda.launch",
+        "raypp.driver.link_breach -> raypp.transport.nccl.nccl_ends",
+        "raypp.ops.cpu.breach -> raypp.ops.cuda.kernel_launch",
         "raypp.ops.cpu.breach -> triton",
         "raypp.homeless",
     ):

@@ -24,8 +24,8 @@ from raypp.ops.cuda.between_products import narrow, silu_and_mul
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
 from raypp.ops.cuda.quantize import quantize_rows

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import MaskUpdate, StepPlan, StepResult
 from raypp.models.config import ModelConfig
 from raypp.plan.engine_plan import EnginePlan
-from raypp.stage.build import StageFactory, build_stage_model
-from raypp.stage.spec import GraphSpec, StageSpec
+from raypp.stage.build_stage import StageFactory, build_stage_model
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import GraphSpec, StageSpec
 from raypp.testing import LocalEngine, LocalPipeline, build_local_pipeline, build_local_stages
 from raypp.testing.local_engine import MakeGraphs
 from raypp.types import SamplingParams

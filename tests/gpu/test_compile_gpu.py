@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
 from model_configs import write_config
 from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderLayer
@@ -24,7 +24,7 @@ from raypp.models.registry import build_model
 from raypp.models.weights import DummyWeights
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.spec import GraphSpec, StageSpec
+from raypp.stage.stage_spec import GraphSpec, StageSpec
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
 MOST_TOKENS = 2048

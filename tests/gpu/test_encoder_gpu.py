@@ -8,10 +8,10 @@ from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture
 
 from raypp import LLM, SamplingParams
 from raypp.api.picture_prompts import EncodedPrompt
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
 from raypp.encoder.graph_choice import GraphChoice
-from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.graphs.buckets import Buckets
-from raypp.graphs.manager import graph_maker
+from raypp.graphs.graph_manager import graph_maker
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder
 from raypp.models.weights import CheckpointWeights

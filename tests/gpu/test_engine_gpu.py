@@ -20,7 +20,7 @@ from hf_models import FAMILIES, make_checkpoint
 
 from raypp import LLM
 from raypp.actors.cluster import Cluster
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

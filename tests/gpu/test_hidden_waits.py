@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 from model_configs import write_config
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

@@ -20,7 +20,7 @@ from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm

@@ -13,14 +13,14 @@ if not torch.cuda.is_available():
 from model_configs import write_config
 from recorded_plans import StageModels, called_graphs, record_plans, run_plans
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import GraphMismatchError
-from raypp.graphs.manager import CudaGraphManager, graph_maker
+from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.spec import GraphSpec, StageSpec
+from raypp.stage.stage_spec import GraphSpec, StageSpec
 
 MAX_TOKENS = 64
 BOTH = GraphSpec(has_full=True, max_piecewise_tokens=MAX_TOKENS)

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from raypp.ops.cuda.ngram_kernel import NgramKernel
-from raypp.ops.cuda.verify import verify_and_append
+from raypp.ops.cuda.verify_kernels import verify_and_append
 from raypp.ops.ngram import propose_ngrams
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.specdec.verify import verify_drafts

@@ -17,7 +17,7 @@ pytest.importorskip("xgrammar")
 from structured_schemas import SCHEMAS
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

@@ -17,7 +17,7 @@ from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.vision_config import PixelBounds, VisionConfig
 from raypp.models.weights import DummyWeights
 from raypp.ops.cuda.heads import rotation_table
-from raypp.ops.cuda.launch import Device
+from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.host_to_device import concatenated
 from raypp.ops.vision import linear_gelu_tanh, segment_attention
 from raypp.prompt_items import EncoderItem

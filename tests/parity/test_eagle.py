@@ -20,11 +20,11 @@ from eagle_reference import HEADS, ReferenceHead, make_head
 from exactness import TIE_GAP
 from hf_models import make_checkpoint
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
-from raypp.scheduler.stats import SchedulerStats
+from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.stage.speculation import Speculation
 from raypp.testing import LocalEngine
 from raypp.transport.schema import Schema

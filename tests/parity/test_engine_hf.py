@@ -13,7 +13,7 @@ import pytest
 from exactness import ExactComparison
 from hf_models import FAMILIES, make_checkpoint
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

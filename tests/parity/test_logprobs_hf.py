@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.messages import TokenLogprobs
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware

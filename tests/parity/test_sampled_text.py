@@ -12,7 +12,7 @@ from hf_models import hf_logits
 from scipy import stats
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.models.registry import resolve_model_path
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware

@@ -13,7 +13,7 @@ from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 from sampling_reference import Case, end_token_ids, reference_scores
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.testing import LocalEngine

@@ -24,12 +24,12 @@ from eagle_reference import make_head
 from exactness import TIE_GAP
 from hf_models import FAMILIES, hf_logits, make_checkpoint
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.ops.sample.draw import gumbel_noise, mask_truncated
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
-from raypp.scheduler.stats import SchedulerStats
+from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.specdec import draft_tables
 from raypp.testing import LocalEngine
 from raypp.types import SamplingParams

@@ -20,7 +20,7 @@ import torch
 from structured_schemas import SCHEMAS
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware

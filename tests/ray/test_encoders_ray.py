@@ -17,8 +17,8 @@ from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture
 from leftovers import wait_until_gone
 from raw_client import WAIT_S, RawClient
 
-from raypp.actors.engine import EngineHandle, launch_engine
-from raypp.config.engine import EngineConfig
+from raypp.actors.engine_actors import EngineHandle, launch_engine
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import EncoderDiedError, RequestError
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware

@@ -24,7 +24,7 @@ from ray import serve
 from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from serve_app.run import Place, run_server
 from serve_app.settings import ServeSettings

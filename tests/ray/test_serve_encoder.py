@@ -18,8 +18,8 @@ from raw_client import WAIT_S, RawClient
 from ray import serve
 from serving import deploy, metric, serving
 
-from raypp.actors.engine import launch_engine
-from raypp.config.engine import EngineConfig
+from raypp.actors.engine_actors import launch_engine
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import QueueFullError, RequestError
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_encoder

@@ -97,7 +97,7 @@ def install() -> None:
     hooks = {
         "torch": torch_hook,
         "triton.runtime.interpreter": interpreter_hook,
-        "raypp.ops.cuda.launch": launch_hook,
+        "raypp.ops.cuda.kernel_launch": launch_hook,
         "raypp.transport.ipc.cuda_device": link_hook,
         "raypp.transport.current_stream": stream_hook,
         "raypp.graphs.cuda_graphs": graphs_hook,

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.launch import Device, start
+from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens
 from raypp.ops.sample.adjust import BANNED
 from raypp.ops.sample.tables import ANY_TOKEN, AdjustedLogits, Asked, Needs

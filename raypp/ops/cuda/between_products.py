@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.launch import Device, start
+from raypp.ops.cuda.kernel_launch import Device, start
 
 _BLOCK = 1024  # elements of a program that takes rows in pieces
 

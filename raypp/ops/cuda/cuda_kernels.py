@@ -12,7 +12,7 @@ from raypp.ops.backend import AddedProjection, LMHead, Projection
 from raypp.ops.cuda import plain_torch
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.heads import rotation_table
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.cuda.projection import Weights, fold_norm, partial_floats, project, quantize
 from raypp.ops.cuda.step_attention import CudaAttention

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from raypp.ops.attention import Heads
 from raypp.ops.cuda.between_products import as_stored
-from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16

@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.noise import gumbel, key_of
 from raypp.ops.cuda.thresholds import (
     amount_of_row,

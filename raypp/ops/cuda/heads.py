@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.attention import Heads
-from raypp.ops.cuda.launch import Device, start
+from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4

@@ -6,9 +6,9 @@ import torch
 
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.draw_kernels import TokenChooser
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.logprobs_kernel import Reporter
-from raypp.ops.cuda.verify import hold
+from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs

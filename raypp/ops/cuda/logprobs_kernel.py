@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.launch import Device, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, arrives_last, start
 from raypp.ops.cuda.thresholds import load_logits
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs

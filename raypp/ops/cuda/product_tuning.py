@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from raypp.ops.cuda.launch import Device
+from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 
 MAX_ROWS = 64

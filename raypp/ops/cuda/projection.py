@@ -7,9 +7,9 @@
 One or two rows may be normalized in the same launch. The norm's weight g is folded into the product's weight before
 (`fold_norm`); the kernel sums the squares of x beside the product, and scales the result at the end: norm(x) W^T =
 (x (W * g)^T) / rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight
-is loaded before the previous kernel has finished (see `raypp.ops.cuda.launch`). With a weight in 8 bits each output is
-multiplied by its scale. The first way converts the weight element by element, exactly; tensor cores multiply it with x
-in 8 bits, since converting would take longer than reading.
+is loaded before the previous kernel has finished (see `raypp.ops.cuda.kernel_launch`). With a weight in 8 bits each
+output is multiplied by its scale. The first way converts the weight element by element, exactly; tensor cores multiply
+it with x in 8 bits, since converting would take longer than reading.
 
 Twin: `linear` of tests/gpu/reference_ops.py.
 """
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
-from raypp.ops.cuda.launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.quantize import quantize_rows
 
 FEW_ROWS = 2

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.launch import Device, start
+from raypp.ops.cuda.kernel_launch import Device, start
 
 _TILE = 1024
 _ENTRIES = 128  # that are written at a time: as many as a program has threads

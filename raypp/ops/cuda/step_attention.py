@@ -15,7 +15,7 @@ from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.break_point import break_point
 from raypp.ops.cuda.decode_attention import TritonDecode
 from raypp.ops.cuda.heads import append_heads
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.prefill_attention import FlashInferPrefill, Prefill, SdpaPrefill, missing_for_flashinfer
 from raypp.ops.rotary import Rotation
 

@@ -1,7 +1,7 @@
 """The masks of grammars in one step: the tokens that they allow, and how many tokens each row may keep.
 
 Y rows that the sampler chooses for, N positions at which it does, K drafts, W words of a bit mask. The kernel is
-`raypp.ops.cuda.verify.hold`.
+`raypp.ops.cuda.verify_kernels.hold`.
 """
 
 from __future__ import annotations

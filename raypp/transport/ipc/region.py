@@ -18,8 +18,8 @@ import torch
 
 from raypp.transport.edges import Edge, EdgeEnds, after_last, edges_at
 from raypp.transport.ipc.cuda_device import CudaDevice
-from raypp.transport.ipc.ends import IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.ipc.flags import INITIAL_VALUE, FlagForcer
+from raypp.transport.ipc.ipc_ends import IpcEdgeMemory, IpcReceiver, IpcSender
 from raypp.transport.ipc.unmap_barrier import UnmapBarrier
 from raypp.transport.rendezvous import Meeting
 

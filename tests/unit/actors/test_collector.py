@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-import raypp.stage.build
+import raypp.stage.build_stage
 from raypp.actors.collector import collector_paused
 from raypp.actors.stage_actor import StageActor
 
@@ -37,11 +37,11 @@ def test_a_stage_imports_its_modules_without_it(monkeypatch: pytest.MonkeyPatch)
     class Finder:
         @staticmethod
         def find_spec(name: str, *_: object) -> None:
-            if name == "raypp.stage.build":
+            if name == "raypp.stage.build_stage":
                 seen.append(gc.isenabled())
 
-    monkeypatch.delattr(raypp.stage, "build")
-    monkeypatch.delitem(sys.modules, "raypp.stage.build")
+    monkeypatch.delattr(raypp.stage, "build_stage")
+    monkeypatch.delitem(sys.modules, "raypp.stage.build_stage")
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
     stage = StageActor.__new__(StageActor)
     stage._share = None

@@ -6,7 +6,7 @@ from typing import cast
 
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.tracing import TraceEvent

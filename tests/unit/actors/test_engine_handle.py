@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from raypp.actors import engine
+from raypp.actors import engine_actors
 from raypp.actors.cluster import Cluster
-from raypp.actors.engine import EngineHandle
-from raypp.config.engine import EngineConfig
+from raypp.actors.engine_actors import EngineHandle
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 
@@ -37,8 +37,8 @@ class SlowRay:
 def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray.wait` without a Ray starts one."""
     ray, left = SlowRay(), threading.Event()
-    monkeypatch.setattr(engine, "ray", ray)
-    monkeypatch.setattr(engine, "end_processes", lambda *_: None)
+    monkeypatch.setattr(engine_actors, "ray", ray)
+    monkeypatch.setattr(engine_actors, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
     handle = EngineHandle(
         plan, cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))

@@ -12,10 +12,10 @@ import torch
 
 from raypp.actors import stage_actor
 from raypp.actors.stage_actor import StageActor, StageAddresses
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage import build
+from raypp.stage import build_stage
 
 WAIT_S = 20.0
 
@@ -35,8 +35,8 @@ def test_whichever_thread_builds_has_the_stages_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(stage_actor, "log_to_stderr", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(own, "device", device))
-    monkeypatch.setattr(build, "build_stage_model", built)
-    monkeypatch.setattr(build, "build_stage", built)
+    monkeypatch.setattr(build_stage, "build_stage_model", built)
+    monkeypatch.setattr(build_stage, "build_stage", built)
     monkeypatch.setattr(stage_actor, "local_device", lambda device: "cuda:1")
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=1), Hardware(4))
     actor = StageActor(plan.stage_spec(0), plan.model, None)

@@ -19,7 +19,7 @@ from raypp.api.frontend import Frontend
 from raypp.api.launch import open_engine
 from raypp.api.llm import LLM
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import (
     ConfigError,
     DeadlineError,

@@ -15,8 +15,8 @@ from PIL import Image
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.batch_job.job import BatchJob
-from raypp.batch_job.settings import JobSettings
-from raypp.config.engine import EngineConfig
+from raypp.batch_job.job_settings import JobSettings
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.testing import launch_in_threads
 from raypp.types import SamplingParams

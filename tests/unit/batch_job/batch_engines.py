@@ -12,8 +12,8 @@ from typing import Any
 import raypp
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.tokenizer import Tokenizer
-from raypp.batch_job.settings import JobSettings
-from raypp.config.engine import EngineConfig
+from raypp.batch_job.job_settings import JobSettings
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import EncoderDiedError, EngineDeadError, NonFiniteLogitsError, RequestError
 from raypp.types import CompletionOutput, Prompt, RequestMetrics, RequestOutput, SamplingParams
 

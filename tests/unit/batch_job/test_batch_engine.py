@@ -16,7 +16,7 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.ray_data import Completer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import EngineDeadError, NonFiniteLogitsError
 from raypp.testing import launch_in_threads
 from raypp.types import RequestOutput, SamplingParams

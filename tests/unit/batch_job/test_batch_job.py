@@ -19,7 +19,7 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.window import Window
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest

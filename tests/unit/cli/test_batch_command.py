@@ -9,7 +9,7 @@ import pytest
 
 import raypp.cli.batch as command
 from raypp.batch_job.job import BatchJob
-from raypp.batch_job.settings import JobSettings
+from raypp.batch_job.job_settings import JobSettings
 from raypp.cli.main import main
 from raypp.config.env import read_environment
 

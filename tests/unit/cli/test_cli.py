@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from raypp.cli.main import Doors, main
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError, ResourceError
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 

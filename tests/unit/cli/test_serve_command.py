@@ -12,7 +12,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from raypp.cli.main import Doors, main
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from serve_app.settings import door_settings, split_arguments
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raypp.cli.main import Doors, main
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.measure import MeasuredCosts

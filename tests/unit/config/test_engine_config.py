@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS
 from raypp.config.toml import to_toml

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request import Request
@@ -96,7 +96,7 @@ def test_the_engine_is_busy_only_while_steps_are_in_flight():
 
 def test_queue_times_end_with_the_first_row(monkeypatch):
     now = 0
-    monkeypatch.setattr("raypp.driver.engine.now_ns", lambda: now)
+    monkeypatch.setattr("raypp.driver.engine_loop.now_ns", lambda: now)
     engine, pipeline = _engine(num_stages=1)
     requests = [_request(f"r{i}", max_tokens=3) for i in range(10)]  # two more than there are rows
     for request in requests:

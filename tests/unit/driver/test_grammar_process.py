@@ -16,7 +16,7 @@ from raypp.driver.grammar_process import (
     GrammarProcessDied,
     GrammarProcessNotStarted,
 )
-from raypp.grammar.messages import CloseGrammar, CompileGrammar, GrammarSettings
+from raypp.grammar.grammar_messages import CloseGrammar, CompileGrammar, GrammarSettings
 
 WAIT_S = 60.0
 

@@ -13,7 +13,7 @@ from raypp.driver.grammar_process import GrammarEvent, GrammarProcessDied, Gramm
 from raypp.driver.grammars import Grammars
 from raypp.errors import RequestError
 from raypp.grammar.compilers import MAX_COMPILERS
-from raypp.grammar.messages import (
+from raypp.grammar.grammar_messages import (
     NO_TOKENS_YET,
     CloseGrammar,
     Compiled,

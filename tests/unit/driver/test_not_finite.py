@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import NonFiniteLogitsError
-from raypp.openai_api.errors import describe_error
+from raypp.openai_api.error_bodies import describe_error
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.sampler import Sampler

@@ -30,7 +30,7 @@ from raypp.client_messages import (
     encode_client_message,
 )
 from raypp.driver.channel_pipeline import ChannelPipeline
-from raypp.driver.engine import Engine
+from raypp.driver.engine_loop import Engine
 from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from toy_tower import NUM_TAPS, ToyTower, toy_item
 
 from raypp.encoder.budgets import MAX_PADDING_SHARE, largest_fitting, token_ladder
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
 from raypp.encoder.graph_choice import GraphChoice
-from raypp.encoder.manager import EncoderCudaGraphManager
 from raypp.encoder.packing import pack_items
 from raypp.encoder.protocol import BudgetRange
 from raypp.errors import ResourceError

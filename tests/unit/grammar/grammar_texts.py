@@ -10,7 +10,7 @@ from typing import Any
 import xgrammar
 
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled import CompiledGrammar
+from raypp.grammar.compiled_grammar import CompiledGrammar
 from raypp.grammar.vocabulary import Vocabulary
 from raypp.structured_outputs import source_of
 

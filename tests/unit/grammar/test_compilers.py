@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.driver.grammar_process import GrammarProcess
-from raypp.grammar.messages import (
+from raypp.grammar.grammar_messages import (
     Compiled,
     CompileGrammar,
     GrammarMasks,

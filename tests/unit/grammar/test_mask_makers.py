@@ -11,8 +11,8 @@ import numpy as np
 
 from raypp.errors import RequestError
 from raypp.grammar.board import Board, create_board_file
+from raypp.grammar.grammar_messages import GrammarMasks, GrammarReply, Refused
 from raypp.grammar.mask_makers import MaskMakers
-from raypp.grammar.messages import GrammarMasks, GrammarReply, Refused
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 
 WAIT_S = 60.0

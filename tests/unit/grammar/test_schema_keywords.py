@@ -10,7 +10,7 @@ import pytest
 from grammar_texts import allows, allows_text, compiled
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled import LlguidanceGrammar, XgrammarGrammar
+from raypp.grammar.compiled_grammar import LlguidanceGrammar, XgrammarGrammar
 from raypp.grammar.schema_check import enforceable
 
 INT, STR = {"type": "integer"}, {"type": "string"}

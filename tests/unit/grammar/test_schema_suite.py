@@ -8,7 +8,7 @@ from pathlib import Path
 from grammar_texts import allows, compiled, compiled_within_text
 
 from raypp.errors import RequestError
-from raypp.grammar.compiled import LlguidanceGrammar
+from raypp.grammar.compiled_grammar import LlguidanceGrammar
 
 SUITE = Path(__file__).parents[2] / "data" / "json_schema_test_suite.json"
 NUM_COMPILED, NUM_WITH_ALL = 311, 267

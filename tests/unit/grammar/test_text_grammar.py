@@ -13,10 +13,10 @@ import pytest
 import xgrammar
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled import LlguidanceGrammar, read_grammar
+from raypp.grammar.compiled_grammar import LlguidanceGrammar, read_grammar
 from raypp.grammar.schema_writer import rewritten
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypp.errors import RequestError
-from raypp.grammar.messages import CompileGrammar, GrammarReply, NotCompiled, OpenGrammar, Unknown, key_of
+from raypp.grammar.grammar_messages import CompileGrammar, GrammarReply, NotCompiled, OpenGrammar, Unknown, key_of
 from raypp.grammar.texts import Texts
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import GraphMismatchError
 from raypp.graphs.debug import Watched
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu import torch_kernels
 from raypp.plan.engine_plan import plan_engine

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from recorded_plans import called_graphs, record_plans, run_plans
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.spec import GraphSpec
+from raypp.stage.stage_spec import GraphSpec
 from raypp.testing.op_tape import spoiling_tape_graphs, tape_graphs
 
 # A campaign of many seeds: TEST_GRAPH_SEEDS=50 pytest tests/unit/graphs/test_same_bits.py -s

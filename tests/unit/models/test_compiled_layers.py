@@ -10,7 +10,7 @@ import torch
 from checkpoints import write_config
 from recorded_plans import called_graphs, record_plans, run_plans
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.graphs.compiled import CompiledFunction
 from raypp.models.compiled_layer import CompiledLayer, compile_layers
 from raypp.models.config import load_model_config
@@ -20,7 +20,7 @@ from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.spec import GraphSpec
+from raypp.stage.stage_spec import GraphSpec
 from raypp.testing import LocalEngine
 from raypp.testing.op_tape import tape_graphs
 from raypp.types import SamplingParams

@@ -191,7 +191,7 @@ def test_dummy_maps_are_valid() -> None:
 
 
 def test_settings_that_do_not_go_together() -> None:
-    from raypp.config.engine import EngineConfig
+    from raypp.config.engine_config import EngineConfig
     from raypp.plan.engine_plan import plan_engine
     from raypp.plan.hardware import Hardware
 

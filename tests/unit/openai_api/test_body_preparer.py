@@ -17,7 +17,7 @@ from raypp.errors import ContextLengthError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import describe_error, parse_body
+from raypp.openai_api.error_bodies import describe_error, parse_body
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.prepared import PreparedChat, PreparedCompletion
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import BodyError, decode_json, describe_error, parse_body
+from raypp.openai_api.error_bodies import BodyError, decode_json, describe_error, parse_body
 from raypp.openai_api.response_request import ResponseRequest
 
 HELLO = {"role": "user", "content": "hello"}

@@ -14,7 +14,7 @@ from raypp.errors import RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import parse_body
+from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.request_fields import IGNORED, RequestFields
 from raypp.openai_api.response_request import IGNORED_BY_RESPONSES, UNSUPPORTED, ResponseRequest
 

@@ -9,7 +9,7 @@ import pytest
 from raypp.errors import EngineDeadError, RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import BodyError, describe_error, parse_body
+from raypp.openai_api.error_bodies import BodyError, describe_error, parse_body
 from raypp.openai_api.syntax import MessageSyntax
 from raypp.openai_api.syntaxes import HERMES_CALLS
 from raypp.types import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.openai_api.errors import BodyError, parse_body
+from raypp.openai_api.error_bodies import BodyError, parse_body
 from raypp.openai_api.response_request import ResponseRequest
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}

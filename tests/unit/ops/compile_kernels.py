@@ -21,8 +21,8 @@ from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda import between_products, decode_attention, heads, projection, row_inputs_kernel
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens

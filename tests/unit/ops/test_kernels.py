@@ -13,7 +13,7 @@ import kernel_checks as checks
 import torch
 
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
-from raypp.ops.cuda.launch import Device, Workspace
+from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import choose_projection
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from ngram_oracle import ngram_oracle, ring_table
 
-from raypp.ops.cuda import verify
+from raypp.ops.cuda import verify_kernels
 from raypp.ops.cuda.ngram_kernel import NgramKernel
-from raypp.ops.cuda.verify import verify_and_append
+from raypp.ops.cuda.verify_kernels import verify_and_append
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import FREE, StepMasks, YieldedTokens, hold
 from raypp.ops.sample.tables import PositionMasks
@@ -90,7 +90,7 @@ def test_rows_are_held_to_their_masks_as_by_the_twin(num_drafts):
         mask_drafts = int32s(7, max_drafts, values=range(2))[:, :num_drafts]
         num_masks, positions = int32s(7, values=range(FREE, 2 + num_drafts)), int32s(7, values=range(3, 6))
         outcomes = []
-        for program in (hold, verify.hold):
+        for program in (hold, verify_kernels.hold):
             masks = StepMasks(num_masks, positions, mask_drafts, nothing)
             drafts = draft_ids if num_drafts else None
             compared = tuple(counts.clone()) if num_drafts else ()

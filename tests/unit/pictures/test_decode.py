@@ -13,7 +13,7 @@ from PIL import Image
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
-from raypp.pictures.decode import OpenedImage, open_array, open_file, open_pil
+from raypp.pictures.decode_picture import OpenedImage, open_array, open_file, open_pil
 
 LIMITS = ImagesSection()
 PIXELS = np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)

@@ -10,7 +10,7 @@ import pytest
 
 from raypp.config.sections import ImagesSection
 from raypp.errors import QueueFullError, RequestError
-from raypp.openai_api.errors import describe_error
+from raypp.openai_api.error_bodies import describe_error
 from raypp.pictures.pixel_room import PixelRoom
 
 

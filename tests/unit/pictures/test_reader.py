@@ -18,7 +18,7 @@ from vision_configs import vision_config
 from raypp.config.sections import ImagesSection
 from raypp.errors import RequestError
 from raypp.pictures.content import ImageContent, VideoContent, has_pictures, take_pictures
-from raypp.pictures.decode import OpenedImage, to_rgb
+from raypp.pictures.decode_picture import OpenedImage, to_rgb
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.read import open_image, open_image_url
 from raypp.pictures.reader import PictureMarks, PictureReader, ReadPicture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.plan.encoder_plan import item_token_bytes
 from raypp.plan.engine_plan import EnginePlan, plan_engine

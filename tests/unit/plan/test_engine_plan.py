@@ -10,14 +10,14 @@ import pytest
 import torch
 from model_configs import write_config
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.sizes import embedding_bytes
 from raypp.ops.row_tokens import RowTokens
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.speculation_plan import speculation_bytes, table_bytes
-from raypp.stage.spec import NUM_PADDING_ROWS
+from raypp.stage.stage_spec import NUM_PADDING_ROWS
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from model_configs import write_config
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 from running_app import RunningApp
 
-from raypp.openai_api.errors import decode_json
+from raypp.openai_api.error_bodies import decode_json
 from serve_app import json_route
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

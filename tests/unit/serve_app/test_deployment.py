@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ray.serve.deployment import Deployment
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from serve_app.app import build_application
 from serve_app.settings import ServeSettings, door_settings

@@ -88,7 +88,7 @@ class Choosing:
 
     def send(self, body: bytes) -> str:
         keys = prefix_keys(body)
-        name = self.choice.choose(keys)
+        name = self.choice.replica_of(keys)
         self.choice.began(name)
         self.choice.learn(name, keys)
         return name

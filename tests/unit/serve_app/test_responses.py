@@ -18,7 +18,7 @@ from test_event_stream import KEEP_ALIVE_S, Client
 
 from raypp.errors import EngineDeadError
 from raypp.openai_api.body_preparer import BodyPreparer
-from raypp.openai_api.errors import parse_body
+from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.response_object import ResponseObject
 from raypp.openai_api.response_request import ResponseRequest

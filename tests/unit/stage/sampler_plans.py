@@ -17,7 +17,7 @@ from raypp.scheduler.plan_builder import build_plan
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
 from raypp.stage.sampler import Sampler
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.starting_rows import StartingRows
 
 VOCAB_SIZE = 70

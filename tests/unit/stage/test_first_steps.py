@@ -8,12 +8,12 @@ import pytest
 import torch
 from sampler_plans import sampler_of
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.stage.build import allocate_kv_caches, build_stage_model
+from raypp.stage.build_stage import allocate_kv_caches, build_stage_model
 from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.step_sizes import FullSize
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.messages import StepPlan
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware

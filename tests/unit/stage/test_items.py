@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypp.encoder.items import EncodedItem
+from raypp.encoder.encoded_item import EncodedItem
 from raypp.messages import NO_BYTES, StepPlan
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.scheduler.plan_builder import pack_start_items
 from raypp.scheduler.request import Request
 from raypp.scheduler.request_state import RequestState
-from raypp.stage.items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
+from raypp.stage.step_items import ItemRows, ItemStore, carried_rows, place_items, received_deepstack
 from raypp.stage.step_shape import StepShapes, uniform_shape
 from raypp.starting_rows import StartingRows
 from raypp.types import SamplingParams

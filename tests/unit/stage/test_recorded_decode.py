@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.stage.recorded_decode import RecordedDecode

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from raypp.config.engine import EngineConfig
-from raypp.graphs.manager import CudaGraphManager
+from raypp.config.engine_config import EngineConfig
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import Unrecorded
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from recorded_plans import mixed_requests, record_plans
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.messages import StepPlan
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.graph_plan import step_sizes

@@ -17,7 +17,7 @@ from link_harness import DEADLINE_S, content_of, sizes_of
 
 from raypp.errors import EngineDeadError
 from raypp.transport.edges import Edge, EdgeEnds, edges_at, pipeline_edges
-from raypp.transport.ipc.ends import IpcReceiver, IpcSender
+from raypp.transport.ipc.ipc_ends import IpcReceiver, IpcSender
 from raypp.transport.ipc.region import IpcRegion, RegionLayout
 from raypp.transport.rendezvous import Meeting, RendezvousServer
 

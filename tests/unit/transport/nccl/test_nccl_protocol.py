@@ -17,7 +17,7 @@ from fake_stream_device import FakeMemory, FakeStreamDevice
 from link_harness import DEADLINE_S, content_of, sizes_of
 
 from raypp.errors import EngineDeadError
-from raypp.transport.nccl.ends import NcclReceiver, NcclSender
+from raypp.transport.nccl.nccl_ends import NcclReceiver, NcclSender
 
 SLOT_BYTES = 4096
 Wire = queue.SimpleQueue[tuple[torch.Tensor, threading.Event]]

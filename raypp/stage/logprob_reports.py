@@ -19,7 +19,7 @@ from raypp.ops.host_to_device import to_device
 from raypp.ops.sample.draw_sizes import MAX_REPORTED
 from raypp.ops.sample.logprobs import TopLogprobs, top_logprobs
 from raypp.stage.sampler import Sampler
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import to_host
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows

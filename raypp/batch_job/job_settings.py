@@ -9,10 +9,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.openai_api.completion_request import CompletionRequest
-from raypp.openai_api.errors import parse_body
+from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.syntaxes import check_parsers
 
 _MODEL_LEN_FOR_CHECK = 1 << 30

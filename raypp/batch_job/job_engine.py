@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.tokenizer import Tokenizer
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.pictures.reader import PictureReader
 from raypp.types import Prompt, RequestOutput, SamplingParams
 

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from raypp.errors import EncoderDiedError, EngineDeadError, QueueFullError, RayppError
-from raypp.openai_api.errors import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
+from raypp.openai_api.error_bodies import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
 
 _RETRY_LATER = {"Retry-After": "3"}
 """When to ask again after the engine died: about what a small one takes to be replaced."""

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.encoder.items import EncodedItem
+from raypp.encoder.encoded_item import EncodedItem
 from raypp.messages import StepPlan
 from raypp.models.decoder import Deepstack
 from raypp.ops.host_to_device import to_device, to_device_together
 from raypp.prompt_items import keys_of_array
-from raypp.stage.spec import StageSpec
+from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_shape import StepShape
 from raypp.starting_rows import StartingRows
 

@@ -8,11 +8,11 @@ import torch
 
 from raypp.encoder.batch_buffers import BatchBuffers
 from raypp.encoder.budgets import largest_fitting, token_ladder
-from raypp.encoder.manager import EncoderCudaGraphManager
+from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
+from raypp.encoder.encoder_spec import EncoderSpec
 from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
-from raypp.encoder.spec import EncoderSpec
 from raypp.graphs.buckets import Buckets
-from raypp.graphs.manager import graph_maker
+from raypp.graphs.graph_manager import graph_maker
 
 _GRAPH_SHARE = 0.85  # of the memory that is left: graphs and libraries take some beside what a batch takes
 

@@ -17,7 +17,7 @@ from raypp.errors import NonFiniteLogitsError, RayppError, RequestError
 from raypp.messages import StepPlan
 from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
-from raypp.scheduler.stats import SchedulerStats
+from raypp.scheduler.scheduler_stats import SchedulerStats
 from raypp.tracing import Tracer, now_ns
 from raypp.types import FinishReason
 

@@ -18,9 +18,9 @@ from raypp.models.weights import WeightReader, WeightSource, open_weights, warn_
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
-from raypp.stage.spec import DraftHeadSpec, StageSpec
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
+from raypp.stage.stage_spec import DraftHeadSpec, StageSpec
 from raypp.tracing import Tracer
 from raypp.transport.open import open_stage_links
 from raypp.transport.rendezvous import Rendezvous

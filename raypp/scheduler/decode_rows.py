@@ -8,7 +8,7 @@ from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
-from raypp.scheduler.stats import Counters
+from raypp.scheduler.scheduler_stats import Counters
 from raypp.scheduler.waiting_queue import WaitingQueue
 
 
@@ -31,7 +31,7 @@ class DecodeChooser:
         self._running = running
         self._counters = counters
 
-    def choose(self, cohort: Cohort, num_drafts: int, newest_feedback: int) -> list[RequestState]:
+    def take_rows(self, cohort: Cohort, num_drafts: int, newest_feedback: int) -> list[RequestState]:
         """Return the rows of the cohort that decode in its next step.
 
         Args:

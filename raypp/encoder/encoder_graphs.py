@@ -19,14 +19,14 @@ from typing import Generic
 import torch
 
 from raypp.encoder.batch_buffers import BatchBuffers
+from raypp.encoder.encoded_item import EncodedItem
+from raypp.encoder.encoder_stats import EncoderStats
 from raypp.encoder.graph_choice import BudgetTimes, GraphChoice
-from raypp.encoder.items import EncodedItem
 from raypp.encoder.packing import PackedBatch, pack_items
 from raypp.encoder.protocol import BatchShape, BatchT, SupportsEncoderCudaGraph
-from raypp.encoder.stats import EncoderStats
 from raypp.errors import ResourceError
 from raypp.graphs.buckets import Buckets
-from raypp.graphs.manager import CudaGraphManager
+from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.graphs.pieces import GraphMaker
 from raypp.prompt_items import EncoderItem
 

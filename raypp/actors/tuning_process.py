@@ -5,10 +5,10 @@ from __future__ import annotations
 import ray
 
 from raypp.actors.deadline import Deadline
-from raypp.actors.engine import connect_and_plan
+from raypp.actors.engine_actors import connect_and_plan
 from raypp.actors.placement import alive_nodes, check_capacity
 from raypp.actors.remote_errors import raypp_errors
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.graph_plan import max_step_rows

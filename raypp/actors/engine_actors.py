@@ -24,14 +24,14 @@ from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement, reserve
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
-from raypp.config.engine import EngineConfig
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.tracing import write_chrome_trace
 
 if TYPE_CHECKING:
-    from raypp.stage.build import StageFactory
+    from raypp.stage.build_stage import StageFactory
 
 _ANSWER_S = 2.0
 _WATCH_S = 1.0
