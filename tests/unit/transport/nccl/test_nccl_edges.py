@@ -20,7 +20,7 @@ import torch
 from raypp.errors import DeadlineError, EngineDeadError, ResourceError
 from raypp.transport.edges import edges_at, pipeline_edges
 from raypp.transport.nccl import channel as nccl_channel
-from raypp.transport.nccl import ends as nccl_ends
+from raypp.transport.nccl import nccl_ends
 from raypp.transport.nccl.nccl_ends import NcclEdges
 from raypp.transport.rendezvous import Meeting, RendezvousServer
 
