@@ -12,6 +12,7 @@ control characters without a short form in JSON, which it cannot write.
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -62,6 +63,21 @@ def json_pattern(pattern: str) -> str:
     return f"^({_RAW.of(pattern)})$"
 
 
+def name_pattern(pattern: str) -> str:
+    """Return a pattern as of `json_pattern` for names, of those without `>`: it ends a name in some forms of calls.
+
+    Raises:
+        UnsupportedPatternError: says what is not supported.
+    """
+    return f"^({_NAME.of(pattern)})$"
+
+
+def other_names_pattern(names: Collection[str]) -> str:
+    """Return a pattern as of `name_pattern` for all names but these."""
+    is_other = re.compile(_NAME.all_but([]) + "*").fullmatch
+    return f"^{_others([name for name in names if is_other(name)], _NAME)}$"
+
+
 def text_pattern(pattern: str) -> str:
     """Return a pattern for the whole of a text in which `pattern` is found, of texts that JSON can write in short.
 
@@ -86,13 +102,7 @@ def other_texts_pattern(texts: Collection[str]) -> str:
     """
     if any(len(text) > MAX_EXCLUDED for text in texts):
         raise UnsupportedPatternError(f"all strings but one of more than {MAX_EXCLUDED} characters")
-    by_first: dict[str, set[str]] = {}
-    for text in texts:
-        if text:
-            by_first.setdefault(text[0], set()).add(text[1:])
-    branches = [_char(ord(first)) + other_texts_pattern(rests) for first, rests in sorted(by_first.items())]
-    branches.append(_TEXT.all_but([(ord(first), ord(first)) for first in by_first]) + _TEXT.all_but([]) + "*")
-    return f"({'|'.join(branches)})" + ("" if "" in texts else "?")
+    return _others(texts, _TEXT)
 
 
 MAX_EXCLUDED = 200
@@ -189,6 +199,20 @@ class _Rewriter:
 
 
 _RAW, _TEXT = _Rewriter(_UNSAFE, is_complete=False), _Rewriter(_UNWRITABLE, is_complete=True)
+_NAME = _Rewriter([*_UNSAFE, (0x3E, 0x3E)], is_complete=False)
+
+
+def _others(texts: Collection[str], rewriter: _Rewriter) -> str:
+    """Return a pattern for all texts but these."""
+    by_first: dict[str, set[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], set()).add(text[1:])
+    branches = [f"[{_char(ord(first))}]{_others(rests, rewriter)}" for first, rests in sorted(by_first.items())]
+    firsts = [(ord(first), ord(first)) for first in by_first]
+    branches.append(f"{rewriter.all_but(firsts)}{rewriter.all_but([])}*")
+    # `?` of a group is misread by xgrammar: its last repetition may begin anew.
+    return f"({'|'.join(branches)})" + ("" if "" in texts else "{0,1}")
 
 
 def _branches(items: Sequence[Any]) -> list[Sequence[Any]]:
@@ -219,5 +243,10 @@ def _range(ends: tuple[int, int]) -> str:
 
 
 def _char(code_point: int) -> str:
+    """Return a character as in a class.
+
+    One of xgrammar's readers takes more than two digits for those of an escape, so none follows as itself.
+    """
     char = chr(code_point)
-    return char if (char.isalnum() and char.isascii()) or code_point >= 0x80 else f"\\x{code_point:02x}"
+    is_itself = code_point >= 0x80 or (char.isalnum() and char not in string.hexdigits)
+    return char if is_itself else f"\\x{code_point:02x}"

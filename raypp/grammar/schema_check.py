@@ -15,7 +15,13 @@ from itertools import product
 from typing import Any
 
 from raypp.errors import RequestError
-from raypp.grammar.json_pattern import UnsupportedPatternError, json_pattern, length_pattern
+from raypp.grammar.json_pattern import (
+    UnsupportedPatternError,
+    json_pattern,
+    length_pattern,
+    name_pattern,
+    other_names_pattern,
+)
 from raypp.grammar.schema_values import are_disjoint, followed, is_of_type, is_within, resolve
 
 MAX_SCHEMA_DEPTH = 64
@@ -40,6 +46,7 @@ _BY_TYPE = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
 _NAMING = _BY_TYPE["object"] - {"minProperties", "maxProperties", "required"}
 _CHOICES = ("$ref", "anyOf", "oneOf", "allOf", "const", "enum")
 """One of these decides alone; xgrammar does not look at what stands beside it."""
@@ -50,6 +57,9 @@ _MAX_MULTIPLES = 256
 
 _MAX_STEP = 1024
 """Of multiples; xgrammar passes over larger ones."""
+
+_MAX_NAME_LENGTH = 100
+"""Of properties that a pattern for all other names leaves out: it is nested as deep as they are long."""
 
 _MAX_PATTERN_LENGTH = 128
 """Longer strings are counted by xgrammar itself: its regular expressions become slow to follow."""
@@ -73,6 +83,7 @@ def enforceable(schema: Any) -> Any:
             raise cannot_be_enforced(path, f"{str(node)[:40]!r} in place of a schema")
         _check_node(path, node, schema)
         _rewrite_strings(path, node)
+        _rewrite_others(node)
     return schema
 
 
@@ -122,7 +133,7 @@ def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[s
 
 def _check_object(path: str, node: dict[str, Any]) -> None:
     properties, patterns = node.get("properties", {}), node.get("patternProperties", {})
-    has_others = bool(node.get("additionalProperties")) or bool(node.get("unevaluatedProperties"))
+    has_others = any(node.get(name, False) is not False for name in _OTHERS)
     is_open = has_others or "patternProperties" in node or "propertyNames" in node
     missing = [name for name in node.get("required", ()) if name not in properties]
     if missing and not is_open:
@@ -134,9 +145,13 @@ def _check_object(path: str, node: dict[str, Any]) -> None:
         for name in ("properties", "patternProperties"):
             if node.get(name):
                 raise cannot_be_enforced(path, f"{name} beside propertyNames")
-    # A name may be written with escapes, which xgrammar takes for another name.
-    if properties and has_others:
-        raise cannot_be_enforced(path, "properties beside others that may have any name")
+    if properties and has_others and all(name in node for name in _OTHERS):
+        raise cannot_be_enforced(path, "properties beside both additionalProperties and unevaluatedProperties")
+    if properties and has_others and max(map(len, properties)) > _MAX_NAME_LENGTH:
+        longest = max(properties, key=len)
+        raise cannot_be_enforced(
+            path, f"the property {longest[:40]!r}..., of more than {_MAX_NAME_LENGTH} characters, beside others"
+        )
     if patterns and has_others:
         raise cannot_be_enforced(path, "patternProperties beside others that may have any name")
     if len(patterns) > 1 and any(schema != next(iter(patterns.values())) for schema in patterns.values()):
@@ -251,9 +266,20 @@ def _rewrite_strings(path: str, node: dict[str, Any]) -> None:
         node["patternProperties"] = {_key_pattern(path, name): child for name, child in names.items()}
 
 
+def _rewrite_others(node: dict[str, Any]) -> None:
+    """Say by a pattern what further properties may be called.
+
+    Otherwise the name of a property may be written with escapes, which xgrammar takes for another name.
+    """
+    names = node.get("properties")
+    for name in _OTHERS:
+        if names and node.get(name, False) is not False:
+            node["patternProperties"] = {other_names_pattern(names): node.pop(name)}
+
+
 def _key_pattern(path: str, pattern: str) -> str:
     try:
-        return json_pattern(pattern)
+        return name_pattern(pattern)
     except UnsupportedPatternError as error:
         raise cannot_be_enforced(path, f"a pattern with a part that cannot be followed ({error})") from None
 

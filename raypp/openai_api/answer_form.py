@@ -105,8 +105,9 @@ class AnswerForm:
     def _call(self, use: ToolUse, tool: Tool, written: str = "") -> list[Form]:
         """Return one call, without what is written of it already."""
         before, _, behind = self._call_syntax.call.replace("$name", tool.function.name).partition("$arguments")
-        arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool)}
-        if (style := self._call_syntax.arguments.style) != "json":
+        style = self._call_syntax.arguments.style
+        arguments: Form = {"type": "json_schema", "json_schema": use.argument_schema(tool, is_json=style == "json")}
+        if style != "json":
             # More white space at a time nobody needs, and a model might write nothing else for ever.
             arguments |= {"style": style, "max_whitespace_cnt": 1}
         return [*self._text(before.removeprefix(written)), arguments, *self._text(behind)]

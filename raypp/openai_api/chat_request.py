@@ -293,6 +293,15 @@ class ChatRequest(CompletionFields):
                 expected='{"name": ..., "schema": {...}}',
                 param="response_format",
             )
+        given = (wanted.json_schema or {}) if wanted is not None else {}
+        if "schema" not in given and (others := sorted(given.keys() - {"name", "description", "strict"})):
+            raise RequestError(
+                "response_format.json_schema has no schema, and has what belongs into one",
+                got=", ".join(others)[:200],
+                expected='{"name": ..., "schema": {...}}',
+                hint='put the schema into json_schema as "schema"; without one any object is allowed',
+                param="response_format.json_schema",
+            )
         if self.modalities is not None and self.modalities != ["text"]:
             raise RequestError(
                 "modalities other than text", got=self.modalities, expected='["text"]', param="modalities"

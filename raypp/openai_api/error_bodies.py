@@ -231,7 +231,7 @@ def _field_names(kind: Any, location: Sequence[Any]) -> list[str]:
         field = kind.model_fields.get(part) if kind is not None else None
         members = () if field is None else (field.annotation, *get_args(field.annotation))
         kind = next((m for m in members if isinstance(m, type) and issubclass(m, BaseModel)), None)
-    return [] if kind is None else list(kind.model_fields)
+    return [] if kind is None else [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _joined(path: str, name: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -9,9 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from raypp.errors import RequestError
-from raypp.grammar.schema_check import enforceable
+from raypp.grammar.schema_check import cannot_be_enforced, enforceable
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 
+_OF_FURTHER_NAMES = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
@@ -62,15 +64,23 @@ class ToolUse:
         """Whether calls are held to a form, not only looked for."""
         return self.must_call or any(tool.function.strict for tool in self.tools)
 
-    def argument_schema(self, tool: Tool) -> dict[str, Any]:
+    def argument_schema(self, tool: Tool, *, is_json: bool) -> dict[str, Any]:
         """Return what a tool's arguments are held to.
+
+        Args:
+            tool: One of these.
+            is_json: Whether the model writes them as JSON.
 
         Raises:
             RequestError: a strict function whose schema cannot be enforced.
         """
         schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
         try:
-            enforceable(schema)
+            enforced = enforceable(schema)
+            if not is_json and _may_have_further_names(enforced):
+                raise cannot_be_enforced(
+                    "#", "arguments of names that are not in the schema, which are not read as JSON"
+                )
         except RequestError as error:
             if tool.function.strict:
                 raise RequestError(
@@ -82,6 +92,16 @@ class ToolUse:
                 ) from error
             return _ANY_ARGUMENTS
         return schema
+
+
+def _may_have_further_names(enforced: Any) -> bool:
+    """Return whether an object may have properties with a schema and no name of their own."""
+    if not isinstance(enforced, dict):
+        return False
+    if enforced.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+        text = json.dumps(enforced).replace('Properties": false', "")
+        return any(f'"{name}"' in text for name in _OF_FURTHER_NAMES)
+    return any(enforced.get(name) not in (None, {}, True, False) for name in _OF_FURTHER_NAMES)
 
 
 def tool_use(

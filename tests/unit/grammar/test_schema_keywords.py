@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from grammar_texts import allows, allows_text, compiled
+from grammar_texts import allows, allows_text, compiled, compiled_within_text
 
 from raypp.errors import RequestError
 from raypp.grammar.compiled_grammar import LlguidanceGrammar, XgrammarGrammar
@@ -41,6 +41,8 @@ CASES: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({"maxProperties": 0}, [{}], [{"x": 1}]),
     ({"patternProperties": {"^x": INT}}, [{}, {"x1": 1}], [{"x1": "a"}]),
     ({"patternProperties": {"^x": INT}} | AB, [{"a": 1, "x1": 1}], [{"x1": "a"}, {"a": "x"}]),
+    ({"properties": {"b": STR}, "patternProperties": {"^[^b]$": INT}}, [{"b": "x", "a": 1}], [{"b": 1}, {"a": "x"}]),
+    ({"patternProperties": {"^[-b]$": INT}}, [{"-": 1, "b": 1}], [{"b": "x"}]),
     ({"patternProperties": {"^x": INT, "y$": INT}}, [{"xy": 1, "y": 2}], [{"y": "a"}]),
     ({"propertyNames": {"maxLength": 2}}, [{"ab": 1}], [{"abc": 1}]),
     ({"propertyNames": {"pattern": "^a+$"}, "maxProperties": 1}, [{"aa": 1}], [{"b": 1}, {"a": 1, "aa": 1}]),
@@ -77,6 +79,22 @@ def test_nothing_is_allowed_that_the_schema_does_not_accept(case: tuple[dict[str
         assert not allows(grammar, value), value
 
 
+@pytest.mark.parametrize("keyword", ["additionalProperties", "unevaluatedProperties"])
+@pytest.mark.parametrize("others", [{}, True, INT], ids=json.dumps)
+@pytest.mark.parametrize("grammar_of", [compiled, compiled_within_text])
+def test_further_properties_have_none_of_the_names_that_the_schema_has_however_written(
+    keyword: str, others: Any, grammar_of: Any
+) -> None:
+    names = {"a": INT, "ab": INT, "b": STR, "\u00e9": INT, 'q"': INT, "": INT}
+    grammar = grammar_of({"type": ["object", "null"], "properties": names, "required": ["a"], keyword: others})
+    for text in ('{"a": 1}', '{"a": 1, "aa": 2, "aba": 3}', '{"a": 1, "b": "x", "c": 2, "\u00e8": 3}', "null"):
+        assert allows_text(grammar, text), text
+    written = ("a", "\\u0061", "ab", "\\u0061b", "\\u0062", "\u00e9", "\\u00e9", 'q\\"', "q\\u0022", "")
+    for text in (*(f'{{"a": 1, "c": 2, "{name}": null}}' for name in written), '{"c": 1}', '{"a": "x"}'):
+        assert not allows_text(grammar, text), text
+    assert allows_text(grammar, '{"a": 1, "c": "x"}') == (others != INT)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"x": {"type": "number", "multipleOf": 0.5}}}, "multipleOf, at #/properties/x"),
     ({"type": ["integer", "number"], "multipleOf": 2}, "multipleOf of numbers"),
@@ -94,7 +112,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"patternProperties": {"^x": INT, "y": STR}}, "several patternProperties"),
     (AB | {"patternProperties": {"^a": STR}}, "the property 'a', whose name"),
     ({"type": "object", "minProperties": 1}, "minProperties counting properties"),
-    (AB | {"additionalProperties": True}, "properties beside others"),
+    (AB | {"additionalProperties": True, "unevaluatedProperties": INT}, "properties beside both"),
+    ({"properties": {"a" * 101: INT}, "additionalProperties": {}}, "the property 'aaa.*of more than 100 characters"),
+    ({"patternProperties": {"^x": INT}, "additionalProperties": {}}, "patternProperties beside others"),
+    ({"patternProperties": {"^>": INT}}, "cannot be asked for"),
     ({"type": "integer", "multipleOf": 1025}, "multipleOf of more than 1024"),
     ({"$ref": "#"}, "leads back to itself"),
     ({"type": "integer", "enum": ["a"]}, "the value 'a' beside type"),
@@ -129,8 +150,6 @@ BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
         [{"a": 1, "c": 2}],
         [{"c": 2}, {"a": 1, "c": "x"}],
     ),
-    (AB | {"additionalProperties": INT, "type": "object"}, [{"a": 1, "c": 1}], [{"a": "x"}, '{"\\u0061": "x"}']),
-    (AB | {"additionalProperties": True}, [{"c": "x"}], ['{"\\u0061": "x"}']),
     ({"required": ['é"\n'], "type": "object"}, [{'é"\n': 1}, {'é"\n': 1, "a": 2}], [{}, {"a": 1}]),
     (AB | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": "x"}], [{}, {"a": 1, "b": "x"}]),
     ({"oneOf": [INT, {"type": "number", "minimum": 2}]}, [1], [2, 1.5]),

@@ -226,3 +226,29 @@ def test_the_documents_own_syntax_is_one(tokenizer: Tokenizer, vocabulary: Vocab
     assert read(syntax, text) == ("", "Well.", [ONE, TWO])
     assert Form(vocabulary, tokenizer, syntax, tools=tools(strict=True)).takes(text)
     assert Form(vocabulary, tokenizer, syntax, tools=tools(strict=False), tool_choice="required").takes(text[6:])
+
+
+@pytest.mark.parametrize("others", [{}, True, {"type": "integer"}], ids=json.dumps)
+@pytest.mark.parametrize("strict", [True, False])
+def test_arguments_keep_to_a_schema_that_allows_further_ones(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, others: Any, strict: bool
+) -> None:
+    tool = tools(strict)[0]
+    tool["function"]["parameters"] = SCHEMA | {"additionalProperties": others}
+    syntax = message_syntax(tokenizer, "hermes", "none")
+    assert syntax.calls is not None
+    form = Form(vocabulary, tokenizer, syntax, tools=[tool], tool_choice="required")
+    assert form.takes(syntax.calls.written([("ping", '{"x": "a", "y": 1}')]))
+    for arguments in ('{"y": 1}', '{"x": 1}', '{"x": "a", "\\u0078": 1}'):
+        assert not form.takes(syntax.calls.written([("ping", arguments)])), arguments
+
+
+@pytest.mark.parametrize("others", [{}, {"type": "string"}], ids=json.dumps)
+def test_arguments_that_are_not_json_have_no_further_names_that_are_held_to_a_schema(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, others: Any
+) -> None:
+    syntax = message_syntax(tokenizer, "qwen3_coder", "none")
+    tool = tools(strict=True)[0]
+    tool["function"]["parameters"] = SCHEMA | {"additionalProperties": others}
+    with pytest.raises(RequestError, match=r"it is strict.*names that are not in the schema"):
+        Form(vocabulary, tokenizer, syntax, tools=[tool])

@@ -108,6 +108,7 @@ def test_every_field_may_be_null() -> None:
         ({"max_token": 3}, "max_token", "max_tokens"),
         ({"stream_options": {"include_usag": True}}, "stream_options.include_usag", "include_usage"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "json_schema"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn", "json"),
     ],
 )
 def test_what_is_not_known_and_says_something_is_refused(fields: dict[str, Any], param: str, nearest: str) -> None:
@@ -208,6 +209,10 @@ def test_a_conversation_has_a_message() -> None:
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
+            "response_format.json_schema",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
