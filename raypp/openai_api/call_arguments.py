@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from raypp.openai_api.json_scanner import JsonScanner
+from raypp.openai_api.parameter_kinds import ParameterKind, parameter_kind
 
 
 class ArgumentsReader(Protocol):
@@ -76,7 +77,8 @@ class JsonArguments:
 class XmlParameters:
     """Arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a line break, the value, another one, `</parameter>`.
 
-    The schema says which values are texts; others are JSON, or texts if they are none. A text is passed on as it comes.
+    The schema says which values are texts, see `parameter_kind`; others are JSON, or texts if they are none. What is
+    certain to be a text is passed on as it comes.
     """
 
     style: ClassVar[str | None] = "qwen_xml"
@@ -86,7 +88,8 @@ class XmlParameters:
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         self._end = end
         properties = schema.get("properties")
-        self._properties = properties if isinstance(properties, Mapping) else {}
+        of_names = properties if isinstance(properties, Mapping) else {}
+        self._kinds = {name: parameter_kind(of_name, schema) for name, of_name in of_names.items()}
         self._num_values = 0
         self._name: str | None = None  # of the value that is being read
         self._is_open = False  # whether its text has begun
@@ -126,7 +129,13 @@ class XmlParameters:
     def _value(self, text: str) -> tuple[str, int, bool]:
         """Return the JSON of a value as far as it is certain, the characters read for it, and whether it is whole."""
         end = text.find(self._END)
-        if not self._is_text():
+        kind = self._kinds.get(self._name or "")
+        if kind is ParameterKind.TEXT_OR_NULL:
+            if end >= 0 and text[:end].strip() == "null":
+                return "null", end + len(self._END), True
+            if end < 0 and not self._is_open:
+                return "", 0, False
+        elif kind is not ParameterKind.TEXT:
             if end < 0:
                 return "", 0, False
             return _json_of(text[:end]), end + len(self._END), True
@@ -145,10 +154,6 @@ class XmlParameters:
                 break
         certain = max(certain, start)
         return opening + _escaped(text[start:certain]), certain, False
-
-    def _is_text(self) -> bool:
-        of_name = self._properties.get(self._name)
-        return isinstance(of_name, Mapping) and of_name.get("type") == "string"
 
 
 def _json_of(text: str) -> str:

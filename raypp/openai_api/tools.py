@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.grammar.schema_check import cannot_be_enforced, enforceable
+from raypp.openai_api.parameter_kinds import parameter_kind
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 
 _OF_FURTHER_NAMES = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
@@ -77,10 +78,8 @@ class ToolUse:
         schema = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
         try:
             enforced = enforceable(schema)
-            if not is_json and _may_have_further_names(enforced):
-                raise cannot_be_enforced(
-                    "#", "arguments of names that are not in the schema, which are not read as JSON"
-                )
+            if not is_json:
+                _check_bare_parameters(schema, enforced)
         except RequestError as error:
             if tool.function.strict:
                 raise RequestError(
@@ -92,6 +91,23 @@ class ToolUse:
                 ) from error
             return _ANY_ARGUMENTS
         return schema
+
+
+def _check_bare_parameters(schema: Mapping[str, Any], enforced: Any) -> None:
+    """Refuse a schema by which arguments that are no JSON could be read as what it does not allow.
+
+    Raises:
+        RequestError: says which part.
+    """
+    if _may_have_further_names(enforced):
+        raise cannot_be_enforced("#", "arguments of names that are not in the schema, which are not read as JSON")
+    if schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
+        raise cannot_be_enforced("#", "arguments whose properties are not named at the top, which are not read as JSON")
+    for name, of_name in schema.get("properties", {}).items():
+        if parameter_kind(of_name, schema) is None:
+            raise cannot_be_enforced(
+                f"#/properties/{name}", "a value that may be a text or something else, which is written alike"
+            )
 
 
 def _may_have_further_names(enforced: Any) -> bool:

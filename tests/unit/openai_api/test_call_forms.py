@@ -216,6 +216,59 @@ def test_parameters_in_xml_follow_their_schemas(tokenizer: Tokenizer, vocabulary
         assert not form.takes(wrong)
 
 
+TEXTS = {"$defs": {"Digit": {"enum": ["1", "2"]}, "Text": {"type": "string", "title": "T"}}}
+OPEN = {  # what may be a text, beside the values that its forms could be read as
+    "either": {"type": ["string", "integer"]},
+    "one of": {"anyOf": [{"type": "string"}, {"type": "number", "minimum": 10}]},
+    "values": {"enum": [2, "1"]},
+    "nothing of types": {"minLength": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({"const": "7"}, {"7": "7"}),
+        ({"$ref": "#/$defs/Digit"}, {"2": "2"}),
+        ({"$ref": "#/$defs/Text"}, {"12": "12", "null": "null"}),
+        ({"allOf": [{"$ref": "#/$defs/Text"}]}, {"12": "12"}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}], "default": None}, {"12": "12", "null": None, "nul": "nul"}),
+        ({"type": ["string", "null"]}, {"{}": "{}", "null": None}),
+        ({"anyOf": [{"$ref": "#/$defs/Digit"}, {"type": "null"}]}, {"1": "1", "null": None}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"1": 1, "null": None}),
+        ({"type": "array", "items": {"type": "string"}}, {'["1"]': ["1"]}),
+        ({}, {"12": 12, "ab": "ab", '"ab"': "ab"}),
+    ],
+    ids=str,
+)
+def test_bare_parameters_are_read_as_their_schema_says(
+    tokenizer: Tokenizer, vocabulary: Vocabulary, schema: dict[str, Any], values: dict[str, Any]
+) -> None:
+    syntax = message_syntax(tokenizer, "qwen3_coder")
+    parameters = {**SCHEMA, **TEXTS, "properties": {"x": schema}}
+    given = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    form = Form(vocabulary, tokenizer, syntax, tools=given)
+    request = ChatRequest.model_validate({"messages": HELLO, "tools": given})
+    for written, value in values.items():
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{written}\n</parameter>\n</function>\n</tool_call>"
+        assert form.takes(text)
+        for cut in range(len(text)):
+            parser = request.parser(syntax)
+            calls = [*parser.feed(text[:cut], is_last=False).calls, *parser.feed(text[cut:], is_last=True).calls]
+            assert json.loads("".join(call.arguments for call in calls)) == {"x": value}
+
+
+@pytest.mark.parametrize("schema", OPEN.values(), ids=OPEN)
+def test_bare_parameters_that_may_be_texts_or_not_are_not_held(tokenizer: Tokenizer, schema: dict[str, Any]) -> None:
+    syntax = message_syntax(tokenizer, "qwen3_coder")
+    function = {"name": "f", "parameters": {**SCHEMA, "properties": {"x": schema}}}
+    given = [{"type": "function", "function": {**function, "strict": True}}]
+    with pytest.raises(RequestError, match="cannot be enforced") as refused:
+        ChatRequest.model_validate({"messages": HELLO, "tools": given}).sampling_params(1000, syntax)
+    assert "#/properties/x" in str(refused.value)
+
+
 def test_the_documents_own_syntax_is_one(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     document = (Path(raypp.__file__).parents[1] / "docs" / "serving.md").read_text()
     [code] = re.findall(r"^```python\n# my_syntax.py\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
