@@ -16,7 +16,7 @@ from raypp.models.weights import DummyWeights, WeightReader
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
 from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.specdec.eagle import EagleProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedHidden, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, StepHidden, VerifiedStep
 
 _MODELS = Path(__file__).parents[1] / "models"
 _TARGET = "qwen3-8b"
@@ -88,13 +88,13 @@ class HeadDrafts:
         device, width = torch.device("cuda"), 1 + self._num_drafts
         positions = torch.arange(self._context, self._context + width, device=device).repeat(num_rows)
         hidden = torch.randn(num_rows * width, self._hidden_size, dtype=torch.bfloat16, device=device)
-        step = SteppedTokens(
+        step = VerifiedStep(
             rows=torch.arange(num_rows, device=device),
             token_ids=torch.ones(num_rows, width, dtype=torch.int32, device=device),
             num_valid=torch.full((num_rows,), 2, dtype=torch.int32, device=device),
             num_decode_rows=num_rows,
             token_indices=torch.arange(num_rows * width, device=device),
-            hidden=SteppedHidden(hidden, positions, positions % _BLOCK_SIZE, [hidden] * 3, None),
+            hidden=StepHidden(hidden, positions, positions % _BLOCK_SIZE, [hidden] * 3, None),
         )
         return lambda: self._proposer.follow(step)
 

@@ -14,10 +14,10 @@ from typing import Any, Generic
 import torch
 
 from raypp.encoder.delivery import ItemSender, Parcel
-from raypp.encoder.embedding_cache import EmbeddingCache
 from raypp.encoder.encoded_item import EncodedItem
 from raypp.encoder.encoder_graphs import EncoderCudaGraphManager
 from raypp.encoder.item_fault import ItemFault
+from raypp.encoder.lru_cache import LruCache
 from raypp.encoder.packing import PackedBatch
 from raypp.encoder.protocol import BatchT
 from raypp.errors import RayppError, RequestError
@@ -37,7 +37,7 @@ class EncoderWorker(Generic[BatchT]):
 
     def __init__(self, manager: EncoderCudaGraphManager[BatchT], cache_bytes: int, device: torch.device) -> None:
         self._manager = manager
-        self._cache: EmbeddingCache[bytes, EncodedItem] = EmbeddingCache(cache_bytes)
+        self._cache: LruCache[bytes, EncodedItem] = LruCache(cache_bytes)
         self._device = device
         self._num_queries = 0
         self._num_hits = 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from raypp.encoder.embedding_cache import EmbeddingCache
+from raypp.encoder.lru_cache import LruCache
 from raypp.errors import RayppError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
 from raypp.scheduler.request import Request
@@ -39,7 +39,7 @@ class ItemAdmission:
 
     def __init__(self, queue: WaitingQueue, max_tokens: int) -> None:
         self._queue = queue
-        self._room: EmbeddingCache[bytes, None] = EmbeddingCache(max_tokens)
+        self._room: LruCache[bytes, None] = LruCache(max_tokens)
         self._held = WaitingQueue()
         self._ordered: dict[RequestState, int] = {}  # with their pins; the value counts the items still missing
         # Items that were ordered and are not stored yet, with the requests that need them. Each has one pin for that.

@@ -15,7 +15,7 @@ from raypp.models.draft_head import DraftHead, Entered
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.rotary import Rotation
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 
 
 class EagleProposer:
@@ -45,7 +45,7 @@ class EagleProposer:
         self._draft_start_loc = torch.arange(max_rows + 1, dtype=torch.int32, device=device) * num_drafts
         self._draft_numbers = torch.arange(1, num_drafts + 1, dtype=torch.int32, device=device).unsqueeze(1)
 
-    def follow(self, step: SteppedTokens) -> Followed:
+    def follow(self, step: VerifiedStep) -> Followed:
         """Let the step's tokens enter; return what the newest one of each row has become, ready for attention."""
         hidden, head = step.hidden, self._head
         entered = head.enter(head.states(hidden.hidden_states, hidden.aux), _next_token_ids(step))
@@ -99,7 +99,7 @@ class EagleProposer:
         return Drafts(torch.stack(draft_ids, 1), num_proposed)
 
 
-def _newest_indices(step: SteppedTokens) -> torch.Tensor:
+def _newest_indices(step: VerifiedStep) -> torch.Tensor:
     """Return where among the step's tokens each row's newest one with a state stands, int64 [Y]."""
     width = step.token_ids.shape[1]
     if width == 1:
@@ -112,7 +112,7 @@ def _newest_indices(step: SteppedTokens) -> torch.Tensor:
     return first + (step.num_valid - 1).clamp(min=0)  # a row whose mask came too late yields nothing
 
 
-def _next_token_ids(step: SteppedTokens) -> torch.Tensor:
+def _next_token_ids(step: VerifiedStep) -> torch.Tensor:
     """Return the token after each of the step's tokens, int32 [T]; behind a refused draft it means nothing."""
     chosen = step.token_ids[: step.num_decode_rows].reshape(-1)
     if step.num_decode_rows < len(step.rows):

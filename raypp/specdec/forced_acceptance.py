@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, VerifiedStep
 
 _NUM_DECISIONS, _ROW_STRIDE = 65_521, 7_919  # primes
 
@@ -58,7 +58,7 @@ class AlwaysProposing:
         self._proposer = proposer
         self.is_recorded_apart = proposer.is_recorded_apart
 
-    def follow(self, step: SteppedTokens) -> Followed:
+    def follow(self, step: VerifiedStep) -> Followed:
         """Take in a step."""
         return self._proposer.follow(step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, VerifiedStep
 
 
 class HybridProposer:
@@ -20,7 +20,7 @@ class HybridProposer:
         self._second = second
         self.is_recorded_apart = first.is_recorded_apart or second.is_recorded_apart
 
-    def follow(self, step: SteppedTokens) -> Followed:
+    def follow(self, step: VerifiedStep) -> Followed:
         """Take in a step."""
         nothing = self._first.follow(step)
         assert not nothing

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.ngram import propose_ngrams, propose_ngrams_by_row
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 
 _FEW_ROWS = 32
 """On a CPU up to this many rows are looked through one by one, about 5 us each."""
@@ -44,7 +44,7 @@ class NgramProposer:
                 tokens, window=window, min_n=min_n, max_n=max_n, num_drafts=num_drafts, max_rows=max_rows
             )
 
-    def follow(self, step: SteppedTokens) -> Followed:
+    def follow(self, step: VerifiedStep) -> Followed:
         """Do nothing, likewise."""
         return ()
 

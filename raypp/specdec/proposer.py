@@ -13,7 +13,7 @@ Followed = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class SteppedHidden:
+class StepHidden:
     """What a model that drafts from the target's hidden states needs of a step, to fill a KV cache of its own."""
 
     hidden_states: torch.Tensor  # [T, H], the last layer's output
@@ -24,7 +24,7 @@ class SteppedHidden:
 
 
 @dataclass(frozen=True, eq=False)
-class SteppedTokens:
+class VerifiedStep:
     """A step of the last stage once its tokens are chosen: Y rows that yielded, with 1 + K tokens each."""
 
     rows: torch.Tensor  # [Y] int64
@@ -32,7 +32,7 @@ class SteppedTokens:
     num_valid: torch.Tensor | None  # [Y] int32, at least 1; None: 1 each
     num_decode_rows: int  # the first of the Y rows; the others end their prompt, and have one token
     token_indices: torch.Tensor  # [N] int64, where among the step's T tokens stand those before the chosen ones
-    hidden: SteppedHidden
+    hidden: StepHidden
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Proposer(Protocol):
     is_recorded_apart: bool
     """Whether the two parts are worth recordings of their own: they take long, or many recordings would repeat them."""
 
-    def follow(self, step: SteppedTokens) -> Followed:
+    def follow(self, step: VerifiedStep) -> Followed:
         """Take in a step; called once for each, whether something is proposed after it or not."""
 
     def propose(self, drafting: DraftingRows, followed: Followed) -> Drafts:

@@ -16,7 +16,7 @@ import torch
 
 from raypp.graphs.debug import Watched, only
 from raypp.graphs.graph_manager import CudaGraphManager
-from raypp.specdec.proposer import Followed, SteppedHidden
+from raypp.specdec.proposer import Followed, StepHidden
 from raypp.stage.speculation import Search, Speculation
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import StepTokens
@@ -75,7 +75,7 @@ class RecordedDrafts:
         self._num_valid[: len(tokens.num_valid)].copy_(tokens.num_valid)
         return tokens
 
-    def record(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
+    def record(self, shape: StepShape, hidden_of: Callable[[], StepHidden]) -> None:
         """Record what follows a step of that shape.
 
         Args:
@@ -119,7 +119,7 @@ class RecordedDrafts:
             self._miss(bucket)
 
     def draft(
-        self, shape: StepShape, hidden: SteppedHidden, max_length: int, search: Search, tokens: StepTokens
+        self, shape: StepShape, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens
     ) -> StepTokens:
         """Do as `Speculation.draft`, after a step that was no recording; the drafts are valid until the next step."""
         num_rows = len(shape.sampled_rows)
@@ -159,7 +159,7 @@ class RecordedDrafts:
             num_valid=self._num_valid[:num_rows],
         )
 
-    def _follow(self, shape: StepShape, hidden_of: Callable[[], SteppedHidden]) -> None:
+    def _follow(self, shape: StepShape, hidden_of: Callable[[], StepHidden]) -> None:
         kept = self._kept(shape.num_rows, shape.decode_query_len)
         followed = self._speculation.follow(shape, kept, hidden_of())
         if self._followed is None:

@@ -17,7 +17,7 @@ from raypp.specdec.eagle import EagleProposer
 from raypp.specdec.forced_acceptance import AlwaysProposing, ForcedAcceptance
 from raypp.specdec.hybrid import HybridProposer
 from raypp.specdec.ngram_proposer import NgramProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, SteppedHidden, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, Proposer, StepHidden, VerifiedStep
 from raypp.stage.stage_spec import StageSpec
 from raypp.stage.step_result import StepTokens
 from raypp.stage.step_shape import StepShape
@@ -130,7 +130,7 @@ class Speculation:
             told_ids=told_ids,
         )
 
-    def follow(self, shape: StepShape, tokens: StepTokens, hidden: SteppedHidden) -> Followed:
+    def follow(self, shape: StepShape, tokens: StepTokens, hidden: StepHidden) -> Followed:
         """Let the proposer take in a step that was verified.
 
         Args:
@@ -139,7 +139,7 @@ class Speculation:
             hidden: For proposers that draft from hidden states.
         """
         return self._proposer.follow(
-            SteppedTokens(
+            VerifiedStep(
                 rows=shape.sampled_rows,
                 token_ids=tokens.token_ids,
                 num_valid=tokens.num_valid,
@@ -159,7 +159,7 @@ class Speculation:
         return drafts.draft_ids
 
     def draft(
-        self, shape: StepShape, hidden: SteppedHidden, max_length: int, search: Search, tokens: StepTokens
+        self, shape: StepShape, hidden: StepHidden, max_length: int, search: Search, tokens: StepTokens
     ) -> StepTokens:
         """Follow a step that was verified, and propose; return its tokens with the next drafts."""
         rows, followed = shape.sampled_rows, self.follow(shape, tokens, hidden)

@@ -18,7 +18,7 @@ from raypp.messages import StepPlan
 from raypp.models.decoder import Deepstack
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.row_inputs import NewEntries
-from raypp.specdec.proposer import SteppedHidden
+from raypp.specdec.proposer import StepHidden
 from raypp.stage.aux_states import AuxStates
 from raypp.stage.request_rows import BlockTables
 from raypp.stage.stage_model import StageModel
@@ -137,12 +137,12 @@ class StepBody:
             inputs: Of the step.
             hidden: [T, H].
             place: [N, V] float32, where the logits go; None: anywhere.
-            next_token_ids: See `SteppedHidden`.
+            next_token_ids: See `StepHidden`.
         """
         shape, states, positions = inputs.shape, hidden, inputs.positions
         if len(shape.logits_rows_np) < shape.num_tokens:
             states, positions = (each.index_select(0, shape.logits_indices) for each in (states, positions))
         logits = self._model.compute_logits(states, place)
         aux = self._aux_states.gather(inputs.received, shape.num_tokens, inputs.drafting_tokens)
-        stepped = SteppedHidden(hidden, inputs.positions, inputs.attention.slot_mapping, aux, next_token_ids)
+        stepped = StepHidden(hidden, inputs.positions, inputs.attention.slot_mapping, aux, next_token_ids)
         return LastHidden(logits, positions + 1, stepped)

@@ -12,7 +12,7 @@ from raypp.messages import StepPlan
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks
 from raypp.ops.sample.tables import Needs
-from raypp.specdec.proposer import SteppedHidden
+from raypp.specdec.proposer import StepHidden
 from raypp.stage.grammar_masks import GrammarMasks, body_mark
 from raypp.stage.sampler import Sampler
 from raypp.stage.speculation import Search, Speculation
@@ -29,7 +29,7 @@ class LastHidden:
 
     logits: torch.Tensor  # [N, V]
     positions: torch.Tensor  # [N] int64, of the tokens that are chosen
-    hidden: SteppedHidden  # of all tokens of the step
+    hidden: StepHidden  # of all tokens of the step
 
 
 @dataclass(frozen=True, eq=False)

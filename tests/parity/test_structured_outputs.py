@@ -26,7 +26,7 @@ from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.request import Request
 from raypp.specdec.eagle import EagleProposer
-from raypp.specdec.proposer import DraftingRows, Drafts, Followed, SteppedTokens
+from raypp.specdec.proposer import DraftingRows, Drafts, Followed, VerifiedStep
 from raypp.testing import LocalEngine
 from raypp.types import FinishReason, SamplingParams
 
@@ -197,7 +197,7 @@ def test_a_late_mask_leaves_what_a_head_has_written(monkeypatch: pytest.MonkeyPa
     num_repeated = 0
     follow, propose = EagleProposer.follow, EagleProposer.propose
 
-    def followed(proposer: EagleProposer, step: SteppedTokens) -> Followed:
+    def followed(proposer: EagleProposer, step: VerifiedStep) -> Followed:
         first = step.hidden.positions[step.token_indices[:: step.token_ids.shape[1]]]
         kept = torch.ones_like(first) if step.num_valid is None else step.num_valid
         newest[:] = (first + (kept - 1).clamp(min=0)).tolist()

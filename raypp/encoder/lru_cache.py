@@ -13,7 +13,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-class EmbeddingCache(Generic[Key, Value]):
+class LruCache(Generic[Key, Value]):
     """Values by key, in the order of their last use.
 
     Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raypp.encoder.embedding_cache import EmbeddingCache
+from raypp.encoder.lru_cache import LruCache
 
 
 def test_the_least_recently_used_goes_first():
-    cache: EmbeddingCache[str, int] = EmbeddingCache(10)
+    cache: LruCache[str, int] = LruCache(10)
     assert [cache.put(key, 0, 4) for key in ("a", "b")] == [[], []]
     assert cache.get("a") == 0
     assert cache.put("c", 0, 4) == ["b"]
@@ -18,7 +18,7 @@ def test_the_least_recently_used_goes_first():
 
 
 def test_what_is_pinned_stays_and_what_has_no_room_is_not_kept():
-    cache: EmbeddingCache[str, int] = EmbeddingCache(10)
+    cache: LruCache[str, int] = LruCache(10)
     cache.put("a", 0, 6)
     cache.pin("a")
     assert not cache.has_room(5)
@@ -34,7 +34,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache: EmbeddingCache[int, int] = EmbeddingCache(20)
+        self.cache: LruCache[int, int] = LruCache(20)
         self.order: list[int] = []
         self.sizes: dict[int, int] = {}
         self.pins: dict[int, int] = {}
