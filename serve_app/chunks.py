@@ -78,11 +78,15 @@ class ChunkWriter:
         except RayppError as error:
             if not self._last:
                 raise
-            yield error_event(error)
+            yield self.failure(error)
             return
         if self._with_usage:
             yield self._chunk("", self._usage_of(list(self._last.values())).model_dump_json())
         yield DONE
+
+    def failure(self, error: RayppError) -> str:
+        """Return the event with which an error ends the stream."""
+        return error_event(error)
 
     def _new_in(self, prompt_index: int, output: RequestOutput) -> str:
         """Return the events of what is new in a prompt's outputs."""

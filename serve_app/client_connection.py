@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from raypp.errors import RayppError
+from raypp.openai_api.anthropic_answer import message_error
 from raypp.openai_api.error_bodies import describe_error
 
 T = TypeVar("T")
@@ -80,7 +81,17 @@ def response_error_event(error: RayppError, sequence_number: int) -> str:
     """
     _, body = describe_error(error)
     told = body.error.model_dump(include={"code", "message", "param"})
-    return f"event: error\ndata: {json.dumps({'type': 'error', **told, 'sequence_number': sequence_number})}\n\n"
+    return typed_event({"type": "error", **told, "sequence_number": sequence_number})
+
+
+def message_error_event(error: RayppError) -> str:
+    """Return the event that tells an error and ends a stream of `/v1/messages`."""
+    return typed_event(message_error(*describe_error(error)).model_dump())
+
+
+def typed_event(event: Mapping[str, Any]) -> str:
+    """Return an event that is named by its `type`."""
+    return f"event: {event['type']}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"
 
 
 class EventStream(StreamingResponse):

@@ -13,9 +13,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from raypp.errors import EncoderDiedError, EngineDeadError, QueueFullError, RayppError
+from raypp.openai_api.anthropic_answer import message_error
 from raypp.openai_api.error_bodies import ErrorObject, ErrorResponse, body_error, describe_error, model_not_found
+from raypp.openai_api.request_fields import OpenAIModel
 
 _RETRY_LATER = {"Retry-After": "3"}
 """When to ask again after the engine died: about what a small one takes to be replaced."""
@@ -55,6 +58,26 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
 
 
+class ErrorAnswer(AsciiJSONResponse):
+    """The response that tells an error, in the shape of the API whose path was asked for."""
+
+    def __init__(self, status: int, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(body.model_dump(), status, headers=dict(headers or {}))
+        self._error = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        if is_anthropic(scope["path"]):
+            self.body = self.render(message_error(self.status_code, self._error).model_dump())
+            self.headers["Content-Length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def is_anthropic(path: str) -> bool:
+    """Return whether a path, under whatever prefix, is one of Anthropic's API."""
+    return path.endswith("/v1/messages") or "/v1/messages/" in path
+
+
 def error_response(
     status: int, message: str, *, kind: str, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> AsciiJSONResponse:
@@ -68,7 +91,7 @@ def error_response(
         headers: Further headers.
     """
     error = ErrorObject(message=message, type=kind, code=code)
-    return _response(status, ErrorResponse(error=error), headers)
+    return ErrorAnswer(status, ErrorResponse(error=error), headers)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -96,9 +119,9 @@ _DESCRIPTIONS = {
 }
 
 
-def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def documented(*statuses: int, model: type[OpenAIModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI descriptions of these error statuses, for a route's `responses`."""
-    return {status: {"model": ErrorResponse, "description": _DESCRIPTIONS[status]} for status in statuses}
+    return {status: {"model": model, "description": _DESCRIPTIONS[status]} for status in statuses}
 
 
 def event_stream(data: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -114,7 +137,7 @@ def event_stream(data: dict[str, Any] | None = None) -> dict[str, Any]:
 async def _on_invalid_body(request: Request, error: Exception) -> AsciiJSONResponse:
     assert isinstance(error, RequestValidationError)
     given = {**request.path_params, **request.query_params}  # bodies are checked by JsonRoute
-    return _response(*describe_error(body_error(error.errors(), given)))
+    return ErrorAnswer(*describe_error(body_error(error.errors(), given)))
 
 
 async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONResponse:
@@ -125,12 +148,12 @@ async def _on_raypp_error(request: Request, error: Exception) -> AsciiJSONRespon
 def error_answer(error: RayppError) -> AsciiJSONResponse:
     """Return the response that tells an error."""
     if isinstance(error, QueueFullError):
-        return _response(*describe_error(error), {"Retry-After": str(error.retry_after_s)})
+        return ErrorAnswer(*describe_error(error), {"Retry-After": str(error.retry_after_s)})
     if isinstance(error, BodyTooLargeError):
         return error_response(413, str(error), kind="invalid_request_error", code="body_too_large")
     if isinstance(error, UnknownModelError):
-        return _response(error.status, error.response)
-    return _response(
+        return ErrorAnswer(error.status, error.response)
+    return ErrorAnswer(
         *describe_error(error), _RETRY_LATER if isinstance(error, EngineDeadError | EncoderDiedError) else {}
     )
 
@@ -162,8 +185,4 @@ def _operations(app: FastAPI) -> list[str]:
 
 async def _on_bug(request: Request, error: Exception) -> AsciiJSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return _response(*describe_error(error))
-
-
-def _response(status: int, body: ErrorResponse, headers: Mapping[str, str] | None = None) -> AsciiJSONResponse:
-    return AsciiJSONResponse(body.model_dump(), status, headers=dict(headers or {}))
+    return ErrorAnswer(*describe_error(error))

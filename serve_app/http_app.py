@@ -4,7 +4,7 @@
                      proxy_answers.py    middleware.py                   count, key, size of the body
                                          routes/                         one file per group of routes
                                          runner.py                       admission, prompts merged, metrics
-                                         chunks.py, response_events.py   new outputs as server-sent events
+                                         chunks.py, *_events.py          new outputs as server-sent events
                                          client_connection.py            ends the work when the client leaves
 
 Tests run it on uvicorn, around an engine in threads.
@@ -17,7 +17,7 @@ from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 
 import raypp
 from raypp.api.async_llm import AsyncLLM
@@ -141,7 +141,8 @@ def make_http_app(context: AppContext) -> FastAPI:
         default_response_class=AsciiJSONResponse,
     )
     add_error_handlers(app)
-    guarded = [Depends(HTTPBearer(auto_error=False))] if keys else []  # describes what the middleware checks
+    ways = (HTTPBearer(auto_error=False), APIKeyHeader(name="X-API-Key", auto_error=False))
+    guarded = [Depends(way) for way in ways] if keys else []  # describes what the middleware checks
     for router in (generation_routes(context), token_routes(context), model_routes(context)):
         app.include_router(router, dependencies=guarded)
     app.include_router(status_routes(context))

@@ -36,13 +36,15 @@ class ApiKeys:
         if scope["type"] != "http" or scope["method"] == "OPTIONS" or _path(scope) in self._open_paths:
             await self._app(scope, receive, send)
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._knows(key.strip()):
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [key.strip()] if scheme.lower() == "bearer" else []
+        if any(map(self._knows, [*given, *headers.getlist("x-api-key")])):
             await self._app(scope, receive, send)
             return
         response = error_response(
             401,
-            "no valid API key; expected: the header Authorization: Bearer KEY",
+            "no valid API key; expected: the header Authorization: Bearer KEY, or X-API-Key: KEY",
             kind="invalid_request_error",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},

@@ -26,8 +26,8 @@ MAX_PREFIX_BYTES = 1 << 20
 _LEAST_CHUNK_BYTES = 512
 _CHUNK_SHARE = 16  # a chunk is at least this part of what is before it, so that long prompts have few
 _KEY_BYTES = 8
-_PATHS = ("/chat/completions", "/completions", "/responses")
-_BEGINNING = re.compile(rb'"(?:messages|prompt|input|instructions)"\s*:')
+_PATHS = ("/chat/completions", "/completions", "/responses", "/messages")
+_BEGINNING = re.compile(rb'"(?:messages|prompt|input|instructions|system)"\s*:')
 _SALT_NAME = b'"cache_salt"'
 _SALT = re.compile(_SALT_NAME + rb'\s*:\s*"((?:[^"\\]|\\.)*)"')
 

@@ -11,8 +11,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raypp.errors import EngineDeadError, RayppError
-from serve_app.client_connection import EventStream, error_event, response_error_event
-from serve_app.error_answers import error_answer, unhealthy_answer
+from serve_app.client_connection import EventStream, error_event, message_error_event, response_error_event
+from serve_app.error_answers import error_answer, is_anthropic, unhealthy_answer
 from serve_app.prefix_keys import PrefixKeys
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_app.proxy_answers:middlewares"}
@@ -46,7 +46,7 @@ class ProxyAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, is_response=scope["path"].endswith("/v1/responses"))
+        answer = _Answer(send, scope["path"])
         try:
             async with asyncio.timeout(self._health_timeout_s if _asks_for_health(scope) else None) as limit:
                 answer.limit = limit
@@ -67,24 +67,25 @@ class ProxyAnswers:
 class _Answer:
     """What has been sent of an answer."""
 
-    def __init__(self, send: Send, *, is_response: bool) -> None:
+    def __init__(self, send: Send, path: str) -> None:
         """Nothing has been.
 
         Args:
             send: Sends a message.
-            is_response: Whether it is the answer of `/v1/responses`.
+            path: What was asked for.
         """
         self.limit: asyncio.Timeout | None = None
         self.has_started = False
         self.is_unfinished_stream = False
         self._send = send
-        self._is_response = is_response
+        self._is_response = path.endswith("/v1/responses")
+        self._is_anthropic = is_anthropic(path)
         self._last_numbered = b""  # the last piece of a response's stream that has events
 
     def last_event(self, error: RayppError) -> str:
         """Return the event that tells an error and ends the stream."""
         if not self._is_response:
-            return error_event(error)
+            return message_error_event(error) if self._is_anthropic else error_event(error)
         _, _, number = self._last_numbered.rpartition(_NUMBER)
         return response_error_event(error, int(number.partition(b"}")[0]) + 1 if number else 0)
 

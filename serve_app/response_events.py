@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from typing import Any
 
 from raypp.errors import RayppError
@@ -14,7 +12,7 @@ from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_items import Event, ResponseItems
 from raypp.openai_api.response_object import FaultCode, ResponseFault, ResponseObject
 from raypp.types import CompletionOutput, RequestOutput
-from serve_app.chunks import Outputs
+from serve_app.typed_events import TypedEventWriter
 
 _FINAL = {"completed": "completed", "incomplete": "incomplete", "failed": "failed", "cancelled": "failed"}
 """The event that ends a stream, by the response's status."""
@@ -25,7 +23,7 @@ _CODES: Mapping[str, FaultCode] = {
 """A response's own words for the types of errors."""
 
 
-class ResponseEventWriter:
+class ResponseEventWriter(TypedEventWriter):
     """Writes the events of one response, numbered from 0. The last one holds the response as it is without a stream."""
 
     def __init__(self, head: ResponseHead, prepared: PreparedResponse) -> None:
@@ -35,29 +33,11 @@ class ResponseEventWriter:
             head: The response's name.
             prepared: What the engine was asked for.
         """
+        super().__init__(prepared.chat.make_parser())
         self._head = head
         self._prepared = prepared
-        self._parser = prepared.chat.make_parser()
         self._items = ResponseItems()
-        self._num_events = 0
-        self._num_chars = 0
         self._num_tokens = 0  # whose log-probabilities were told
-
-    async def events(self, outputs: Outputs) -> AsyncGenerator[str, None]:
-        """Yield the whole stream. An error on the way is told in the stream and ends it.
-
-        Raises:
-            RayppError: before anything was yielded.
-        """
-        try:
-            async with aclosing(outputs):
-                async for _, output in outputs:
-                    if events := self._new_in(output):
-                        yield events
-        except RayppError as error:
-            if not self._num_events:
-                raise
-            yield self.failure(error)
 
     def failure(self, error: RayppError) -> str:
         """Return the events with which an error ends the stream."""
@@ -68,15 +48,12 @@ class ResponseEventWriter:
         return begin + ended + self._final(self._prepared.failed(self._head, self._items, fault))
 
     def _new_in(self, output: RequestOutput) -> str:
-        """Return the events of what is new in the output."""
         [completion] = output.outputs
-        is_last = completion.finish_reason is not None
-        delta = self._parser.feed(completion.text[self._num_chars :], is_last=is_last)
-        self._num_chars = len(completion.text)
+        delta = self._read(completion)
         events = "" if self._num_events else self._begin()
         if delta:
             events += self._written(self._items.add(delta, self._logprobs(completion) if delta.content else []))
-        if is_last:
+        if completion.finish_reason is not None:
             is_complete = completion.finish_reason == "stop"
             events += self._written(self._items.end(is_complete=is_complete, logprobs=self._logprobs(completion)))
             events += self._final(self._prepared.ended(self._head, self._items, output))
@@ -95,10 +72,5 @@ class ResponseEventWriter:
     def _final(self, response: ResponseObject) -> str:
         return self._written([{"type": f"response.{_FINAL[response.status]}", "response": response.model_dump()}])
 
-    def _written(self, events: Iterable[Event]) -> str:
-        return "".join(map(self._event, events))
-
-    def _event(self, event: dict[str, Any]) -> str:
-        numbered = {**event, "sequence_number": self._num_events}
-        self._num_events += 1
-        return f"event: {event['type']}\ndata: {json.dumps(numbered, separators=(',', ':'))}\n\n"
+    def _event(self, event: Event) -> str:
+        return super()._event({**event, "sequence_number": self._num_events})

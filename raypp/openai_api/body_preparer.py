@@ -17,6 +17,8 @@ from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
+from raypp.openai_api.anthropic_answer import PreparedMessage
+from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
@@ -174,11 +176,30 @@ class BodyPreparer:
             RequestError: it cannot be run. What only the engine can tell is told when it is run.
         """
         self._warn_of_ignored(request)
-        num_items = len(request.input)  # or characters, of a single text
-        chat = await _beside_if_long(num_items, request.chat)
+        chat = await _beside_if_long(len(request.input), request.chat)  # items, or characters of a single text
         with chat.naming():
-            prepared = await self._chat(chat.request)
-        return PreparedResponse(request, prepared)
+            return PreparedResponse(request, await self._chat(chat.request))
+
+    async def message(self, request: MessagesRequest) -> PreparedMessage:
+        """Return what a body of `/v1/messages` becomes: likewise.
+
+        Raises:
+            RequestError: it cannot be run. What only the engine can tell is told when it is run.
+        """
+        self._warn_of_ignored(request)
+        chat = await _beside_if_long(len(request.messages), request.chat)
+        with chat.naming():
+            return PreparedMessage(await self._chat(chat.request))
+
+    async def num_message_tokens(self, request: MessagesFields) -> int:
+        """Return how many tokens the prompt of a body of `/v1/messages` has.
+
+        Raises:
+            RequestError, QueueFullError: as of `conversation`.
+        """
+        chat = await _beside_if_long(len(request.messages), request.chat)
+        with chat.naming():
+            return len((await self.conversation(chat.request)).token_ids)
 
     def _warn_of_ignored(self, request: RequestFields) -> None:
         """Say once of each field that it has no effect: clients send it with every request."""

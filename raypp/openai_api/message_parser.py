@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from raypp.openai_api.call_arguments import ArgumentsReader
 from raypp.openai_api.call_text import HEAD, JsonCall, after_brace, may_be_call
@@ -44,6 +44,19 @@ class MessageDelta:
 
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
+
+    def in_order(self) -> Iterator[tuple[Literal["reasoning", "content"], str] | CallDelta]:
+        """Yield what is new in the order in which the model wrote it: texts with their kind, and calls."""
+        if self.reasoning:
+            yield "reasoning", self.reasoning
+        num_told = 0
+        for call in self.calls:
+            if before := self.content[num_told : call.num_chars_before]:
+                yield "content", before
+                num_told = call.num_chars_before
+            yield call
+        if rest := self.content[num_told:]:
+            yield "content", rest
 
     def plain(self, *, as_function_call: bool = False) -> dict[str, Any]:
         """Return it in OpenAI's shape, without what is empty.

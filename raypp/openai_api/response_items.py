@@ -41,16 +41,14 @@ class ResponseItems:
             delta: What is new.
             logprobs: Of the tokens that came with it, in OpenAI's shape; they go with its first text.
         """
-        if delta.reasoning:
-            yield from self._add_text("reasoning", delta.reasoning)
-        num_told = 0
-        for call in delta.calls:
-            if before := delta.content[num_told : call.num_chars_before]:
-                yield from self._add_text("message", before, logprobs)
-                num_told, logprobs = call.num_chars_before, ()
-            yield from self._add_call(call)
-        if rest := delta.content[num_told:]:
-            yield from self._add_text("message", rest, logprobs)
+        for piece in delta.in_order():
+            if isinstance(piece, CallDelta):
+                yield from self._add_call(piece)
+            elif piece[0] == "reasoning":
+                yield from self._add_text("reasoning", piece[1])
+            else:
+                yield from self._add_text("message", piece[1], logprobs)
+                logprobs = ()
 
     def end(self, *, is_complete: bool, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Event]:
         """End the last item, and yield the events that tell of it.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest, ResponseFormat
+from raypp.openai_api.derived_chat import DerivedChat
 from raypp.openai_api.request_fields import Entries, Integer, LenientModel, RequestFields, RequestModel
 from raypp.openai_api.response_input import InputItem, chat_messages
-from raypp.openai_api.tools import FunctionDefinition, FunctionName, NamedToolChoice, Tool
+from raypp.openai_api.tools import FunctionDefinition, FunctionName, NamedToolChoice, Tool, ToolName
 
 Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
 """A field that is known, and refused with a word on what to do instead."""
@@ -49,7 +46,7 @@ class ResponseTool(LenientModel):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments, an object; by default none."""
@@ -212,7 +209,7 @@ class ResponseRequest(RequestFields):
         """Whether log-probabilities are asked for."""
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
-    def chat(self) -> ResponseChat:
+    def chat(self) -> DerivedChat:
         """Return the chat that this asks for.
 
         Raises:
@@ -239,7 +236,7 @@ class ResponseRequest(RequestFields):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
-        return ResponseChat(request, origins)
+        return DerivedChat(request, origins, _CHAT_PARAMS)
 
     def _response_format(self) -> ResponseFormat | None:
         wanted = self.text_format
@@ -252,27 +249,3 @@ class ResponseRequest(RequestFields):
                 param="text.format",
             )
         return ResponseFormat(type="json_schema", json_schema={"schema": wanted.schema_})
-
-
-@dataclass(frozen=True)
-class ResponseChat:
-    """The chat that a body of `/v1/responses` asks for."""
-
-    request: ChatRequest
-    origins: Sequence[str]
-    """The field that each of its messages comes from."""
-
-    @contextmanager
-    def naming(self) -> Iterator[None]:
-        """Let errors about the chat name the fields of the body that it was made of."""
-        try:
-            yield
-        except RequestError as error:
-            if error.param is not None:
-                error.param = self._own_param(error.param)
-            raise
-
-    def _own_param(self, param: str) -> str:
-        if message := re.match(r"messages\[(\d+)\]", param):
-            return self.origins[int(message[1])]
-        return _CHAT_PARAMS.get(param, param)

@@ -18,10 +18,13 @@ _OF_FURTHER_NAMES = ("patternProperties", "propertyNames", "additionalProperties
 _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
 
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
 class FunctionDefinition(LenientModel):
     """A function."""
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments, an object; by default none."""

@@ -17,7 +17,17 @@ RECORDINGS = Path(__file__).parent / "recordings"
 ENGINE = {"max_model_len": 4096, "kv_cache_bytes": 1 << 25}
 """Of the app that clients are recorded against and replayed to: conversations with tools are long."""
 
-_KEPT_HEADERS = ("content-type", "content-encoding", "accept", "openai-beta", "idempotency-key", "x-request-id")
+_KEPT_HEADERS = (
+    "content-type",
+    "content-encoding",
+    "accept",
+    "openai-beta",
+    "anthropic-version",
+    "anthropic-beta",
+    "idempotency-key",
+    "x-request-id",
+)
+_LAST_EVENTS = ("response.completed", "response.incomplete", "message_stop")
 _MAPS = ".logprobs.top_logprobs[]"  # of /v1/completions: its keys are tokens
 
 Shape = dict[str, str]
@@ -74,7 +84,7 @@ def answer_values(content_type: str, text: str) -> list[Any]:
     """Return the JSON of an answer: one value, or those of a stream's events.
 
     Raises:
-        ValueError: it is no JSON, or a stream that ends neither with `[DONE]` nor with a whole response.
+        ValueError: it is no JSON, or a stream that ends neither with `[DONE]` nor with a whole response or message.
     """
     if content_type != "text/event-stream":
         return [json.loads(text)]
@@ -83,7 +93,7 @@ def answer_values(content_type: str, text: str) -> list[Any]:
     if data and data[-1] == "[DONE]":
         return [json.loads(value) for value in data[:-1]]
     values = [json.loads(value) for value in data]
-    if not values or values[-1].get("type") not in ("response.completed", "response.incomplete"):
+    if not values or values[-1].get("type") not in _LAST_EVENTS:
         raise ValueError(f"a stream ends with {data[-1:]}, not with [DONE] or a whole response")
     return values
 

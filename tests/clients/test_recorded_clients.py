@@ -84,6 +84,8 @@ def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
             _check_forms(body, content, calls)
     if response.is_success and exchange["path"].endswith("/responses"):
         _check_response_forms(body, values[-1].get("response", values[-1]))
+    if response.is_success and exchange["path"].endswith("/messages"):
+        _check_message_forms(body, values)
     return missing(recorded["shape"], shape_of(values))
 
 
@@ -126,3 +128,20 @@ def _check_response_forms(body: dict[str, Any], response: dict[str, Any]) -> Non
         parameters = {tool["name"]: tool["parameters"] for tool in body["tools"]}
         for name, arguments in calls:
             jsonschema.validate(json.loads(arguments), parameters[name])
+
+
+def _check_message_forms(body: dict[str, Any], values: list[Any]) -> None:
+    """Check the same of a message, whole or streamed."""
+    blocks = values[0].get("content", [])
+    texts = "".join(block["text"] for block in blocks if block["type"] == "text")
+    calls = [block["input"] for block in blocks if block["type"] == "tool_use"]
+    if body.get("stream"):
+        parts = [value["delta"] for value in values if value["type"] == "content_block_delta"]
+        inputs = "".join(part.get("partial_json", "") for part in parts)
+        calls = [json.loads(inputs)] if inputs else []
+    wanted = (body.get("output_config") or {}).get("format")
+    if wanted is not None:
+        jsonschema.validate(json.loads(texts), wanted["schema"])
+    if (body.get("tool_choice") or {}).get("type") in ("any", "tool"):
+        [call] = calls
+        jsonschema.validate(call, body["tools"][0]["input_schema"])

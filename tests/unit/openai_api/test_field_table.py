@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raypp.errors import RequestError
+from raypp.openai_api.anthropic_request import IGNORED_BY_MESSAGES, MessagesRequest
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
@@ -79,28 +81,35 @@ def test_the_table_says_what_the_shapes_say() -> None:
     assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
 
 
-def responses_table() -> list[str]:
-    """Return the lines for `/v1/responses`: its own fields, and those that say something else there."""
+def own_table(shape: type[RequestFields], of: str, ignored: Sequence[str], refused: Sequence[str] = ()) -> list[str]:
+    """Return the lines for a route that asks for a chat: its own fields, and those that say something else there."""
     shared = fields_of(RequestFields)
-    rows = [(name, text) for name, text in fields_of(ResponseRequest).items() if shared.get(name) != text]
-    states = dict.fromkeys(IGNORED_BY_RESPONSES, "ignored, with a warning") | dict.fromkeys(UNSUPPORTED, "refused")
+    rows = [(name, text) for name, text in fields_of(shape).items() if shared.get(name) != text]
+    states = dict.fromkeys(ignored, "ignored, with a warning") | dict.fromkeys(refused, "refused")
     lines = [f"| `{name}` | {states.get(name, 'taken')} | {text} |" for name, text in rows]
     order = ["taken", "ignored, with a warning", "refused"]
     lines.sort(key=lambda line: order.index(line.split(" | ")[1]))
-    return ["| field of responses | | |", "|---|---|---|", *lines]
+    return [f"| field of {of} | | |", "|---|---|---|", *lines]
 
 
-def test_the_table_of_responses_says_what_the_shape_says() -> None:
-    expected = responses_table()
-    there = re.search(r"^\| field of responses .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
-    assert there is not None
+@pytest.mark.parametrize(
+    ("of", "expected"),
+    [
+        ("responses", own_table(ResponseRequest, "responses", IGNORED_BY_RESPONSES, [*UNSUPPORTED])),
+        ("messages", own_table(MessagesRequest, "messages", [*IGNORED, *IGNORED_BY_MESSAGES])),
+    ],
+)
+def test_the_table_of_a_route_says_what_its_shape_says(of: str, expected: list[str]) -> None:
+    there = re.search(rf"^\| field of {of} .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
+    assert there is not None, "docs/serving.md should have:\n" + "\n".join(expected)
     assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
 
 
-def test_responses_have_the_fields_of_both_but_for_those_that_the_text_names() -> None:
+@pytest.mark.parametrize("shape", [ResponseRequest, MessagesRequest])
+def test_other_routes_have_the_fields_of_both_but_for_those_that_the_text_names(shape: type[RequestFields]) -> None:
     both = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys() - {"max_tokens", "logprobs"}
-    lacking = sorted(both - ResponseRequest.model_fields.keys())
-    assert f"but for {', '.join(f'`{name}`' for name in lacking)}" in SERVING.read_text()
+    lacking = sorted(both - fields_of(shape).keys())
+    assert f"but for {', '.join(f'`{name}`' for name in lacking)}. Beside" in SERVING.read_text()
 
 
 def test_fields_of_responses_that_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:

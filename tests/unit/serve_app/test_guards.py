@@ -47,13 +47,27 @@ def test_every_key_opens(door: httpx.Client, key: str) -> None:
     assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(("key", "status"), [("second", 200), ("wrong", 401), ("", 401)])
+def test_a_key_may_come_as_anthropics_clients_send_it(door: httpx.Client, key: str, status: int) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    answer = door.post("/v1/messages", json=body, headers={"X-API-Key": key})
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["type"] == "authentication_error"
+    answer = door.post("/v1/messages", json={**body, "system": "x" * 5000}, headers={"X-API-Key": "first"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (413, "request_too_large")
+
+
 def test_monitors_and_the_page_need_none(door: httpx.Client) -> None:
     assert {door.get(path).status_code for path in OPEN_PATHS} == {200}
 
 
 def test_the_description_says_that_keys_are_needed(door: httpx.Client) -> None:
     description = door.get("/openapi.json").json()
-    assert description["paths"]["/v1/completions"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert description["paths"]["/v1/completions"]["post"]["security"] == [
+        {"HTTPBearer": []},
+        {"APIKeyHeader": []},
+    ]
 
 
 @pytest.mark.parametrize("announced", [True, False])

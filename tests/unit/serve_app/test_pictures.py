@@ -74,6 +74,21 @@ def test_a_response_sees_the_picture_that_a_chat_sees(http: httpx.Client) -> Non
     assert (broken.status_code, broken.json()["error"]["param"]) == (400, "input")
 
 
+def test_a_message_sees_the_picture_that_a_chat_sees(http: httpx.Client) -> None:
+    def ask_for_message(data: bytes) -> httpx.Response:
+        source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+        messages = [{"role": "user", "content": [{"type": "image", "source": source}, TEXT]}]
+        return http.post("/v1/messages", json={"messages": messages, **GREEDY})
+
+    message, chat = ask_for_message(picture()).json(), ask(http, part(picture())).json()
+    assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    broken = ask_for_message(b"no image")
+    assert broken.status_code == 400
+    assert broken.json()["error"]["message"].startswith("messages: ")
+
+
 def test_the_model_says_that_it_takes_images_and_counts_their_tokens(http: httpx.Client) -> None:
     assert http.get("/v1/models").json()["data"][0]["takes_images"] is True
     messages = [{"role": "user", "content": [part(picture()), TEXT]}]

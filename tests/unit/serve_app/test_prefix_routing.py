@@ -203,6 +203,9 @@ def test_the_middleware_names_prompts_and_changes_nothing(router: object) -> Non
     assert Proxy().ask(piece(body)) == prefix_keys(body)
     assert Proxy().ask(piece(body[:1000], more=True), piece(body[1000:], more=True), piece(b"")) == prefix_keys(body)
     assert Proxy().ask(piece(body), path="/second/v1/responses") == prefix_keys(body)
+    with_system = b'{"max_tokens": 5, "system": "You help.", ' + body[1:]
+    keys = Proxy().ask(piece(with_system), path="/v1/messages")
+    assert keys == prefix_keys(with_system[with_system.index(b'"system"') :]), "the system's message is part of it"
     assert Proxy().ask(piece(body[:3000], more=True)) == prefix_keys(body[:3000]), "the client left"
     assert Proxy().ask() == ()
 

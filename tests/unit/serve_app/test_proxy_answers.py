@@ -139,6 +139,18 @@ def test_a_cut_stream_of_a_response_ends_with_an_event_of_its_own_form(bodies: l
     ResponseErrorEvent.model_validate({**event, "message": ""}, strict=True)
 
 
+def test_a_cut_stream_of_a_message_ends_with_an_event_of_its_own_form() -> None:
+    begun = [start("text/event-stream; charset=utf-8"), piece(b"event: message_start\ndata: {}\n\n", more=True)]
+    *_, last = ask(proxy(*begun), "/second/v1/messages", "POST")
+    name, data = last["body"].decode().removesuffix("\n\n").split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert (name, event["type"], event["error"]["type"]) == ("event: error", "error", "overloaded_error")
+    head, body = ask(proxy(), "/second/v1/messages", "POST")
+    assert head["status"] == 503
+    assert dict(head["headers"])[b"content-length"] == str(len(body["body"])).encode()
+    assert json.loads(body["body"]) == event
+
+
 @pytest.mark.parametrize(
     "messages",
     [
