@@ -38,13 +38,8 @@ def choose_kernels(
     elif device.type == "cuda" and _has_triton():
         from raypp.ops.cuda.cuda_kernels import CudaKernels
 
-        return CudaKernels(
-            device,
-            dtype,
-            block_size=block_size,
-            max_query_len=max_query_len,
-            num_ring_entries=num_ring_entries,
-        )
+        sizes = {"block_size": block_size, "max_query_len": max_query_len, "num_ring_entries": num_ring_entries}
+        return CudaKernels(device, dtype, **sizes)
     return TorchKernels(dtype, packs_weights=not for_compiler)
 
 

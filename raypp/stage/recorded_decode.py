@@ -25,7 +25,7 @@ from raypp.ops.row_inputs import NewEntries
 from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import Needs
 from raypp.stage.feedback import FedBack
-from raypp.stage.recorded_buffers import SlotReader, SlotWriter, UploadRing
+from raypp.stage.recorded_buffers import MessageSlots, UploadRing
 from raypp.stage.recorded_drafts import RecordedDrafts
 from raypp.stage.request_rows import NextInputs
 from raypp.stage.schemas import StageSchemas
@@ -91,10 +91,11 @@ class RecordedDecode:
         self._uploads = UploadRing(spec.num_ring_entries, _NUM_SLOTS + _COLUMNS * spec.max_step_rows, device)
         # What the step reads: the message of the stage before; on the first stage a feedback message.
         self._input = torch.zeros(links.entering.slots.shape[1], dtype=torch.uint8, device=device)
-        self._entering = SlotReader(links.entering.slots, self._input, *self._uploads.values[:2].split(1))
+        self._entering = MessageSlots(links.entering.slots, self._input, self._uploads.values[:1])
+        self._has_entered = self._uploads.values[1:2]
         # What it writes: the message to the next stage; on the last stage the feedback.
         self._output = torch.zeros(links.leaving.slots.shape[1], dtype=torch.uint8, device=device)
-        self._leaving = SlotWriter(links.leaving.slots, self._output, self._uploads.values[2:3])
+        self._leaving = MessageSlots(links.leaving.slots, self._output, self._uploads.values[2:3])
         self._logits: torch.Tensor | None = None
         self.has_recorded_choice = True
         """Whether the last choice of tokens was a recording."""
@@ -232,7 +233,7 @@ class RecordedDecode:
         columns = self._uploads.values[_NUM_SLOTS : _NUM_SLOTS + _COLUMNS * bucket].chunk(_COLUMNS)
         _, entry_rows, entry_positions, entry_blocks, _ = columns
         if self._next_inputs is not None:
-            self._entering.read(self._schemas.feedback.num_bytes(bucket, bucket))
+            self._entering.read(self._schemas.feedback.num_bytes(bucket, bucket), self._has_entered)
             feedback = self._schemas.feedback.views(self._input, bucket, bucket)
             self._next_inputs.apply_feedback(self._fed_back[bucket], feedback)
             entering: Mapping[str, torch.Tensor] = {}
@@ -240,7 +241,7 @@ class RecordedDecode:
             hidden = self._model.embed(self._next_inputs.decode_input_ids(shape))
         else:
             schema = self._schemas.forward[spec.stage_index - 1]
-            self._entering.read(schema.num_bytes(bucket, shape.num_tokens))
+            self._entering.read(schema.num_bytes(bucket, shape.num_tokens), self._has_entered)
             entering = schema.views(self._input, bucket, shape.num_tokens)
             num_computed_tokens, hidden = entering["num_computed_tokens"], entering["hidden_states"]
         entries = NewEntries(entry_rows, entry_positions, entry_blocks)
@@ -270,7 +271,7 @@ class RecordedDecode:
 
         caches = {"KV cache": self._kv_caches}
         return Watched(
-            reads=({"output": self._output}, self._uploads, *self._body.tables, caches),
+            reads=({"output": self._output}, self._uploads, self._body.block_tables, self._body.item_rows, caches),
             changes=({"input": self._input}, self._next_inputs),
             yields=yields,
         )

@@ -10,11 +10,9 @@ do not feel each other.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from raypp.ops.device_kernels import choose_token_choice
 from raypp.ops.row_tokens import NewTokens, RowTokens
@@ -60,10 +58,6 @@ class Sampler:
         """Have all tables from now on, in full: recordings read them."""
         self.rows.reserve()
         self.history.reserve()
-
-    def needs(self, rows_np: NDArray[np.integer[Any]]) -> Needs:
-        """Return what a step with these rows needs."""
-        return self.rows.needs(rows_np)
 
     def choose(
         self,

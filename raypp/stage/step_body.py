@@ -62,14 +62,9 @@ class StepBody:
     ) -> None:
         self._spec = spec
         self._model = model
-        self._block_tables = block_tables
-        self._item_rows = item_rows
+        self.block_tables = block_tables
+        self.item_rows = item_rows
         self._aux_states = aux_states
-
-    @property
-    def tables(self) -> tuple[BlockTables, ItemRows | None]:
-        """What it reads of rows, at addresses that never change."""
-        return self._block_tables, self._item_rows
 
     def inputs(
         self,
@@ -88,10 +83,10 @@ class StepBody:
             received: The message of the stage before; empty on the first stage.
             plan: The step's; None in a recording, whose rows all decode.
         """
-        of_rows = self._block_tables.inputs(entries, shape, num_computed_tokens)
+        of_rows = self.block_tables.inputs(entries, shape, num_computed_tokens)
         rope_positions = of_rows.positions
-        if self._item_rows is not None:
-            rope_positions = self._item_rows.rope_positions(shape, plan, of_rows.positions)
+        if self.item_rows is not None:
+            rope_positions = self.item_rows.rope_positions(shape, plan, of_rows.positions)
         seq_lens = None if plan is None else plan.num_computed_tokens + plan.num_scheduled_tokens
         prefill_seq_lens: list[int] = [] if seq_lens is None else seq_lens[shape.num_decode_rows :].tolist()
         attention = AttentionBatch(

@@ -141,7 +141,7 @@ class StepEnd:
         """Return what a step's rows ask for; of steps that repeat, found out once."""
         needs = self._needs.get(shape)
         if needs is None:
-            needs = self.sampler.needs(shape.logits_rows_np)
+            needs = self.sampler.rows.needs(shape.logits_rows_np)
             if shape.num_decode_rows == shape.num_rows:
                 if len(self._needs) >= _MAX_KEPT:
                     self._needs.clear()

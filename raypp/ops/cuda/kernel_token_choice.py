@@ -12,7 +12,6 @@ from raypp.ops.cuda.verify_kernels import hold
 from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.draw_sizes import MAX_CHANGED_POSITIONS
 from raypp.ops.sample.logprobs import TopLogprobs
-from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import AdjustedLogits, Asked
 from raypp.ops.sample.token_history import TokenHistory
 
@@ -44,9 +43,7 @@ class KernelTokenChoice(TokenChooser):
         """Write tokens to the history of rows that need it."""
         remember(tokens, needs, history, self._device, counts=counts)
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
-        """Let each row keep at most as many tokens as it has masks for."""
-        return hold(tokens, masks, last)
+    hold = staticmethod(hold)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

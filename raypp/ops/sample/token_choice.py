@@ -87,9 +87,7 @@ class TorchTokenChoice:
         """Write tokens to the history of all rows."""
         history.remember(tokens, counts=counts)
 
-    def hold(self, tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.Tensor:
-        """Let each row keep at most as many tokens as it has masks for."""
-        return hold(tokens, masks, last)
+    hold = staticmethod(hold)
 
     def report(
         self, logits: torch.Tensor, rows: torch.Tensor, chosen: torch.Tensor, num_reported: torch.Tensor

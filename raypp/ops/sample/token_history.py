@@ -37,11 +37,6 @@ class TokenHistory:
         self._in_prompt: torch.Tensor | None = None  # [num_rows, V] bool
 
     @property
-    def has_counts(self) -> bool:
-        """Whether any row ever needed counts."""
-        return self._counts is not None
-
-    @property
     def output_counts(self) -> torch.Tensor:
         """How often each token was generated, int32 [num_rows, V]."""
         return self._count_tables()[0]

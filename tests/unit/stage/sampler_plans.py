@@ -78,7 +78,7 @@ def choose(
     needs: Needs | None = None,
 ) -> list[int]:
     """Return the chosen tokens."""
-    needs = sampler.needs(np.array(rows)) if needs is None else needs
+    needs = sampler.rows.needs(np.array(rows)) if needs is None else needs
     on_device = (torch.tensor(values, device=logits.device) for values in (rows, positions))
     return sampler.choose(logits, *on_device, needs).tolist()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raypp.stage.recorded_buffers import SlotReader, SlotWriter
+from raypp.stage.recorded_buffers import MessageSlots
 
 
 def _slots(num_slots: int, stride: int, slot_bytes: int) -> torch.Tensor:
@@ -16,17 +16,17 @@ def _slots(num_slots: int, stride: int, slot_bytes: int) -> torch.Tensor:
 def test_the_slot_is_read_that_the_index_says():
     slots, buffer = _slots(3, 64, 48), torch.full((48,), 9, dtype=torch.uint8)
     index, is_there = torch.tensor([0]), torch.tensor([1])
-    reader = SlotReader(slots, buffer, index, is_there)
+    reader = MessageSlots(slots, buffer, index)
     for slot in (2, 0, 1):
         index.fill_(slot)
-        reader.read(32)
+        reader.read(32, is_there)
         assert torch.equal(buffer[:32], slots[slot, :32])
         assert (buffer[32:] == 9).all(), "more than the message was written"
 
 
 def test_no_message_reads_as_zeros():
     slots, buffer = _slots(2, 32, 32), torch.full((32,), 9, dtype=torch.uint8)
-    SlotReader(slots, buffer, torch.tensor([1]), torch.tensor([0])).read(16)
+    MessageSlots(slots, buffer, torch.tensor([1])).read(16, torch.tensor([0]))
     assert not buffer[:16].any()
     assert (buffer[16:] == 9).all()
 
@@ -34,7 +34,7 @@ def test_no_message_reads_as_zeros():
 def test_only_the_slot_is_written():
     slots, buffer, index = _slots(3, 64, 48), torch.arange(100, 148, dtype=torch.uint8), torch.tensor([1])
     before = slots.clone()
-    writer = SlotWriter(slots, buffer, index)
+    writer = MessageSlots(slots, buffer, index)
     assert writer.num_slots == 3
     writer.write(40)
     assert torch.equal(slots[1, :40], buffer[:40])

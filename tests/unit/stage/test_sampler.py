@@ -112,7 +112,7 @@ def test_rows_with_any_parameters_share_steps(device, some_requests, seed, num_s
     # Previous owners of the rows must leave nothing behind.
     start(sampler, some_requests[::-1], rows)
     start(sampler, some_requests, rows)
-    needs = sampler.needs(np.array(rows))
+    needs = sampler.rows.needs(np.array(rows))
     for _ in range(num_steps):
         logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator).to(device) * 2
         given_logits, positions = logits.clone(), lengths(some_requests)
@@ -145,7 +145,7 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
     sampler = sampler_of(spec(max_drafts=num_drafts), torch.device(device))
     rows = rng.sample(range(8), len(some_requests))
     start(sampler, some_requests, rows)
-    needs = sampler.needs(np.array(rows))
+    needs = sampler.rows.needs(np.array(rows))
     width = 1 + num_drafts
     flat_rows = [row for row in rows for _ in range(width)]
     for _ in range(4):
@@ -172,17 +172,17 @@ def test_drafts_count_for_the_positions_after_them_alone(device, some_requests, 
 def test_counts_are_not_kept_before_somebody_needs_them():
     sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(temperature=0.5, top_k=3), 0)], [0])
-    assert not sampler.history.has_counts
-    assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
+    assert sampler.history._counts is None
+    assert sampler.rows.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE
     start(sampler, [Request("r", np.array([1, 2], np.int32), SamplingParams(presence_penalty=0.5), 0)], [1])
-    assert sampler.history.has_counts
-    assert sampler.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE, "the neighbours' needs are not its own"
+    assert sampler.history._counts is not None
+    assert sampler.rows.needs(np.array([0])) == Needs.DRAW | Needs.TRUNCATE, "the neighbours' needs are not its own"
 
 
 def test_greedy_rows_need_nothing():
     sampler = sampler_of(spec(), CPU)
     start(sampler, [Request("r", np.array([1], np.int32), SamplingParams(temperature=0.0, top_k=3, top_p=0.5), 0)], [0])
-    assert sampler.needs(np.array([0])) == Needs.GREEDY
+    assert sampler.rows.needs(np.array([0])) == Needs.GREEDY
     extras = StartingRows(start_plan([Request("r", np.array([1], np.int32), SamplingParams(), 0)], [0]), CPU).extras
     assert extras is None
 
@@ -206,7 +206,7 @@ def test_a_long_bad_word_is_found_across_prompt_and_output():
     )
     sampler = sampler_of(spec(), CPU)
     start(sampler, [request], [2])
-    needs = sampler.needs(np.array([2]))
+    needs = sampler.rows.needs(np.array([2]))
     for position in range(60, 64):
         logits = torch.zeros(1, VOCAB_SIZE)
         logits[0, position], logits[0, 68] = 2.0, 1.0
@@ -232,7 +232,7 @@ def test_a_step_never_waits_for_the_device():
         Request("r", np.array([1, 2], np.int32), everything, row, bad_word_token_ids=((1, 2),)) for row in rows
     ]
     start(sampler, some_requests, rows)
-    needs = sampler.needs(np.array(rows))
+    needs = sampler.rows.needs(np.array(rows))
     assert needs == EVERYTHING
     on_device, positions = torch.tensor(rows, device="cuda"), torch.full((64,), 2, device="cuda")
     logits, drafts = torch.randn(64, VOCAB_SIZE, device="cuda"), torch.ones(64, 3, dtype=torch.int64, device="cuda")
