@@ -15,11 +15,11 @@ from typing import Any
 from raypp.grammar.schema_check import cannot_be_enforced
 from raypp.grammar.schema_complements import Complements
 from raypp.grammar.schema_keywords import (
-    KNOWN,
     OF_ARRAYS,
     OF_NUMBERS,
     OF_OBJECTS,
     OF_STRINGS,
+    check_keywords,
     count_of,
     distinct,
     map_of,
@@ -159,8 +159,7 @@ class Alternatives:
     # What meets a schema.
 
     def _met(self, schema: dict[str, Any], path: str, wide: bool) -> Shapes:
-        if unknown := sorted(schema.keys() - KNOWN):
-            raise cannot_be_enforced(path, unknown[0])
+        check_keywords(schema, path)
         parts = [self._plain(schema, path, wide)]
         named = [self.references.target(schema, name) for name in ("$ref", "$dynamicRef") if name in schema]
         parts += [self.of(self.terms(part), wide=wide) for part in named]

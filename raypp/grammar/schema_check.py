@@ -27,12 +27,12 @@ from raypp.grammar.schema_values import are_disjoint, followed, is_of_type, is_w
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_NODES = 20_000
 
-NOTES = frozenset(
+_NOTES = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "nullable", "strict"}
     | {"$schema", "$id", "$comment", "$defs", "definitions", "discriminator", "format"}
     | {"contentEncoding", "contentMediaType", "contentSchema"}
+    | {"enumNames", "enumDescriptions", "example", "externalDocs", "markdownDescription", "propertyOrdering", "xml"}
 )
-"""Nothing that a text can offend against. `format` is a note by the standard, too; xgrammar follows most of them."""
 _NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
 _BY_TYPE = {
     "object": frozenset(
@@ -87,8 +87,16 @@ def enforceable(schema: Any) -> Any:
     return schema
 
 
+def is_note(keyword: str) -> bool:
+    """Return whether no text can offend against a keyword: it describes, or is an extension, `x-...`, of some tool.
+
+    `format` is a note by the standard, too; xgrammar follows most of them.
+    """
+    return keyword in _NOTES or keyword.startswith("x-")
+
+
 def _check_node(path: str, node: dict[str, Any], schema: Any) -> None:
-    keywords = node.keys() - NOTES
+    keywords = {keyword for keyword in node if not is_note(keyword)}
     for choice in _CHOICES:
         if choice in node:
             if beside := keywords - {choice, "type"}:

@@ -7,10 +7,10 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from raypp.errors import RequestError
-from raypp.grammar.schema_check import NOTES, cannot_be_enforced
+from raypp.grammar.schema_check import cannot_be_enforced, is_note
 from raypp.grammar.schema_keywords import (
-    KNOWN,
     OF_NUMBERS,
+    check_keywords,
     count_of,
     distinct,
     fraction_of,
@@ -74,11 +74,10 @@ class Complements:
         Raises:
             RequestError: names a keyword whose complement cannot be said.
         """
-        if unknown := sorted(schema.keys() - KNOWN):
-            raise cannot_be_enforced(path, unknown[0])
+        check_keywords(schema, path)
         shapes = list[Shape]()
         for keyword in schema:
-            if keyword in NOTES or keyword in ("then", "else", "minContains", "maxContains"):
+            if is_note(keyword) or keyword in ("then", "else", "minContains", "maxContains"):
                 continue
             try:
                 shapes += self._breaking(keyword, schema, path, wide)

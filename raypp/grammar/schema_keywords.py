@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from raypp.grammar.json_pattern import UnsupportedPatternError, text_pattern
-from raypp.grammar.schema_check import NOTES, cannot_be_enforced
+from raypp.grammar.schema_check import cannot_be_enforced, is_note
 from raypp.grammar.schema_references import malformed
 from raypp.grammar.schema_shapes import (
     EVERYTHING,
@@ -40,11 +40,18 @@ OF_NUMBERS = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaxi
 _ANY_TYPE = frozenset(
     {"type", "enum", "const", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef"}
 )
-KNOWN = (
-    NOTES | OF_OBJECTS | OF_ARRAYS | OF_STRINGS | OF_NUMBERS | _ANY_TYPE | {"$anchor", "$dynamicAnchor", "$vocabulary"}
-)
-"""All that is understood."""
+_KNOWN = OF_OBJECTS | OF_ARRAYS | OF_STRINGS | OF_NUMBERS | _ANY_TYPE | {"$anchor", "$dynamicAnchor", "$vocabulary"}
 _NO_OBJECTS = tuple(shape for shape in EVERYTHING if not isinstance(shape, Object))
+
+
+def check_keywords(schema: Mapping[str, Any], path: str) -> None:
+    """Check that every keyword is understood, or binds nothing.
+
+    Raises:
+        RequestError: names one that is not.
+    """
+    if unknown := sorted(keyword for keyword in schema if keyword not in _KNOWN and not is_note(keyword)):
+        raise cannot_be_enforced(path, unknown[0])
 
 
 def some(shapes: Iterable[Shape | None]) -> list[Shape]:

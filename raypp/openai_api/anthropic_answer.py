@@ -13,13 +13,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from pydantic_core import from_json
 
-from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.error_bodies import ErrorResponse
 from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
 from raypp.openai_api.message_parser import CallDelta, MessageDelta, MessageParser
-from raypp.openai_api.prepared import PreparedChat
+from raypp.openai_api.prepared import RetoldChat
 from raypp.openai_api.request_fields import OpenAIModel
-from raypp.types import RequestOutput, SamplingParams
+from raypp.types import RequestOutput
 
 Event = dict[str, Any]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -171,20 +170,8 @@ class MessageBlocks:
 
 
 @dataclass(frozen=True)
-class PreparedMessage:
+class PreparedMessage(RetoldChat):
     """A conversation to be answered by a message."""
-
-    chat: PreparedChat
-
-    @property
-    def prompts(self) -> list[EncodedPrompt]:
-        """The prompt, in a list."""
-        return self.chat.prompts
-
-    @property
-    def params(self) -> SamplingParams:
-        """How to sample."""
-        return self.chat.params
 
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> MessageAnswer:
         """Return the answer of the finished output."""

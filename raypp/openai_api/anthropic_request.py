@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -15,14 +16,6 @@ from raypp.openai_api.tools import FunctionDefinition, FunctionName, NamedToolCh
 
 IGNORED_BY_MESSAGES = ("cache_control", "context_management")
 """Fields that have no effect, beside those that have none in any body."""
-
-_CHAT_PARAMS = {
-    "response_format": "output_config.format",
-    "reasoning_effort": "thinking",
-    "max_completion_tokens": "max_tokens",
-    "stop": "stop_sequences",
-}
-"""A chat's fields, and what they are called in this body."""
 
 
 class MessagesTool(LenientModel):
@@ -87,6 +80,13 @@ class OutputConfig(RequestModel):
 class MessagesFields(RequestModel):
     """The conversation of a body: what `/v1/messages/count_tokens` takes."""
 
+    chat_params: ClassVar[Mapping[str, str]] = {
+        "response_format": "output_config.format",
+        "reasoning_effort": "thinking",
+        "max_completion_tokens": "max_tokens",
+        "stop": "stop_sequences",
+    }
+
     model: str | None = Field(default=None, min_length=1)
     """The name of the served model; by default the one there is."""
     messages: Entries[InputMessage] = Field(min_length=1)
@@ -136,7 +136,7 @@ class MessagesFields(RequestModel):
             tool_choice=None if choice is None else choice.as_chat_choice(),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         )
-        return DerivedChat(request, origins, _CHAT_PARAMS)
+        return DerivedChat(request, origins, self.chat_params)
 
     def _sampling_fields(self) -> dict[str, Any]:
         """Return a chat's fields that say how to sample."""

@@ -178,7 +178,7 @@ class BodyPreparer:
         self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.input), request.chat)  # items, or characters of a single text
         with chat.naming():
-            return PreparedResponse(request, await self._chat(chat.request))
+            return PreparedResponse(await self._chat(chat.request), request)
 
     async def message(self, request: MessagesRequest) -> PreparedMessage:
         """Return what a body of `/v1/messages` becomes: likewise.

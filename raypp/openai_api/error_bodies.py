@@ -21,7 +21,7 @@ from raypp.errors import (
     RayppError,
     RequestError,
 )
-from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, OpenAIModel
+from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, OpenAIModel, RequestModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
 
@@ -103,7 +103,10 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     of_field = [complaint for complaint, field in of_first if field == where]
     if first["type"] == "extra_forbidden":
         *before, name = first["loc"]
-        nearest = difflib.get_close_matches(str(name), _field_names(kind, before), n=1)
+        nearest = difflib.get_close_matches(str(name), names := _field_names(kind, before), n=1)
+        if not before and kind is not None and issubclass(kind, RequestModel):
+            of_chat = kind.chat_params.get(name, "")
+            nearest = [of_chat] if of_chat.partition(".")[0] in names else nearest
         return BodyError(
             f"unknown field {where}", param=where, expected=f"did you mean {nearest[0]}?" if nearest else None
         )

@@ -50,6 +50,23 @@ class PreparedChat:
 
 
 @dataclass(frozen=True)
+class RetoldChat:
+    """A chat whose answer is told in another API's words."""
+
+    chat: PreparedChat
+
+    @property
+    def prompts(self) -> list[EncodedPrompt]:
+        """The prompt, in a list."""
+        return self.chat.prompts
+
+    @property
+    def params(self) -> SamplingParams:
+        """How to sample."""
+        return self.chat.params
+
+
+@dataclass(frozen=True)
 class PreparedCompletion:
     """Prompts to be continued."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -54,6 +54,9 @@ class RequestModel(OpenAIModel):
 
     Of fields that are not known one is left: a complaint for each of a million would stop the server for seconds.
     """
+
+    chat_params: ClassVar[Mapping[str, str]] = {}
+    """A chat's fields, and what they are called in this body, where that differs."""
 
     @model_validator(mode="before")
     @classmethod

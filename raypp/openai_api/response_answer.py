@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.logprob_answers import chat_logprobs
-from raypp.openai_api.prepared import PreparedChat
+from raypp.openai_api.prepared import RetoldChat
 from raypp.openai_api.response_items import ResponseItems
 from raypp.openai_api.response_object import (
     IncompleteDetails,
@@ -22,7 +21,7 @@ from raypp.openai_api.response_object import (
     ResponseUsage,
 )
 from raypp.openai_api.response_request import ResponseRequest
-from raypp.types import CompletionOutput, RequestOutput, SamplingParams
+from raypp.types import CompletionOutput, RequestOutput
 
 _STATUSES: dict[str, ResponseStatus] = {
     "stop": "completed",
@@ -34,21 +33,10 @@ _STATUSES: dict[str, ResponseStatus] = {
 
 
 @dataclass(frozen=True)
-class PreparedResponse:
+class PreparedResponse(RetoldChat):
     """A conversation to be answered by a response."""
 
     request: ResponseRequest
-    chat: PreparedChat
-
-    @property
-    def prompts(self) -> list[EncodedPrompt]:
-        """The prompt, in a list."""
-        return self.chat.prompts
-
-    @property
-    def params(self) -> SamplingParams:
-        """How to sample."""
-        return self.chat.params
 
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> ResponseObject:
         """Return the response of the finished output."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, WithJsonSchema
 
@@ -31,15 +32,6 @@ UNSUPPORTED = {
     "prompt": ("no prompt templates are kept here", "send instructions and input"),
     "context_management": ("conversations are not compacted here", "leave older items out of input"),
 }
-
-_CHAT_PARAMS = {
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "max_tokens": "max_output_tokens",
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-}
-"""A chat's fields, and what they are called in this body."""
 
 
 class ResponseTool(LenientModel):
@@ -110,6 +102,14 @@ class ResponseStreamOptions(RequestModel):
 
 class ResponseRequest(RequestFields):
     """The body of `/v1/responses`."""
+
+    chat_params: ClassVar[Mapping[str, str]] = {
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+    }
 
     input: str | Entries[InputItem]
     """The conversation so far: one text of the user's, or a list of items."""
@@ -236,7 +236,7 @@ class ResponseRequest(RequestFields):
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )
-        return DerivedChat(request, origins, _CHAT_PARAMS)
+        return DerivedChat(request, origins, self.chat_params)
 
     def _response_format(self) -> ResponseFormat | None:
         wanted = self.text_format

@@ -24,6 +24,7 @@ def _nested(depth: int) -> dict[str, Any]:
 
 SCHEMAS: dict[str, Any] = {
     # scalars
+    "notes": {**FLAG, "title": "Done", "x-google-hint": 1, "enumNames": ["a", "b"], "propertyOrdering": []},
     "string": {"type": "string", "maxLength": 12},
     "string of a length": {"type": "string", "minLength": 5, "maxLength": 5},
     "string at least": {"type": "string", "minLength": 3, "maxLength": 6},

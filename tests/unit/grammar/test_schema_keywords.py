@@ -177,6 +177,7 @@ BEYOND: list[tuple[Any, list[Any], list[Any]]] = [
     ({"allOf": [{"prefixItems": [INT]}], "unevaluatedItems": STR}, [[1, "x"], []], [["x"], [1, 2]]),
     ({"enum": [[9], []], "unevaluatedItems": False}, [[]], [[9]]),
     ({"type": "array", "uniqueItems": True, "maxItems": 1}, [[], [1]], [[1, 1]]),
+    ({"x-guidance": {"lenient": True}, "not": {"type": "string", "x-of": "a tool"}}, [1, None], ["a"]),
     (
         {"$defs": {"branch": {"allOf": [BRANCH, {"required": ["v"]}]}}, "$ref": "#/$defs/branch", "title": "a tree"},
         [{"v": 1}, {"next": {"next": {"v": 1}, "v": 2}, "v": 3}],
@@ -207,7 +208,7 @@ def test_what_is_beyond_xgrammar_is_held_to_by_llguidance(case: tuple[Any, list[
 
 REFUSED_BY_BOTH: list[tuple[Any, str]] = [
     ({"items": {"uniqueItems": True}}, "uniqueItems, at #/items"),
-    ({"type": "object", "x-guidance": {"lenient": True}}, "x-guidance, at #"),
+    ({"type": "object", "propertys": {}}, "propertys, at #"),
     ({"type": "string", "not": {"pattern": "a"}}, "pattern within not"),
     ({"type": "object", "minProperties": 2}, "minProperties counting"),
     ({"required": ["c"], "propertyNames": {"enum": ["a"]}, "const": {"c": 1}}, "no value is accepted"),

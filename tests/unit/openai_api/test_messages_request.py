@@ -244,3 +244,12 @@ def test_counting_takes_what_is_read_and_nothing_else() -> None:
     assert counted.messages == asked.messages
     with pytest.raises(BodyError, match="unknown field max_tokens"):
         parse_body(MessagesFields, {"messages": [user("a")], "max_tokens": 3})
+
+
+def test_a_field_that_only_a_chat_has_is_answered_with_this_ones() -> None:
+    with pytest.raises(BodyError, match="unknown field stop") as caught:
+        ask(stop=["a"])
+    assert caught.value.expected == "did you mean stop_sequences?"
+    with pytest.raises(BodyError, match="unknown field stop") as caught:
+        parse_body(MessagesFields, {"messages": [user("a")], "stop": ["a"]})
+    assert caught.value.expected is None, "counting has no stop_sequences"

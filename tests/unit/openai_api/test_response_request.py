@@ -223,3 +223,13 @@ def test_every_field_may_be_null() -> None:
 def test_a_long_turn_of_calls_is_read_in_one_pass() -> None:
     [_, turn] = messages_of(input=[user("a"), *[CALL] * 20_000])
     assert len(turn["tool_calls"]) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("field", "own"),
+    [("response_format", "text.format"), ("max_tokens", "max_output_tokens"), ("messages", "input")],
+)
+def test_a_field_of_chats_is_answered_with_its_name_here(field: str, own: str) -> None:
+    with pytest.raises(BodyError, match=f"unknown field {field}") as caught:
+        respond(**{field: 1})
+    assert caught.value.expected == f"did you mean {own}?"
