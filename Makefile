@@ -12,7 +12,7 @@ INSTALLED := .venv/.installed
 install: $(INSTALLED)
 
 demo: $(INSTALLED)
-	$(BIN)/raypp generate --model tiny --num-stages 2 --prompt "def main(" --max-tokens 64
+	$(BIN)/raypp generate tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 
 # Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
 # others leave behind. Files without Ray begin in their order, which has the long ones in front. A worker that a hanging

@@ -96,16 +96,10 @@ def server(model: Path) -> Iterator[tuple[str, int]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "raypp", "serve", "--model", str(model), "--num-stages", "2"]
-    settings = [
-        "cache.kv_cache_bytes=402653184",
-        "images.allow_image_urls=true",
-        f"model.max_model_len={MAX_MODEL_LEN}",
-        "scheduler.grammar_compile_timeout_s=3",  # a part lasts some seconds
-    ]
-    command += ["--port", str(port), "--served-model-name", "tiny-vl"]
-    for setting in settings:
-        command += ["--set", setting]
+    command = [sys.executable, "-m", "raypp", "serve", str(model), "--num-stages", "2"]
+    command += ["--port", str(port), "--served-model-name", "tiny-vl", "--allow-image-urls"]
+    command += ["--kv-cache-bytes", "402653184", "--max-model-len", str(MAX_MODEL_LEN)]
+    command += ["--grammar-compile-timeout-s", "3"]  # a part lasts some seconds
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:
         ends = time.monotonic() + _START_TIMEOUT_S

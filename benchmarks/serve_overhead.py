@@ -25,9 +25,9 @@ from ray import serve
 from report import print_report
 
 from raypp import AsyncLLM, EngineConfig, SamplingParams
+from raypp.config.http_settings import HttpSettings
 from raypp.testing import FakeStage
 from serve_app.app import build_application
-from serve_app.settings import ServeSettings
 
 Stream = Callable[[list[int]], AsyncIterator[None]]
 """Runs one request, and yields at every token that arrives."""
@@ -94,7 +94,7 @@ def main() -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": args.port})
-        serve.run(build_application(config, ServeSettings(), stage_factory=factory), name="raypp")
+        serve.run(build_application(config, HttpSettings(), stage_factory=factory), name="raypp")
         figures = asyncio.run(_measure(args, config, factory))
     finally:
         serve.shutdown()

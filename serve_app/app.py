@@ -9,13 +9,14 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpSettings
 from raypp.errors import ModelLoadError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.encoder import encoder_deployment
 from serve_app.replica import EngineReplica
-from serve_app.settings import ServeSettings, split_arguments
+from serve_app.settings import split_arguments
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
@@ -40,7 +41,7 @@ def build(arguments: dict[str, Any]) -> Application:
 
 
 def build_application(
-    config: EngineConfig, settings: ServeSettings, *, stage_factory: StageFactory | None = None
+    config: EngineConfig, settings: HttpSettings, *, stage_factory: StageFactory | None = None
 ) -> Application:
     """Return the application of an engine's configuration and the door's settings.
 
@@ -83,7 +84,7 @@ def build_application(
     return application
 
 
-def _number_of_replicas(config: EngineConfig, settings: ServeSettings) -> dict[str, Any]:
+def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[str, Any]:
     """Return what Serve is told of the number of replicas."""
     if settings.max_replicas is None:
         return {"num_replicas": settings.num_replicas}
@@ -98,7 +99,7 @@ def _number_of_replicas(config: EngineConfig, settings: ServeSettings) -> dict[s
     return {"num_replicas": None, "autoscaling_config": autoscaling}
 
 
-def _routing(settings: ServeSettings) -> dict[str, Any]:
+def _routing(settings: HttpSettings) -> dict[str, Any]:
     """Return what Serve is told of the choice between replicas: nothing where there is never a choice."""
     if not settings.prefix_routing or max(settings.num_replicas, settings.max_replicas or 1) == 1:
         return {}

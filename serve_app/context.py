@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission
 from serve_app.error_answers import UnknownModelError
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.runner import RequestRunner
-from serve_app.settings import ServeSettings
 
 
 class Siblings(Protocol):
@@ -27,7 +27,7 @@ class AppContext:
     """One engine, and what the routes need to serve it."""
 
     llm: AsyncLLM
-    settings: ServeSettings
+    settings: HttpSettings
     metrics: EngineMetrics
     admission: Admission
     runner: RequestRunner

@@ -21,6 +21,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 import raypp
 from raypp.api.async_llm import AsyncLLM
+from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Siblings
@@ -36,7 +37,6 @@ from serve_app.routes.page import PAGE_PATHS, page_routes
 from serve_app.routes.status import status_routes
 from serve_app.routes.tokens import token_routes
 from serve_app.runner import RequestRunner
-from serve_app.settings import ServeSettings
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/metrics", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""
@@ -69,7 +69,7 @@ async def stats_if_alive(llm: AsyncLLM) -> dict[str, Any]:
 
 def make_context(
     llm: AsyncLLM,
-    settings: ServeSettings,
+    settings: HttpSettings,
     *,
     metrics: EngineMetrics,
     siblings: Siblings | None = None,
@@ -119,7 +119,7 @@ def make_context(
     )
 
 
-def model_names(model: str, settings: ServeSettings) -> tuple[str, ...]:
+def model_names(model: str, settings: HttpSettings) -> tuple[str, ...]:
     """Return the names that requests may call the model by; the first is the one in answers."""
     return tuple(settings.served_model_name) or (model,)
 

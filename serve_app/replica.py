@@ -17,13 +17,13 @@ from ray.serve.handle import DeploymentHandle
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpSettings
 from serve_app.encoder import ServedPictures
 from serve_app.freed_memory import give_back_freed_memory
 from serve_app.http_app import exposition, make_context, make_http_app, model_names, stats_if_alive
 from serve_app.metrics import EngineMetrics
 from serve_app.pictures import OpenGate, PictureGate
 from serve_app.ray_metrics import RayMetrics
-from serve_app.settings import ServeSettings
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
@@ -39,7 +39,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self,
         config: EngineConfig,
-        settings: ServeSettings,
+        settings: HttpSettings,
         stage_factory: StageFactory | None,
         encoder: DeploymentHandle[Any] | None = None,
     ) -> None:

@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import ray
@@ -15,52 +14,30 @@ from ray import serve
 from raypp.actors.cluster import Cluster
 from raypp.actors.engine_actors import describe_engine
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application
 from serve_app.proxy_answers import ENVIRONMENT
 from serve_app.running_serve import RunningServe, end_serve, start_serve
-from serve_app.settings import ServeSettings
 from serve_app.stop_signals import StopSignals
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where an application is served."""
-
-    host: str
-    port: int
-    app_name: str
-    """Its name on the cluster."""
-    route_prefix: str
-    """What its paths begin with: several applications of a cluster share one port."""
-
-    def __post_init__(self) -> None:
-        prefix = self.route_prefix
-        if not prefix.startswith("/") or (prefix != "/" and prefix.endswith("/")) or set(prefix) & set("{}"):
-            raise ConfigError("not a route prefix", got=prefix, expected="/, or a path like /second")
-        if not self.app_name:
-            raise ConfigError("the application has no name", got="''", expected="a name like raypp")
-
-    @property
-    def url(self) -> str:
-        """The address of its root."""
-        return f"http://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
-
-
-def run_server(config: EngineConfig, settings: ServeSettings, *, place: Place, on_ready: Callable[[str], None]) -> None:
+def run_server(
+    config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+) -> None:
     """Serve until SIGINT or SIGTERM; then take down what was started. To be called in the main thread.
 
     A signal that comes before it serves ends the process, with exit code 130 or 143.
 
     Args:
         config: Of the engine.
-        settings: Of the door.
-        place: Where to serve.
+        settings: Of the server.
+        address: Where to serve.
         on_ready: Called with the server's address once it can be used.
 
     Raises:
-        ConfigError: settings that cannot be, a port that is taken, or a place on the cluster that is.
+        ConfigError: settings that cannot be, a port that is taken, or a name or path on the cluster that is.
         ModelLoadError, ResourceError: the engine could not run.
         EngineDeadError: it did not start.
     """
@@ -75,15 +52,15 @@ def run_server(config: EngineConfig, settings: ServeSettings, *, place: Place, o
         try:
             stop.is_connected = True
             stop.listen()  # again: Ray's core takes SIGTERM for itself
-            _serve(config, settings, place, stop, on_ready, started_ray=starts_ray)
+            _serve(config, settings, address, stop, on_ready, started_ray=starts_ray)
         finally:
             cluster.disconnect()
 
 
 def _serve(
     config: EngineConfig,
-    settings: ServeSettings,
-    place: Place,
+    settings: HttpSettings,
+    address: HttpAddress,
     stop: StopSignals,
     on_ready: Callable[[str], None],
     *,
@@ -91,22 +68,22 @@ def _serve(
 ) -> None:
     running = RunningServe.of_this_cluster()
     if running is None:
-        _check_port(place.host, place.port)
+        _check_port(address.host, address.port)
     else:
-        running.check_place(place.host, place.port, place.app_name, place.route_prefix)
-    start = None if running else partial(start_serve, place.host, place.port, has_environment=started_ray)
-    starting = _Starting(config, settings, place, stop, start)
+        running.check_place(address.host, address.port, address.app_name, address.route_prefix)
+    start = None if running else partial(start_serve, address.host, address.port, has_environment=started_ray)
+    starting = _Starting(config, settings, address, stop, start)
     try:
         while stop.received is None and not starting.is_done:
             stop.wait()
         if stop.received is None:
             starting.check()
             stop.has_started = True
-            on_ready(place.url)
+            on_ready(address.url)
         while stop.received is None:
             stop.wait()
     finally:
-        _take_down(place.app_name, started_serve=running is None)
+        _take_down(address.app_name, started_serve=running is None)
         if not stop.has_started and stop.received is not None:
             stop.exit()  # the thread may wait for minutes; a Ray that was started here ends with this process
 
@@ -117,13 +94,13 @@ class _Starting:
     def __init__(
         self,
         config: EngineConfig,
-        settings: ServeSettings,
-        place: Place,
+        settings: HttpSettings,
+        address: HttpAddress,
         stop: StopSignals,
         start_serve: Callable[[], None] | None,
     ) -> None:
         self.is_done = False
-        self._place = place
+        self._address = address
         self._stop = stop
         self._start_serve = start_serve
         self._error: BaseException | None = None
@@ -140,13 +117,13 @@ class _Starting:
         if self._error is not None:
             raise self._error
 
-    def _run(self, config: EngineConfig, settings: ServeSettings) -> None:
-        place = self._place
+    def _run(self, config: EngineConfig, settings: HttpSettings) -> None:
+        address = self._address
         try:
             if self._start_serve is not None:
                 self._start_serve()
             if self._stop.received is None:
-                serve.run(build_application(config, settings), name=place.app_name, route_prefix=place.route_prefix)
+                serve.run(build_application(config, settings), name=address.app_name, route_prefix=address.route_prefix)
         except BaseException as error:
             self._error = error
         finally:

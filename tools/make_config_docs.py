@@ -15,14 +15,18 @@ from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.names import SECTIONS
+from raypp.config.options import VARIABLES
+from raypp.config.sections import Section
 
 PATH = Path(__file__).parents[1] / "docs" / "configuration.md"
 
 _HEAD = """\
 # Configuration
 
-Written by `tools/make_config_docs.py` from the docstrings in `raypp/config/sections.py`; change it there.
+Written by `tools/make_config_docs.py` from the docstrings in `raypp/config/sections.py` and
+`raypp/config/http_settings.py`; change it there.
 
 A setting is given by its name alone, `LLM("tiny", num_stages=2)`; in a TOML file under its section,
 
@@ -31,23 +35,34 @@ A setting is given by its name alone, `LLM("tiny", num_stages=2)`; in a TOML fil
 num_stages = 2
 ```
 
-read by `EngineConfig.from_toml("engine.toml")` and `raypp generate --config engine.toml`; or on the command line,
-`--set parallel.num_stages=2`. The command line wins over the file. Unknown names are refused, and so are types that do
-not fit: `"2"` is not a number.
+read by `EngineConfig.from_toml("engine.toml")` and `raypp generate --config engine.toml`; as an option of the `raypp`
+command, `--num-stages 2`; or in its environment, `RAYPP_NUM_STAGES=2`. An option wins over its variable, and both win
+over the file. Unknown names are refused, and so are types that do not fit: `"2"` is not a number in Python or TOML.
 
-The environment holds one variable: `RAYPP_LOG_LEVEL` (`DEBUG`, `INFO`, `WARNING`, `ERROR`, `CRITICAL`; default
-`WARNING`). Other variables named `RAYPP_...` are ignored with a warning: Kubernetes sets some beside a Service of
-that name.
+Options and variables are text. A switch is `--enable-prefix-caching` or `--no-enable-prefix-caching`, and `true` or
+`false` in the environment. A list is `19,17`; an option that takes a list may be repeated. `none` means None. These
+have other names, since their own would not say enough alone:
+
+OTHER_NAMES
+
+`RAYPP_LOG_LEVEL` is `DEBUG`, `INFO`, `WARNING` (the default), `ERROR` or `CRITICAL`. Variables named `RAYPP_...` that
+raypp does not have are ignored with a warning: Kubernetes sets some beside a Service of that name.
+
+`serve run` and `serve deploy`, Ray Serve's own commands, take the settings of the engine and of HTTP by their names
+alone. The sections of the engine come first, those of the server last.
 """
 
 
 def render() -> str:
     """Return the page."""
-    return _HEAD + "".join(_section(name) for name in SECTIONS)
+    others = [setting for setting in VARIABLES.values() if setting.option != "--" + setting.name.replace("_", "-")]
+    rows = [f"| `{setting.key}` | `{setting.option}` | `{setting.variable}` |" for setting in others]
+    head = _HEAD.replace("OTHER_NAMES", "\n".join(["| setting | option | variable |", "|---|---|---|", *rows]))
+    sections = {**SECTIONS, "HTTP settings": HttpSettings, "address": HttpAddress}
+    return head + "".join(_section(name, cls) for name, cls in sections.items())
 
 
-def _section(name: str) -> str:
-    cls = SECTIONS[name]
+def _section(name: str, cls: type[Section]) -> str:
     rows = [_row(field, info) for field, info in cls.model_fields.items()]
     return "\n".join(
         [f"\n## {name}\n", f"{cls.__doc__}\n", "| setting | type | default | meaning |", "|---|---|---|---|", *rows, ""]

@@ -1,6 +1,6 @@
 """Take the picture of the page that the README shows, from a running server, while it answers.
 
-raypp serve --model tiny --num-stages 3 --port 8000 &
+raypp serve tiny --num-stages 3 --port 8000 &
 python tools/screenshot_page.py --url http://localhost:8000 --out docs/images/page.png
 """
 

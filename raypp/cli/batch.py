@@ -23,7 +23,6 @@ def add_parser(commands: Any) -> None:
         "OpenAI's batch output format; lines that fail, to a file of errors, and the job goes on. A job that was "
         "stopped or killed goes on where it was when the same command is run again.",
     )
-    add_engine_options(parser)
     files = parser.add_argument_group("files")
     files.add_argument("--input", metavar="FILE", required=True, help="JSON lines")
     files.add_argument("--output", metavar="FILE", required=True, help="where answers go; FILE.job.json says which job")
@@ -35,7 +34,7 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         action="append",
         default=[],
-        help="what lines may call the model, and answers do; default: as --model; may be repeated",
+        help="what lines may call the model, and answers do; default: MODEL; may be repeated",
     )
     job.add_argument("--max-in-flight", metavar="N", type=int, help="requests at the engine; default: 2 * max_num_seqs")
     job.add_argument(
@@ -44,6 +43,7 @@ def add_parser(commands: Any) -> None:
     add_sampling_options(
         parser, "for lines that do not say; else the model's generation_config.json counts, then OpenAI's defaults"
     )
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -1,88 +1,101 @@
-"""The options that say which engine: the same for every command."""
+"""The options that say which engine: the same for every command, one for each setting."""
 
 from __future__ import annotations
 
 import argparse
-import tomllib
+from collections.abc import Iterable
+from itertools import chain
+from typing import Literal, get_args, get_origin
 
 from raypp.config.chat_template import read_chat_template
 from raypp.config.engine_config import EngineConfig
-from raypp.config.names import SECTION_OF_SETTING, SECTIONS, check_sections, section_of
+from raypp.config.env import read_environment
+from raypp.config.names import SECTIONS
+from raypp.config.options import ENGINE_SETTINGS, Setting
 from raypp.errors import ConfigError
+
+_MODEL = "model.model"
+_METAVARS = {int: "N", float: "X", list[int]: "N,N", list[str]: "TEXT", dict[str, float]: "JSON"}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options from which `engine_config` makes a configuration."""
-    group = parser.add_argument_group("engine")
-    group.add_argument("--model", metavar="M", help="tiny, a directory, or a Hugging Face model id")
-    group.add_argument("--revision", metavar="R", help="a branch, tag or commit of a Hugging Face model")
-    group.add_argument("--chat-template", metavar="FILE", help="a chat template, in place of the model's own")
-    group.add_argument("--tool-call-parser", metavar="NAME", help="how the model writes tool calls; auto by default")
-    group.add_argument("--reasoning-parser", metavar="NAME", help="how the model writes thoughts; auto by default")
-    group.add_argument("--num-stages", metavar="N", type=int, help="pipeline stages")
-    group.add_argument("--speculative", metavar="METHOD", help="who proposes drafts: ngram, eagle, eagle3, auto")
-    group.add_argument("--draft-model", metavar="M", help="the head of eagle, eagle3 and auto: a directory or an id")
-    group.add_argument("--num-speculative-tokens", metavar="K", type=int, help="drafts per step; adaptive by default")
-    group.add_argument("--config", metavar="FILE", help="a TOML file; its tables are the sections of the configuration")
-    group.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="any other setting, e.g. cache.block_size=32; wins over the file; may be repeated",
+    """Add the model and the options from which `engine_config` makes a configuration."""
+    parser.usage = f"{parser.prog} MODEL [options]"
+    parser.epilog = (
+        "Each setting is also a variable of the environment: --max-model-len is RAYPP_MAX_MODEL_LEN. An option "
+        "wins over its variable, and both win over the file."
     )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="tiny, a directory, or a Hugging Face model id")
+    parser.add_argument("--config", metavar="FILE", help="a TOML file whose tables are sections of settings")
+    for section, settings in ENGINE_SETTINGS.items():
+        group = parser.add_argument_group(f"{section} settings", SECTIONS[section].__doc__)
+        add_setting_options(group, (setting for setting in settings if setting.key != _MODEL))
+
+
+def add_setting_options(group: argparse._ArgumentGroup, settings: Iterable[Setting]) -> None:
+    """Add an option for each setting, with the setting's own documentation."""
+    for setting in settings:
+        about = f"{setting.field.description} (default: {_default(setting)})".replace("%", "%%")
+        if setting.is_switch:
+            group.add_argument(setting.option, dest=setting.key, action=argparse.BooleanOptionalAction, help=about)
+        else:
+            group.add_argument(
+                setting.option,
+                dest=setting.key,
+                metavar=_metavar(setting),
+                action="append" if setting.is_list else "store",
+                help=about,
+            )
+
+
+def given_settings(args: argparse.Namespace, settings: Iterable[Setting]) -> dict[str, object]:
+    """Return the values of those settings that an option gives, or else a variable of the environment, by name."""
+    variables = read_environment().settings
+    given = dict[str, object]()
+    for setting in settings:
+        texts = getattr(args, setting.key, None)
+        if texts is None:
+            texts = variables.get(setting.variable)
+        if texts is None:
+            continue
+        if not isinstance(texts, list):
+            given[setting.name] = texts if isinstance(texts, bool) else setting.value_of(texts)
+        else:
+            values = [setting.value_of(text) for text in texts]
+            lists = [value for value in values if isinstance(value, list)]
+            given[setting.name] = list(chain(*lists)) if len(lists) == len(values) else values[-1]
+    return given
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the configuration that the options describe: the file's, then --set, then the options of their own.
+    """Return the configuration: the file's, then what the environment says, then the options.
 
     Raises:
         ConfigError: an unknown setting, or a value that cannot be.
     """
-    settings: dict[str, object] = {}
-    for text in args.set:
-        _add_setting(settings, text)
-    options = {
-        "model": args.model,
-        "revision": args.revision,
-        "chat_template": None if args.chat_template is None else read_chat_template(args.chat_template),
-        "tool_call_parser": args.tool_call_parser,
-        "reasoning_parser": args.reasoning_parser,
-        "num_stages": args.num_stages,
-        "method": args.speculative,
-        "num_speculative_tokens": args.num_speculative_tokens,
-    }
-    settings |= {name: value for name, value in options.items() if value is not None}
-    if args.draft_model is not None:
-        _add_to_section(settings, "speculative", "model", args.draft_model)
+    sections = {section: given_settings(args, settings) for section, settings in ENGINE_SETTINGS.items()}
+    of_model = sections["model"]
+    if args.model is not None:
+        of_model["model"] = args.model
+    if isinstance(template := of_model.get("chat_template"), str):
+        of_model["chat_template"] = read_chat_template(template)
     if args.config is not None:
-        return EngineConfig.from_toml(args.config, **settings)
-    if "model" not in settings:
-        raise ConfigError("no model is named", expected="--model M", hint="--model tiny ships with raypp")
-    return EngineConfig.from_flat(**settings)  # type: ignore[arg-type]
+        return EngineConfig.from_toml(args.config, **sections)
+    if "model" not in of_model:
+        raise ConfigError("no model is named", expected="raypp COMMAND MODEL", hint="the model tiny ships with raypp")
+    return EngineConfig.from_flat(**sections)  # type: ignore[arg-type]
 
 
-def _add_setting(settings: dict[str, object], text: str) -> None:
-    """Add `section.name=value`, `name=value` or `section={...}`; a value that is not TOML is text."""
-    key, has_value, raw = text.partition("=")
-    section, has_section, name = key.strip().rpartition(".")
-    if not has_value or not name:
-        raise ConfigError("--set does not have the form of a setting", got=text, expected="section.name=value")
-    if has_section:
-        check_sections({section: {name: None}})
-    elif name not in SECTIONS:
-        section_of(name)
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    if has_section and SECTION_OF_SETTING[name] != section:  # a name that another section has too
-        _add_to_section(settings, section, name, value)
-    else:
-        settings[name] = value
+def _metavar(setting: Setting) -> str:
+    """Return what stands for the value in `--help`: what there is to choose from, or the kind of value."""
+    for kind in setting.kinds:
+        if get_origin(kind) is Literal:
+            return "{" + ",".join(get_args(kind)) + "}"
+    return next((_METAVARS[kind] for kind in setting.kinds if kind in _METAVARS), "TEXT")
 
 
-def _add_to_section(settings: dict[str, object], section: str, name: str, value: object) -> None:
-    whole = settings.setdefault(section, {})
-    assert isinstance(whole, dict)
-    whole[name] = value
+def _default(setting: Setting) -> str:
+    default = setting.field.get_default(call_default_factory=True)
+    if isinstance(default, list):
+        return ",".join(map(str, default)) or "none"
+    return "none" if default in (None, {}) else str(default).lower() if isinstance(default, bool) else str(default)

@@ -21,7 +21,6 @@ def add_parser(commands: Any) -> None:
         help="continue prompts",
         description="Continue prompts. Texts go to stdout, in order, each ended by a newline; logs go to stderr.",
     )
-    add_engine_options(parser)
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
@@ -40,6 +39,7 @@ def add_parser(commands: Any) -> None:
     add_sampling_options(
         parser, "defaults are those of the model's generation_config.json, then of raypp.SamplingParams"
     )
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -20,13 +20,13 @@ def add_parser(commands: Any) -> None:
         description="Show the resolved configuration, the plan of layers and memory per stage, and the hardware. "
         "Starts nothing, but with --start.",
     )
-    add_engine_options(parser)
     parser.add_argument(
         "--start",
         action="store_true",
         help="also start the engine: how long that takes, and time and memory of its CUDA graphs by stage and mode",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

@@ -9,10 +9,12 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
+
+import shtab
 
 from raypp import __version__
 from raypp.api.async_llm import AsyncLLM
@@ -20,6 +22,7 @@ from raypp.api.llm import LLM
 from raypp.cli import batch, generate, info, serve, tune
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.log import log_to_stderr
 from raypp.errors import ConfigError, RayppError
 
@@ -40,15 +43,16 @@ def _tune_engine(config: EngineConfig, **options: Any) -> Any:
     return tune_engine(config, **options)
 
 
-def _serve(config: EngineConfig, settings: Mapping[str, Any], *, on_ready: Callable[[str], None], **place: Any) -> None:
+def _serve(
+    config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+) -> None:
     try:
-        from serve_app.run import Place, run_server
-        from serve_app.settings import door_settings
+        from serve_app.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the server needs packages that are not installed", got=error, hint='pip install "raypp[serve]"'
         ) from error
-    run_server(config, door_settings(settings), place=Place(**place), on_ready=on_ready)
+    run_server(config, settings, address=address, on_ready=on_ready)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class _Parser(argparse.ArgumentParser):
             name = arg.partition("=")[0]
             is_option = name.startswith("--") or (name.startswith("-") and name[1:2].isalpha())
             if is_option and " " not in arg and name not in self._option_string_actions:
+                if name == "--model":
+                    self.error("unknown option --model: the model stands behind the command, as in raypp serve MODEL")
                 nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
                 self.error(f"unknown option {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
 
@@ -112,6 +118,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="raypp", description="Pipeline-parallel inference on Ray.")
     parser.add_argument("--version", action="version", version=f"raypp {__version__}")
+    shtab.add_argument_to(parser, "--print-completion", help="print the completion script of a shell, and end")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate.add_parser(commands)
     batch.add_parser(commands)

@@ -21,12 +21,12 @@ def add_parser(commands: Any) -> None:
         description="Measure a model's layers, embedding, LM head and sampler on a stage's device, find the layers per "
         "stage for which the slowest stage is fastest, and write a configuration with them.",
     )
-    add_engine_options(parser)
     parser.add_argument("--output", metavar="FILE", default="tuned.toml", help="where to write it; - is stdout")
     parser.add_argument("--batch-size", metavar="R", type=int, help="rows of a step; default: the most it may hold")
     parser.add_argument("--context-len", metavar="C", type=int, help="tokens of a row; default: with half the KV cache")
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of the sampling; 0 is greedy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_options(parser)
     parser.set_defaults(run=run)
 
 

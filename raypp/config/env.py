@@ -1,4 +1,4 @@
-"""Environment variables: the only place that reads them, and there are few."""
+"""Environment variables: the only place that reads them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from raypp.config.options import VARIABLES
 from raypp.errors import ConfigError
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ class Environment:
     """What the environment says."""
 
     log_level: str = "WARNING"  # RAYPP_LOG_LEVEL, of the logger "raypp"
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the `raypp` command, by variable
     ray_job_id: str | None = None  # of the Ray job whose entrypoint this process is; set by Ray
 
 
@@ -37,7 +39,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     level = given.get(_LOG_LEVEL, Environment.log_level).upper()
     if level not in _LOG_LEVELS:
         raise ConfigError(f"{_LOG_LEVEL} has a value that it cannot have", got=level, expected=", ".join(_LOG_LEVELS))
-    return Environment(log_level=level, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
+    settings = {name: given[name] for name in VARIABLES.keys() & given.keys() if not _is_kubernetes(given[name])}
+    return Environment(log_level=level, settings=settings, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
 
 
 def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> None:
@@ -46,19 +49,27 @@ def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> Non
     They are no errors: Kubernetes gives every pod beside a Service of that name RAYPP_SERVICE_HOST and some more.
     """
     given = os.environ if variables is None else variables
-    unknown = tuple(sorted(name for name in given if name.startswith(_PREFIX) and name != _LOG_LEVEL))
+    valid = {_LOG_LEVEL, *VARIABLES}
+    unknown = tuple(sorted(name for name in given if name.startswith(_PREFIX) and name not in valid))
     if unknown:
         _warn_of(unknown)
 
 
 @functools.cache
 def _warn_of(names: tuple[str, ...]) -> None:
-    hints = [f"{name}: did you mean {_LOG_LEVEL}?" for name in names if difflib.get_close_matches(name, [_LOG_LEVEL])]
+    valid = [_LOG_LEVEL, *VARIABLES]
+    nearest = {name: difflib.get_close_matches(name, valid, n=1, cutoff=0.8) for name in names}
+    hints = [f"{name}: did you mean {best[0]}?" for name, best in nearest.items() if best]
     _LOG.warning(
         "environment variables that raypp does not have are ignored: %s%s",
         ", ".join(names),
         "".join(f"; {hint}" for hint in hints),
     )
+
+
+def _is_kubernetes(value: str) -> bool:
+    """Return whether Kubernetes has set a variable: beside a Service raypp RAYPP_PORT is tcp://ADDRESS:PORT."""
+    return value.startswith(("tcp://", "udp://"))
 
 
 def _ray_job_id(config: str) -> str | None:

@@ -16,7 +16,7 @@ DEADLINE_S = 150.0
 
 def start_job(input_path: Path, output_path: Path, *options: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
     """Start `python -m raypp.batch` on two stages of the embedded model, greedy."""
-    command = [sys.executable, "-m", "raypp.batch", "--model", "tiny", "--num-stages", "2", "--temperature", "0"]
+    command = [sys.executable, "-m", "raypp.batch", "tiny", "--num-stages", "2", "--temperature", "0"]
     files = ["--input", str(input_path), "--output", str(output_path), "--progress-interval", "1"]
     return subprocess.Popen(
         [*command, *files, *options], env={**os.environ, **env}, stderr=subprocess.PIPE, text=True, errors="replace"

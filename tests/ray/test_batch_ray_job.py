@@ -112,7 +112,7 @@ def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> No
     jobs = Jobs(dashboard, tmp_path / "work")
     output = tmp_path / "out.jsonl"
     write_prompts(tmp_path / "in.jsonl", [f"def f{i}(" for i in range(NUM_LINES)], max_tokens=40, ignore_eos=True)
-    engine = ["--model", "tiny", "--num-stages", "2", "--temperature", "0", "--max-in-flight", "8"]
+    engine = ["tiny", "--num-stages", "2", "--temperature", "0", "--max-in-flight", "8"]
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
 
     jobs.type_submit("first", *files, *engine)
@@ -135,7 +135,7 @@ def test_submitted_stopped_submitted_again(dashboard: str, tmp_path: Path) -> No
 def test_a_relative_output_is_refused(dashboard: str, tmp_path: Path) -> None:
     jobs = Jobs(dashboard, tmp_path / "work")
     write_prompts(tmp_path / "in.jsonl", ["a"])
-    jobs.submit("relative", "--model", "tiny", "--input", str(tmp_path / "in.jsonl"), "--output", "out.jsonl")
+    jobs.submit("relative", "tiny", "--input", str(tmp_path / "in.jsonl"), "--output", "out.jsonl")
     jobs.wait("relative", "FAILED")
     assert "a relative output inside a Ray job" in jobs.logs("relative")
     assert os.listdir(tmp_path / "work") == []

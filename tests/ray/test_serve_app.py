@@ -25,9 +25,9 @@ from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
 
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpSettings
 from raypp.errors import ConfigError
 from serve_app.run import Place, run_server
-from serve_app.settings import ServeSettings
 
 pytestmark = pytest.mark.ray
 
@@ -155,7 +155,7 @@ def test_a_second_server_of_one_cluster_is_refused(url: str) -> None:
     host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
     for place in (Place(host, port, "raypp", "/"), Place(host, port + 1, "second", "/second")):
         with pytest.raises(ConfigError, match=f"{host}:{port}"):
-            run_server(EngineConfig.from_flat("tiny"), ServeSettings(), place=place, on_ready=print)
+            run_server(EngineConfig.from_flat("tiny"), HttpSettings(), place=place, on_ready=print)
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
 
@@ -333,7 +333,7 @@ def kill_the_replica(url: str, ancestor: int) -> None:
 def test_the_short_way(tmp_path) -> None:
     """`raypp serve`: serves until SIGTERM, tells of a killed replica, then ends without a word and leaves nothing."""
     port = free_port()
-    options = ["--model", "tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
+    options = ["tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
     with subprocess.Popen(
         [sys.executable, "-m", "raypp", "serve", *options],
         cwd=tmp_path,

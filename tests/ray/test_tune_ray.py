@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ray
 def test_what_tune_writes_can_be_run(local_ray, tmp_path, capsys):
     path = tmp_path / "tuned.toml"
     sizes = ["--batch-size", "4", "--context-len", "16", "--temperature", "0"]
-    assert main(["tune", "--model", "tiny", "--num-stages", "2", *sizes, "--output", str(path)]) == 0
+    assert main(["tune", "tiny", "--num-stages", "2", *sizes, "--output", str(path)]) == 0
     printed = capsys.readouterr().out
     for word in ("layer", "embedding", "LM head", "sampler", "tuned", "even", "expected gain over the even split"):
         assert word in printed

@@ -30,7 +30,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[JobSettings]:
 
 
 def test_options(settings: list[JobSettings]) -> None:
-    options = "--input in.jsonl --output dir/out.jsonl --model some/model --num-stages 3 --max-tokens 9 --temperature 0"
+    options = "some/model --input in.jsonl --output dir/out.jsonl --num-stages 3 --max-tokens 9 --temperature 0"
     more = "--stop x --stop y --logit-bias 5=1 --errors e.jsonl --max-in-flight 7 --overwrite --progress-interval 2.5"
     assert main(["batch", *options.split(), *more.split()]) == 0
     (job,) = settings
@@ -43,8 +43,8 @@ def test_options(settings: list[JobSettings]) -> None:
 
 
 def test_defaults(settings: list[JobSettings]) -> None:
-    options = ["--input", "a", "--output", "b", "--set", "max_num_seqs=5", "--served-model-name", "gpt"]
-    assert main(["batch", "--model", "tiny", *options]) == 0
+    options = ["--input", "a", "--output", "b", "--max-num-seqs", "5", "--served-model-name", "gpt"]
+    assert main(["batch", "tiny", *options]) == 0
     (job,) = settings
     assert job.errors_path == Path("b.errors.jsonl")
     assert (job.window, job.overwrite, dict(job.defaults), job.served_model_names) == (10, False, {}, ("gpt",))
@@ -64,7 +64,7 @@ def test_defaults(settings: list[JobSettings]) -> None:
 def test_mistakes_are_found_before_anything_is_read(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["batch", "--model", "tiny", *options]) == 2
+    assert main(["batch", "tiny", *options]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -77,7 +77,7 @@ def test_relative_paths_inside_a_ray_job_are_refused(
 ) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", IN_A_JOB)
     files = ["--input", paths[0], "--output", paths[1], "--errors", paths[2]]
-    assert main(["batch", "--model", "tiny", *files]) == 2
+    assert main(["batch", "tiny", *files]) == 2
     err = capsys.readouterr().err
     assert f"a relative {name} inside a Ray job" in err
     assert "Ray throws away" in err
@@ -85,7 +85,7 @@ def test_relative_paths_inside_a_ray_job_are_refused(
 
 def test_absolute_paths_inside_a_ray_job(settings: list[JobSettings], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", IN_A_JOB)
-    assert main(["batch", "--model", "tiny", "--input", "/in", "--output", "/out"]) == 0
+    assert main(["batch", "tiny", "--input", "/in", "--output", "/out"]) == 0
     assert settings[0].output_path == Path("/out")
 
 
@@ -104,6 +104,6 @@ def test_the_environment_of_a_ray_job(variables: dict[str, str], job_id: str | N
 
 def test_an_input_that_cannot_be_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text("\n")
-    assert main(["batch", "--model", "tiny", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 2
+    assert main(["batch", "tiny", "--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]) == 2
     assert capsys.readouterr().err.startswith("raypp: the input has no lines\n  got: ")
     assert not (tmp_path / "out").exists()

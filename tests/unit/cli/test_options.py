@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+from itertools import chain
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.cli.main import main
+from raypp.cli.main import Doors, main
+from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpAddress, HttpSettings
+from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS, VARIABLES, value_of
 from raypp.config.sections import ModelSection
 from raypp.errors import ConfigError
 
 
-@pytest.mark.parametrize("argv", [["info", "--mod", "tiny"], ["info", "--model", "tiny", "--num-st", "2"], ["--vers"]])
+@pytest.mark.parametrize("argv", [["info", "--mod", "tiny"], ["info", "tiny", "--num-st", "2"], ["--vers"]])
 def test_an_abbreviated_option_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(argv)
@@ -26,7 +31,7 @@ def test_a_chat_template_is_read_where_the_command_runs(tmp_path: Path) -> None:
     add_engine_options(parser)
 
     def model(*argv: str) -> ModelSection:
-        return engine_config(parser.parse_args(["--model", "tiny", *argv])).model
+        return engine_config(parser.parse_args(["tiny", *argv])).model
 
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     for given in (str(tmp_path / "mine.jinja"), "{{ messages }}"):
@@ -36,12 +41,68 @@ def test_a_chat_template_is_read_where_the_command_runs(tmp_path: Path) -> None:
         model("--chat-template", str(tmp_path / "other.jinja"))
 
 
+def test_every_setting_has_an_option_and_a_variable_of_its_own() -> None:
+    settings = [*chain(*ENGINE_SETTINGS.values()), *HTTP_SETTINGS, *ADDRESS_SETTINGS]
+    assert len({setting.option for setting in settings}) == len(settings) == len(VARIABLES)
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    options = parser._option_string_actions
+    for setting in chain(*ENGINE_SETTINGS.values()):
+        if setting.key != "model.model":
+            assert str(setting.field.description) in str(options[setting.option].help).replace("%%", "%")
+    parser.format_help()  # a % in a setting's documentation would end it
+
+
+@pytest.mark.parametrize(
+    ("text", "annotation", "value"),
+    [
+        ("2", int, 2),
+        ("2", float, 2.0),
+        ("x", int, "x"),
+        ("none", int | None, None),
+        ("none", str, "none"),
+        ("TRUE", bool, True),
+        ("off", bool, False),
+        ("maybe", bool, "maybe"),
+        ("1, 2", list[int], [1, 2]),
+        ("[1, 2]", list[int] | None, [1, 2]),
+        ("[1", list[int], "[1"),
+        ("a,b", list[str], ["a", "b"]),
+        ('{"a": 1}', dict[str, float], {"a": 1}),
+        ("12", str | None, "12"),
+        ("12", Literal["a"] | None, "12"),
+    ],
+)
+def test_a_text_is_read_as_its_settings_type(text: str, annotation: Any, value: object) -> None:
+    assert value_of(text, annotation) == value
+
+
+def test_settings_of_the_server_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def serve(config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: object) -> None:
+        taken.append((config, settings, address))
+
+    for name, value in {"MODEL": "tiny", "API_KEYS": "a,b", "PORT": "9001", "HOST": "0.0.0.0", "COMPILE": "1"}.items():
+        monkeypatch.setenv(f"RAYPP_{name}", value)
+    options = ["--port", "9002", "--served-model-name", "x", "--served-model-name", "y,z", "--no-prefix-routing"]
+    assert main(["serve", *options, "--no-compile", "--graphs", "none"], doors=Doors(serve=serve)) == 0
+    [(config, settings, address)] = taken
+    assert (config.model.model, config.graphs.compile, config.graphs.mode) == ("tiny", False, "none")
+    assert settings == HttpSettings(api_keys=["a", "b"], served_model_name=["x", "y", "z"], prefix_routing=False)
+    assert address == HttpAddress(host="0.0.0.0", port=9002)
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["serve", "--modle", "x"], "raypp serve: error: unknown option --modle; did you mean --model?"),
+        (
+            ["serve", "--max-modle-len", "x"],
+            "unknown option --max-modle-len; did you mean --max-model-len?",
+        ),
+        (["serve", "--model", "x"], "the model stands behind the command, as in raypp serve MODEL"),
         (["batch", "--inptu=x", "--output", "y"], "unknown option --inptu; did you mean --input?"),
-        (["generate", "-model", "x"], "unknown option -model; did you mean --model?"),
+        (["generate", "-port", "x"], "unknown option -port"),
         (["info", "--wxyz"], "unknown option --wxyz\n"),
     ],
 )

