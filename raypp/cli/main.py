@@ -73,9 +73,9 @@ def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> in
         argv: The arguments; None takes the process's.
         doors: What the commands reach the engine through; None for the real one.
     """
-    args = _parser().parse_args(argv)
-    args.doors = doors or Doors()
     try:
+        args = _parser().parse_args(argv)
+        args.doors = doors or Doors()
         log_to_stderr()
         warn_of_unknown_variables()
         code: int = args.run(args)

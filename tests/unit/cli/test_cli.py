@@ -330,3 +330,10 @@ def test_speculation_on_the_command_line() -> None:
     assert llm.config is not None
     given = llm.config.speculative
     assert (given.method, given.num_speculative_tokens, given.max_n) == ("ngram", 4, 3)
+
+
+def test_shells_complete_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert not ended.value.code
+    assert "--max-model-len" in capsys.readouterr().out

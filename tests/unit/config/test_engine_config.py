@@ -202,7 +202,6 @@ def test_variables_that_raypp_does_not_have_are_ignored_with_one_warning(caplog:
         "HOME": "/",
         "RAYPP_LOG_LEVEL": "info",
         "RAYPP_LOGLEVEL": "INFO",
-        "RAYPP_PORT": "1",
         **beside_a_service,
     }
     assert read_environment(variables).log_level == "INFO"
