@@ -185,3 +185,6 @@ class NcclEdges:
                     call.result(max(ends - time.monotonic(), 0.1))
             except TimeoutError as error:
                 logger.warning("a neighbour of stage %d did not leave: %s", self._stage_index, error)
+        # The ends know this object: while it knew them, their slots would stay until Python's collector comes.
+        self.ends.senders.clear()
+        self.ends.receivers.clear()

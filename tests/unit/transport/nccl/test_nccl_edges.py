@@ -6,9 +6,11 @@ The stand-in leaves a communicator as NCCL does: only together with the other ra
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
@@ -157,6 +159,19 @@ def test_stages_that_close_in_crossed_order_do_not_wait_for_each_other(
         seconds = list(pool.map(close_as_a_stage_does, stages))
     assert nccl.ended == ["left"] * 2 * num_stages
     assert max(seconds) < nccl_ends._CLOSE_TIMEOUT_S
+
+
+def test_what_was_closed_keeps_no_memory(nccl: FakeNccl, server: RendezvousServer) -> None:
+    stages = open_stages(server, 2)
+    slots = [weakref.ref(stage.ends.senders[name].slots) for stage in stages for name in stage.ends.senders]
+    gc.disable()  # a cycle of references would keep the slots until the collector comes, of which GPUs know nothing
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(close_as_a_stage_does, stages))
+        del stages
+        assert [kept() for kept in slots] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_messages_and_their_sizes(nccl: FakeNccl, server: RendezvousServer) -> None:
