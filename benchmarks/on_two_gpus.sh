@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What docs/performance.md quotes of two GPUs, part by part; each ends in its time, or is ended.
+# What benchmarks/REPORT.md quotes of two GPUs, part by part; each ends in its time, or is ended.
 #
 #   benchmarks/on_two_gpus.sh OUT [PART ...]      without parts: all, some twenty minutes if all goes well
 #

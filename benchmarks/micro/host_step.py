@@ -154,7 +154,7 @@ def main() -> None:
         nargs=4,
         default=[12.0, 8.0, 28.0, 9.0],
         metavar="US",
-        help="as within a step on an H200 (docs/performance.md); a view as after a sleep",
+        help="as within a step on an H200 (benchmarks/REPORT.md); a view as after a sleep",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

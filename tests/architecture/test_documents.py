@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,20 @@ def test_links_in_documents_lead_somewhere() -> None:
     assert not dead
 
 
+def test_links_to_sections_lead_somewhere() -> None:
+    """A link's part behind # is a heading of the page: lower case, without punctuation, with - for spaces."""
+    dead = []
+    for document in DOCUMENTS:
+        for target, section in re.findall(r"\]\((?!https?://|mailto:)([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            page = document.parent / target if target else document
+            text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+            headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            if section not in slugs:
+                dead.append(f"{name_of(document)}: {target}#{section}")
+    assert not dead
+
+
 def test_the_package_map_is_complete() -> None:
     """Every package and top-level module of raypp has its line in docs/architecture.md, and no other has."""
     mapped = set(
@@ -115,3 +131,43 @@ def test_design_records_have_all_parts(record: Path) -> None:
 def test_design_records_have_their_own_numbers() -> None:
     numbers = [path.name[:4] for path in (ROOT / "docs/design").glob("[0-9]*.md")]
     assert len(numbers) == len(set(numbers))
+
+
+def test_every_design_record_is_in_the_index_once() -> None:
+    index = (ROOT / "docs/design/README.md").read_text()
+    listed = re.findall(r"^\| \[(\d{4})\]\((\1-[\w-]+\.md)\) \| \S", index, re.MULTILINE)
+    assert sorted(name for _, name in listed) == sorted(
+        path.name for path in (ROOT / "docs/design").glob("[0-9]*.md")
+    ), "docs/design/README.md has one line per record, `| [NNNN](NNNN-title.md) | what was decided |`"
+
+
+def test_design_records_are_one_page() -> None:
+    """Full tables of measurements go into benchmarks/REPORT.md."""
+    too_long = {
+        path.name: len(lines)
+        for path in sorted((ROOT / "docs/design").glob("[0-9]*.md"))
+        if len(lines := path.read_text().splitlines()) > 60
+    }
+    assert not too_long
+
+
+def test_performance_is_one_page() -> None:
+    assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 150
+
+
+def test_lines_of_records_and_figures_are_short() -> None:
+    """Tables and code blocks may be longer."""
+    pages = [*(ROOT / "docs/design").glob("*.md"), ROOT / "docs/performance.md", ROOT / "benchmarks/REPORT.md"]
+    too_long = [
+        f"{name_of(page)}: {line[:60]}"
+        for page in pages
+        for line in re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL).splitlines()
+        if len(line) > 120 and not line.startswith("|")
+    ]
+    assert not too_long
+
+
+def test_tables_of_figures_are_current() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "make_performance_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr

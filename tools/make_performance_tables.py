@@ -1,0 +1,213 @@
+"""Fill the tables of docs/performance.md, benchmarks/REPORT.md and README.md from benchmarks/results.
+
+python tools/make_performance_tables.py            writes them
+python tools/make_performance_tables.py --check    exits 1 if one is not current
+
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; a page without such lines is left alone. After a
+new run change the file names below, or the figures in the file; a further engine in the peers' file gets its column.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("docs/performance.md", "benchmarks/REPORT.md", "README.md")
+PEERS = "peers_qwen3-8b_h200x2_2026-11-23.json"
+LONG_PROMPTS = "long_prompt_h200x2_2026-11-22.json"
+
+OURS = "raypp"
+CLEARLY = 1.05
+"""A figure is bold if every other one of its row is at least so many times as large: runs differ by less."""
+
+_REGION = re.compile(r"<!-- table: ([^\n]*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+
+
+def fill(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """Return a page with its tables as they are now.
+
+    Args:
+        page: Its text.
+        tables: What makes a table, by name.
+
+    Raises:
+        ValueError: A marked region names an unknown table, or has no end.
+    """
+
+    def region(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in tables:
+            raise ValueError(f"unknown table {name!r}: name one of {', '.join(sorted(tables))}")
+        if "<!-- table:" in match[2]:
+            raise ValueError(f"table {name!r} has no end: add a line '<!-- end -->' after it")
+        return f"<!-- table: {name} -->\n\n{tables[name]()}\n\n<!-- end -->\n"
+
+    filled, num_filled = _REGION.subn(region, page)
+    if num_filled != page.count("<!-- table:"):
+        raise ValueError("a table has no end: add a line '<!-- end -->' after it")
+    return filled
+
+
+def _load(name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+    return report
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" if line[0] != "---" else "|" + "---|" * len(line) for line in lines)
+
+
+def _at(figures: Any, path: Sequence[str]) -> list[float]:
+    """Return the figure or figures at a path of keys; none if it was not measured."""
+    for key in path:
+        figures = figures.get(key) if isinstance(figures, dict) else None
+    if figures is None:
+        return []
+    return figures if isinstance(figures, list) else [figures]
+
+
+def _text(values: Sequence[float]) -> str:
+    return " to ".join(f"{value:,}" for value in sorted(values)) or "-"
+
+
+def _row(title: str, path: Sequence[str], report: Mapping[str, Any], in_brackets: Sequence[str] = ()) -> list[str]:
+    """Return a row with one cell per engine; the clearly least is bold."""
+    values = {engine: _at(report["figures"].get(engine), path) for engine in report["engines"]}
+    cells = []
+    for engine, own in values.items():
+        others = [value for other, theirs in values.items() if other != engine for value in theirs]
+        is_best = bool(own and others) and min(others) >= CLEARLY * max(own)
+        cell = f"**{_text(own)}**" if is_best else _text(own)
+        if beside := _at(report["figures"].get(engine), in_brackets) if in_brackets else []:
+            cell += f" ({_text(beside)})"
+        cells.append(cell)
+    return [title, *cells]
+
+
+def _union(report: Mapping[str, Any], key: str) -> list[str]:
+    """Return the numbers of requests, or the rates, at which any engine was measured."""
+    return sorted({name for figures in report["figures"].values() for name in figures.get(key, {})}, key=int)
+
+
+def peers(is_complete: bool = False) -> str:
+    """Return the table beside other engines.
+
+    Args:
+        is_complete: With the figures that only the report has.
+    """
+    report = _load(PEERS)
+    rows = [
+        _row(f"decode, {number} request{'' if number == '1' else 's'}, ms per token", ("decode", number), report)
+        for number in _union(report, "decode")
+    ]
+    rows += [
+        _row(f"first token of {int(length):,} tokens, ms", ("long_prompt", length), report)
+        for length in _union(report, "long_prompt")
+    ]
+    rows.append(_row("400 mixed requests at once, s", ("offline",), report))
+    for rate in _union(report, "online"):
+        at, first = f"mixed traffic, {rate} requests/s", ("online", rate, "first_token")
+        rows.append(_row(f"{at}: first token, mean (p99), ms", first, report, ("online", rate, "first_token_p99")))
+        if is_complete:
+            rows.append(_row(f"{at}: per token, mean, ms", ("online", rate, "per_token"), report))
+        rows.append(_row(f"{at}: whole request, mean, ms", ("online", rate, "whole_request"), report))
+    if is_complete:
+        rows.append(_row("first start on the machine, s", ("ready",), report))
+        rows.append(_row("with all kernels compiled, s", ("ready_with_compiled_kernels",), report))
+    return _table([f"{report['model']}, {report['machine']}", *report["engines"].values()], rows)
+
+
+def answer() -> str:
+    """Return one item for each other engine: how much more time it, or raypp, takes."""
+    report = _load(PEERS)
+    items = []
+    for engine, title in report["engines"].items():
+        if engine == OURS:
+            continue
+        decode = _compared(report, engine, "requests", [(n, ("decode", n)) for n in _union(report, "decode")])
+        rates = [(rate, ("online", rate, "whole_request")) for rate in _union(report, "online")]
+        online = _compared(report, engine, "requests per second", rates)
+        item = f"- **Beside {title}.** Decoding, time per token: {decode or 'not measured'}. "
+        item += f"Mixed traffic, mean time of a request: {online or 'not measured'}."
+        items.append(textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
+    return "\n".join(items)
+
+
+def _compared(report: Mapping[str, Any], engine: str, unit: str, points: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return in words who takes how much longer, for each point at which both were measured."""
+    groups: list[tuple[str, list[str], list[str]]] = []  # who takes longer, by how much, where
+    for where, path in points:
+        ours, theirs = _at(report["figures"][OURS], path), _at(report["figures"].get(engine), path)
+        if not ours or not theirs:
+            continue
+        who, more, less = (report["engines"][engine].split()[0], theirs, ours)
+        if min(theirs) < max(ours):
+            who, more, less = (OURS, ours, theirs)
+        percents = sorted({round(100 * (value / max(less) - 1)) for value in (min(more), max(more))})
+        if not groups or groups[-1][0] != who:
+            groups.append((who, [], []))
+        groups[-1][1].append(" to ".join(map(str, percents)))
+        groups[-1][2].append(where)
+    return "; ".join(
+        f"{who} takes {_listed(by)} % longer at {_listed(where)} {unit.removesuffix('s') if where == ['1'] else unit}"
+        for who, by, where in groups
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:-1]) + (" and " if words[1:] else "") + words[-1]
+
+
+def long_prompts() -> str:
+    """Return how soon the first token of one prompt comes on one GPU and on two."""
+    report = _load(LONG_PROMPTS)
+    rows = []
+    for length in report["settings"]["lengths"]:
+        key = f"{length} tokens"
+        two = report["figures"]["2 stages, default chunks"][key]["ttft_s"]
+        ratio = report["figures"][f"ratio, {key}, 2 stages, default chunks"]
+        one = report["figures"][ratio["one_stage"]][key]["ttft_s"]
+        rows.append([f"{length:,} tokens", f"{1000 * one:,.0f} ms", f"{1000 * two:,.0f} ms", f"{two / one:.2f}"])
+    return _table(["one prompt of", "1 GPU", "2 stages on 2 GPUs", "share"], rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "answer": answer,
+    "peers": peers,
+    "peers-all": lambda: peers(is_complete=True),
+    "long-prompts": long_prompts,
+}
+
+
+def main() -> int:
+    """Write or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is not current")
+    is_check = parser.parse_args().check
+    status = 0
+    for name in PAGES:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        try:
+            filled = fill(text, TABLES)
+        except ValueError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        if is_check and filled != text:
+            print(f"{name} is not current: run python tools/make_performance_tables.py")
+            status = 1
+        elif filled != text:
+            path.write_text(filled, encoding="utf-8")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
