@@ -1,188 +1,127 @@
-// The chat: messages, images, streaming answers.
-"use strict";
+// The conversation: questions, their answers, and what is sent of both.
 
-const chat = { messages: [], images: [], abort: null, takesImages: false };
+import { Answer } from "./answer.js";
+import { byId, make } from "./elements.js";
+import { authorization, errorText, serverEvents } from "./events.js";
+import { hasImages, takeImages } from "./images.js";
+import { settingFields } from "./settings.js";
 
-function showText(element, text) {
-  // Code fences become blocks; everything is text, nothing a model writes is ever markup.
-  element.replaceChildren();
-  text.split("```").forEach((piece, index) => {
-    if (index % 2 === 0) return element.append(piece);
-    const block = document.createElement("pre");
-    block.textContent = piece.replace(/^[\w+-]*\n/, "");
-    element.append(block);
+let turns = []; // { question, answer, isAnswered }
+let abort = null; // of the request that is being answered
+
+// What could not be answered is no part of the conversation, apart from the last question.
+export function conversation() {
+  const last = turns.at(-1);
+  return turns.flatMap((turn) => {
+    if (turn.isAnswered) return [turn.question, turn.answer.message];
+    return turn === last ? [turn.question] : [];
   });
-}
-
-function addMessage(role, text, images = []) {
-  byId("hint").hidden = true;
-  const element = document.createElement("div");
-  element.className = `message ${role}`;
-  showText(element, text);
-  for (const url of images.slice().reverse()) {
-    const image = document.createElement("img");
-    image.src = url;
-    image.alt = "attached image";
-    element.prepend(image);
-  }
-  byId("messages").append(element);
-  element.scrollIntoView({ block: "end" });
-  return element;
-}
-
-function addNote(element, text) {
-  const note = document.createElement("span");
-  note.className = "note";
-  note.textContent = text;
-  element.append(note);
 }
 
 function contentOf(text, images) {
   if (!images.length) return text;
-  return [...images.map((url) => ({ type: "image_url", image_url: { url } })), { type: "text", text }];
+  const parts = images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
-function requestBody() {
-  const body = {
-    messages: chat.messages,
-    stream: true,
-    stream_options: { include_usage: true },
-    temperature: Number(byId("temperature").value),
-    max_tokens: Math.max(1, Math.round(Number(byId("max-tokens").value)) || 256),
-  };
-  if (byId("seed").value !== "") body.seed = Math.round(Number(byId("seed").value));
-  return body;
-}
-
-async function send() {
+function send() {
   const text = byId("prompt").value.trim();
-  if ((!text && !chat.images.length) || chat.abort) return;
-  const images = chat.images;
-  chat.messages.push({ role: "user", content: contentOf(text, images) });
-  addMessage("user", text, images);
+  if ((!text && !hasImages()) || abort) return;
+  const images = takeImages();
   byId("prompt").value = "";
-  chat.images = [];
-  showAttachments();
-  const element = addMessage("assistant", "");
-  element.classList.add("streaming");
-  setBusy(new AbortController());
-  const answer = { text: "", usage: null, reason: null };
+  byId("hint").hidden = true;
+  const shown = images.map((url, index) => make("img", { src: url, alt: `attached image ${index + 1}` }));
+  const words = make("div", { className: "plain", textContent: text });
+  byId("messages").append(make("article", { className: "message user", ariaLabel: "Question" }, ...shown, words));
+  byId("messages").scrollTop = byId("messages").scrollHeight;
+  turns.push({ question: { role: "user", content: contentOf(text, images) } });
+  ask(turns.at(-1));
+}
+
+async function ask(turn) {
+  turn.isAnswered = false;
+  const answer = (turn.answer = new Answer(byId("messages")));
+  const own = new AbortController();
+  setBusy(own);
+  const retry = () => {
+    if (abort) return;
+    answer.element.remove();
+    ask(turn);
+  };
   const started = performance.now();
   try {
-    await receiveAnswer(element, answer);
-    const seconds = (performance.now() - started) / 1000;
-    const count = answer.usage ? answer.usage.completion_tokens : 0;
-    addNote(element, `${count} tokens in ${seconds.toFixed(1)} s${answer.reason === "length" ? ", cut off" : ""}`);
-    chat.messages.push({ role: "assistant", content: answer.text });
+    const { usage, reason } = await receive(answer, own.signal);
+    const seconds = ((performance.now() - started) / 1000).toFixed(1);
+    const ending = reason === "length" ? ", cut off" : "";
+    turn.isAnswered = true;
+    answer.finish(`${usage ? usage.completion_tokens : 0} tokens in ${seconds} s${ending}`, retry);
   } catch (error) {
-    if (error.name === "AbortError") {
-      addNote(element, "stopped");
-      chat.messages.push({ role: "assistant", content: answer.text });
-    } else {
-      if (!answer.text) element.textContent = error.message;
-      else addNote(element, error.message);
-      element.classList.add("failed");
-      chat.messages.pop(); // what could not be answered is no part of the conversation
-    }
+    const isStopped = own.signal.aborted;
+    turn.isAnswered = isStopped && !answer.isEmpty;
+    answer.finish(isStopped ? "stopped" : error.message, retry, !isStopped);
   } finally {
-    element.classList.remove("streaming");
-    setBusy(null);
+    if (abort === own) setBusy(null);
   }
 }
 
-async function receiveAnswer(element, answer) {
+async function receive(answer, signal) {
+  const body = { messages: conversation(), stream: true, stream_options: { include_usage: true }, ...settingFields() };
   const response = await fetch("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...authorization() },
-    body: JSON.stringify(requestBody()),
-    signal: chat.abort.signal,
+    body: JSON.stringify(body),
+    signal,
   });
   if (!response.ok) throw new Error(await errorText(response));
+  let usage = null;
+  let reason = null;
   for await (const data of serverEvents(response)) {
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") return { usage, reason };
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
-    if (chunk.usage) answer.usage = chunk.usage;
+    usage = chunk.usage || usage;
     for (const choice of chunk.choices) {
-      answer.text += choice.delta.content || "";
-      answer.reason = choice.finish_reason || answer.reason;
+      answer.take(choice.delta);
+      reason = choice.finish_reason || reason;
     }
-    showText(element, answer.text);
-    byId("messages").scrollTop = byId("messages").scrollHeight;
   }
   throw new Error("the connection ended before the answer did");
 }
 
-function setBusy(abort) {
-  chat.abort = abort;
-  byId("send").hidden = abort !== null;
-  byId("stop").hidden = abort === null;
-  if (abort === null) byId("prompt").focus();
+function setBusy(controller) {
+  abort = controller;
+  const isBusy = abort !== null;
+  const hadFocus = [byId("stop"), byId("send"), document.body].includes(document.activeElement);
+  byId("messages").ariaBusy = String(isBusy); // an answer is read out when it is whole
+  byId("send").hidden = isBusy;
+  byId("stop").hidden = !isBusy;
+  if (hadFocus) byId("prompt").focus(); // the button that had it is gone
 }
 
-function showAttachments() {
-  const shelf = byId("attachments");
-  shelf.hidden = chat.images.length === 0;
-  shelf.replaceChildren(
-    ...chat.images.map((url, index) => {
-      const figure = document.createElement("figure");
-      const image = document.createElement("img");
-      image.src = url;
-      image.alt = `image ${index + 1}`;
-      const remove = document.createElement("button");
-      remove.type = "button";
-      remove.textContent = "\u00d7";
-      remove.setAttribute("aria-label", `Remove image ${index + 1}`);
-      remove.addEventListener("click", () => {
-        chat.images.splice(index, 1);
-        showAttachments();
-      });
-      figure.append(image, remove);
-      return figure;
-    }),
-  );
-}
-
-function readImage(file) {
-  return new Promise((resolve, reject) => {
-    const reader = new FileReader();
-    reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(reader.error);
-    reader.readAsDataURL(file);
-  });
-}
-
-async function attach(files) {
-  const images = [...files].filter((file) => file.type.startsWith("image/"));
-  chat.images.push(...(await Promise.all(images.map(readImage))));
-  showAttachments();
-}
+const stop = () => abort?.abort();
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
 byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    send();
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+});
+byId("stop").addEventListener("click", stop);
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape") return;
+  if (abort) stop();
+  else if (byId("settings").open) {
+    byId("settings").open = false;
+    byId("settings").querySelector("summary").focus();
   }
 });
-byId("prompt").addEventListener("paste", (event) => attach(event.clipboardData.files));
-byId("stop").addEventListener("click", () => chat.abort && chat.abort.abort());
 byId("clear").addEventListener("click", () => {
-  if (chat.abort) chat.abort.abort();
-  chat.messages = [];
+  stop();
+  turns = [];
   byId("messages").replaceChildren(byId("hint"));
   byId("hint").hidden = false;
+  byId("prompt").focus();
 });
-byId("images").addEventListener("change", (event) => {
-  attach(event.target.files);
-  event.target.value = "";
-});
-byId("settings-form").addEventListener("submit", (event) => event.preventDefault());
-byId("api-key").addEventListener("change", () => {
-  sessionStorage.setItem("raypp-api-key", byId("api-key").value);
-  showModel();
-});
-byId("api-key").value = sessionStorage.getItem("raypp-api-key") || "";

@@ -1,15 +1,15 @@
 // How the page talks to the server.
-"use strict";
 
-const byId = (id) => document.getElementById(id);
-function authorization() {
+import { byId } from "./elements.js";
+
+export function authorization() {
   const key = byId("api-key").value.trim();
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
 // Server-sent events over fetch: unlike EventSource it can send a key, and be aborted.
 
-async function* serverEvents(response) {
+export async function* serverEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -26,7 +26,7 @@ async function* serverEvents(response) {
   }
 }
 
-async function errorText(response) {
+export async function errorText(response) {
   try {
     return (await response.json()).error.message;
   } catch {

@@ -1,5 +1,8 @@
 // The live picture of the pipeline.
-"use strict";
+
+import { byId } from "./elements.js";
+import { authorization, errorText, serverEvents } from "./events.js";
+import { setHealth, showModel } from "./model.js";
 
 const COHORT_COLOURS = ["#4f8a83", "#d08c4a", "#7d7fb3", "#b3666a", "#7fa35b", "#4f86ad", "#b79a3e", "#946f9e"];
 const cohortColour = (cohort) => COHORT_COLOURS[cohort % COHORT_COLOURS.length];
@@ -9,9 +12,11 @@ const KEPT_US = 8_000_000;
 const HISTORY_FRAMES = 300;
 const LANE = { height: 40, gap: 10, label: 82 };
 
-const live = { spans: [], keys: new Set(), stages: 0, busy: [], offset: 0, window: 0.5, history: [], hover: null };
+export const live = {
+  spans: [], keys: new Set(), stages: 0, busy: [], offset: 0, window: 0.5, history: [], hover: null,
+};
 
-async function watch() {
+export async function watch() {
   for (;;) {
     try {
       const response = await fetch("live", { headers: authorization() });
@@ -84,7 +89,7 @@ function sized(canvas, height) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
 const laneTop = (stage) => stage * (LANE.height + LANE.gap);
 
-function drawLanes() {
+export function drawLanes() {
   const stages = Math.max(live.stages, 1);
   const { context, width } = sized(byId("lanes"), laneTop(stages) - LANE.gap);
   const end = performance.now() * 1000 + live.offset - PLAYBACK_DELAY_US;
@@ -148,16 +153,18 @@ function showTip(shown, start, end, width) {
   const tip = byId("tip");
   const at = live.hover;
   const time = at && start + ((at.x - LANE.label) / (width - LANE.label)) * (end - start);
-  const span = at && shown.find((s) => s[2] <= time && time <= s[3] && at.y >= laneTop(s[0]) && at.y <= laneTop(s[0]) + LANE.height);
+  const isInLane = (stage) => at.y >= laneTop(stage) && at.y <= laneTop(stage) + LANE.height;
+  const span = at && shown.find((s) => s[2] <= time && time <= s[3] && isInLane(s[0]));
   tip.hidden = !span;
   if (!span) return;
   const [, step, from, to, cohort, rows, tokens] = span;
-  tip.textContent = `step ${step}, cohort ${cohort}\n${rows} rows, ${tokens} tokens, ${((to - from) / 1000).toFixed(1)} ms`;
+  const duration = ((to - from) / 1000).toFixed(1);
+  tip.textContent = `step ${step}, cohort ${cohort}\n${rows} rows, ${tokens} tokens, ${duration} ms`;
   tip.style.left = `${Math.min(at.x + 12, width - 190)}px`;
   tip.style.top = `${at.y + 12}px`;
 }
 
-function drawHistory() {
+export function drawHistory() {
   const { context, width } = sized(byId("history"), 72);
   const top = Math.max(10, ...live.history);
   const xOf = (index) => width - ((live.history.length - 1 - index) / (HISTORY_FRAMES - 1)) * width;

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from serve_app.client_connection import EventStream
 from serve_app.context import AppContext
 from serve_app.error_answers import documented, event_stream
 
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.css": ("page.css", "text/css"),
-    **{f"/{name}": (name, "text/javascript") for name in ("events.js", "chat.js", "live.js", "page.js")},
+_FOLDER = files("serve_app") / "page"
+_MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
+_PAGE = (_FOLDER / "index.html").read_bytes()
+_FILES = {  # what the page reads: name -> content and media type
+    file.name: (file.read_bytes(), media_type)
+    for file in _FOLDER.iterdir()
+    if (media_type := _MEDIA_TYPES.get(PurePath(file.name).suffix))
 }
-PAGE_PATHS = frozenset(_FILES)
+PAGE_PATHS = frozenset({"/", *(f"/page/{name}" for name in _FILES)})
 _HEADERS = {
     "Cache-Control": "no-cache",
-    # Everything comes from here, and nothing that a model writes can become part of the page's program.
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'",
+    # Everything comes from here, nothing that a model writes can become part of the page's program, and an image in an
+    # answer is not fetched from elsewhere: its address could carry the conversation away.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'self'; "
+        "require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
 
@@ -29,25 +40,23 @@ _HEADERS = {
 def page_routes(context: AppContext) -> APIRouter:
     """Return the routes of the page."""
     router = APIRouter(tags=["page"])
-    folder = files("serve_app") / "page"
 
-    def add(path: str, name: str, media_type: str) -> None:
-        content = (folder / name).read_bytes()
+    @router.get("/", responses={200: _described("text/html"), **documented(500)}, response_class=Response)
+    async def page() -> Response:
+        """Return the page: a chat, and the live picture of the pipeline."""
+        return Response(_PAGE, media_type="text/html", headers=_HEADERS)
 
-        async def page_file() -> Response:
-            return Response(content, media_type=media_type, headers=_HEADERS)
-
-        router.add_api_route(
-            path,
-            page_file,
-            name=name,
-            summary=f"A file of the page: {name}",
-            response_class=Response,
-            responses={200: _described(media_type), **documented(500)},
-        )
-
-    for path, (name, media_type) in _FILES.items():
-        add(path, name, media_type)
+    @router.get(
+        "/page/{name}",
+        responses={200: _described("text/css", "text/javascript"), **documented(401, 404, 500)},
+        response_class=Response,
+    )
+    async def page_file(name: str) -> Response:
+        """Return a file that the page reads."""
+        if name not in _FILES:
+            raise HTTPException(404)
+        content, media_type = _FILES[name]
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     @router.get(
         "/live",
@@ -61,5 +70,5 @@ def page_routes(context: AppContext) -> APIRouter:
     return router
 
 
-def _described(media_type: str) -> dict[str, Any]:
-    return {"content": {media_type: {"schema": {"type": "string"}}}}
+def _described(*media_types: str) -> dict[str, Any]:
+    return {"content": {media_type: {"schema": {"type": "string"}} for media_type in media_types}}

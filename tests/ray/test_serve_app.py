@@ -191,7 +191,7 @@ def test_two_replicas_under_a_prefix_share_load_and_metrics(url: str) -> None:
 
         wait_for(both_tell_of_all)
         assert "raypp" in httpx.get(f"{pair}/", timeout=WAIT_S).text
-        assert httpx.get(f"{pair}/page.js", timeout=WAIT_S).status_code == 200
+        assert httpx.get(f"{pair}/page/page.js", timeout=WAIT_S).status_code == 200
         check_conversations_stay_and_outlive_a_replica(pair)
     finally:
         serve.delete("pair")

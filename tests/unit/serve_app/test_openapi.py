@@ -67,11 +67,7 @@ OPERATIONS = [
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
     ("GET", "/"),
-    ("GET", "/page.css"),
-    ("GET", "/events.js"),
-    ("GET", "/chat.js"),
-    ("GET", "/live.js"),
-    ("GET", "/page.js"),
+    ("GET", "/page/{name}"),
     ("GET", "/live"),
 ]
 

@@ -1,35 +1,26 @@
-"""The page in a real browser: chat, stop, images, and the live picture. Skipped where no Chromium is installed."""
+"""The page in a real browser, with a real engine: chat, stop, refusals, keys, and the live picture."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from page_browser import TIMEOUT_MS, launched_browser, needs_chromium
 from running_app import RunningApp, running_app
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), None)
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs a Chromium: none of {', '.join(_NAMES)} is installed")
-
-TIMEOUT_MS = 60_000
+pytestmark = needs_chromium
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=TIMEOUT_MS
-        )
+    with launched_browser() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -55,6 +46,11 @@ def say(page: Any, text: str) -> Any:
     return page.locator(".message.assistant").last
 
 
+def roles(page: Any) -> list[str]:
+    """Return who says what in the conversation that the next request would send."""
+    return page.evaluate("import('./page/chat.js').then(({ conversation }) => conversation().map((m) => m.role))")
+
+
 def answer_shortly(route: Any) -> None:
     """Let an answer leave room for the next question, whatever it draws."""
     route.continue_(post_data=json.dumps({**route.request.post_data_json, "max_tokens": 40}))
@@ -69,7 +65,7 @@ def test_an_answer_streams_in_while_the_lanes_move(page: Any) -> None:
     assert answer.text_content().strip()
     expect(page.locator("#lanes")).to_have_attribute("data-spans", re.compile(r"[1-9]"), timeout=TIMEOUT_MS)
     expect(page.locator("#legend span").first).to_contain_text("cohort", timeout=TIMEOUT_MS)
-    assert page.evaluate("live.stages") == 2
+    assert page.evaluate("import('./page/live.js').then(({ live }) => live.stages)") == 2
     painted = page.evaluate(
         """() => {
             const canvas = document.getElementById("lanes");
@@ -80,30 +76,23 @@ def test_an_answer_streams_in_while_the_lanes_move(page: Any) -> None:
     assert painted
     say(page, "and again")
     expect(page.locator(".message.assistant .note")).to_have_count(2, timeout=TIMEOUT_MS)
-    assert page.evaluate("chat.messages.map((m) => m.role)") == ["user", "assistant", "user", "assistant"]
+    assert roles(page) == ["user", "assistant", "user", "assistant"]
     page.click("#clear")
     assert page.locator(".message").count() == 0
 
 
-def test_an_image_is_attached_and_the_refusal_is_shown(page: Any) -> None:
-    pixel = bytes.fromhex(
-        "89504e470d0a1a0a0000000d49484452000000010000000108060000001f15c4890000000d49444154789c63606060f80f0001040100"
-        "5fe5c34b0000000049454e44ae426082"
-    )
-    page.set_input_files("#images", {"name": "dot.png", "mimeType": "image/png", "buffer": pixel})
-    expect(page.locator("#attachments img")).to_have_count(1)
+def test_what_the_server_refuses_is_shown_and_left_out(page: Any) -> None:
+    page.click("#settings summary")
+    page.fill("#max-tokens", "0")
     answer = say(page, "What is this?")
-    expect(answer).to_contain_text("no images", timeout=TIMEOUT_MS)
-    assert page.locator(".message.user img").count() == 1
-    assert page.evaluate("chat.messages.length") == 0
-
-
-def test_a_models_markup_stays_text(page: Any) -> None:
-    page.evaluate("addMessage('assistant', '<img src=x onerror=alert(1)> ```\\n<b>bold</b>```')")
-    message = page.locator(".message.assistant").last
-    assert "<img src=x" in message.text_content()
-    assert message.locator("img, b").count() == 0
-    assert message.locator("pre").count() == 1
+    expect(answer).to_contain_text("max_tokens", timeout=TIMEOUT_MS)
+    expect(answer).to_have_class(re.compile("failed"))
+    assert roles(page) == ["user"]
+    page.fill("#max-tokens", "4")
+    page.click("text=Retry")
+    expect(page.locator(".message.assistant .note")).to_contain_text("4 tokens in", timeout=TIMEOUT_MS)
+    assert roles(page) == ["user", "assistant"]
+    expect(page.locator("#attach")).to_be_hidden()  # the model takes none
 
 
 def test_stop_ends_the_request(browser: Any) -> None:
