@@ -1,7 +1,7 @@
 """What decode latency is compared with: another engine's figures on the same machine and workload, and raypp's bars.
 
 vLLM 0.26.0, two stages on two H200, random bf16 weights, 512 random ids in, 256 tokens out, greedy, EOS ignored, prefix
-caching off, all requests at once through `LLM.generate`, its default graphs.
+caching off, all requests at once through `LLM.generate`, its default graphs: `results/vllm_pp2_h200x2_2026-11.json`.
 """
 
 from __future__ import annotations

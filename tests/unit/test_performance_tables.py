@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import make_performance_tables as tables
 import pytest
+from peer import COMPARED
 
 REPORT: dict[str, Any] = {
     "model": "M",
@@ -66,3 +68,11 @@ def test_the_answer_says_who_takes_longer_where_both_were_measured() -> None:
         "- **Beside Third, PP 2.** Decoding, time per token: not measured. "
         "Mixed traffic, mean time of a request: not measured."
     )
+
+
+def test_the_reference_of_the_benchmarks_is_what_the_results_have() -> None:
+    path = tables.ROOT / "benchmarks" / "results" / "vllm_pp2_h200x2_2026-11.json"
+    for model, figures in json.loads(path.read_text())["figures"].items():
+        measured = figures["default graphs"]
+        assert {str(n): point.itl_ms for n, point in COMPARED[model].peer.items()} == measured["itl_ms"]
+        assert COMPARED[model].start_s == measured["start_s"]
