@@ -1,4 +1,7 @@
-"""`raypp info`: what an engine would be, without starting it; with `--start` also what its graphs took."""
+"""`raypp info`: whether a model fits, and what an engine would be, without starting it.
+
+Exit codes: 0 it fits; 1 it does not; 2 it can fit no machine: a mistake that the message explains.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
+from raypp.cli.fit_text import fit_lines
+from raypp.cli.text_table import cell_text, table_lines
 from raypp.config.engine_config import EngineConfig
+from raypp.errors import ConfigError
+from raypp.plan.machines import read_machines
+
+_DOES_NOT_FIT = 1
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the parser's subcommands."""
     parser = commands.add_parser(
         "info",
-        help="show configuration, plan and hardware",
-        description="Show the resolved configuration, the plan of layers and memory per stage, and the hardware. "
-        "Starts nothing, but with --start.",
+        help="say whether a model fits, and what an engine would be",
+        description="Say whether a model fits the GPUs: memory per stage, how many requests of which length run at "
+        "once, and what would fit if it does not. Reads config.json alone. Starts nothing, but with --start.",
+    )
+    parser.add_argument(
+        "--gpus",
+        metavar="NxMEMORY",
+        help="plan for GPUs that are not here: 4x80GB; 2x24GB+2x24GB are two machines",
     )
     parser.add_argument(
         "--start",
         action="store_true",
         help="also start the engine: how long that takes, and time and memory of its CUDA graphs by stage and mode",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--full", action="store_true", help="also print every setting, the whole plan and the hardware")
+    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
     add_engine_options(parser)
     parser.set_defaults(run=run)
 
@@ -33,9 +48,21 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Describe and print."""
     config = engine_config(args)
-    description = args.doors.describe(config)
+    if args.gpus is None:
+        description = args.doors.describe(config)
+    elif args.start:
+        raise ConfigError(
+            "--start and --gpus exclude each other",
+            got=f"both, --gpus {args.gpus}",
+            expected="--start for the GPUs that are here, --gpus for others",
+            hint="leave one of them out",
+        )
+    else:
+        description = args.doors.describe(config, read_machines(args.gpus))
     if not args.json:
-        print("\n".join(_lines(description)), flush=True)  # also if the engine does not start
+        if args.full:
+            print("\n".join(_lines({name: value for name, value in description.items() if name != "fit"})), end="\n\n")
+        print("\n".join(fit_lines(description["fit"])), flush=True)  # also if the engine does not start
     if args.start:
         started = _start(args, config, description)
         if not args.json:
@@ -43,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         description["started"] = started
     if args.json:
         print(json.dumps(description, indent=2))
-    return 0
+    return 0 if description["fit"]["fits"] or args.start else _DOES_NOT_FIT
 
 
 def _start(args: argparse.Namespace, config: EngineConfig, description: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,22 +108,6 @@ def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
             yield from _lines(value, indent + "  ")
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             yield f"{indent}{name}"
-            yield from _table(value, indent + "  ")
+            yield from table_lines(value, indent + "  ")
         else:
-            yield f"{indent}{name}: {_text(value)}"
-
-
-def _table(rows: list[Mapping[str, Any]], indent: str) -> Iterator[str]:
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [columns, *([_text(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        yield indent + "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-
-
-def _text(value: object) -> str:
-    if value is None or value == []:
-        return "-"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
+            yield f"{indent}{name}: {cell_text(value)}"

@@ -1,6 +1,7 @@
 """The `raypp` command: picks the command, turns errors into one message and an exit code.
 
-Exit codes: 0 done; 2 a mistake that the message explains; 130 Ctrl-C. A traceback is a bug of raypp.
+Exit codes: 0 done; 1 the answer is no (info: it does not fit; doctor: there is a problem); 2 a mistake that the
+message explains; 130 Ctrl-C. A traceback is a bug of raypp.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shtab
 from raypp import __version__
 from raypp.api.async_llm import AsyncLLM
 from raypp.api.llm import LLM
-from raypp.cli import batch, generate, info, serve, tune
+from raypp.cli import batch, doctor, generate, info, serve, tune
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
@@ -31,10 +32,10 @@ _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
 
 
-def _describe_engine(config: EngineConfig) -> dict[str, Any]:
-    from raypp.actors.engine_actors import describe_engine  # imports ray
+def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
+    from raypp.plan.fit import describe_fit
 
-    return describe_engine(config)
+    return describe_fit(config, machines)
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:
@@ -61,7 +62,7 @@ class Doors:
 
     open_llm: Callable[[EngineConfig], Any] = LLM
     open_async_llm: Callable[[EngineConfig], Awaitable[AsyncLLM]] = AsyncLLM.create
-    describe: Callable[[EngineConfig], dict[str, Any]] = _describe_engine
+    describe: Callable[..., dict[str, Any]] = _describe_engine
     tune: Callable[..., Any] = _tune_engine
     serve: Callable[..., None] = _serve
 
@@ -125,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     info.add_parser(commands)
     tune.add_parser(commands)
     serve.add_parser(commands)
+    doctor.add_parser(commands)
     return parser
 
 

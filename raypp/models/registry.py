@@ -29,6 +29,12 @@ EMBEDDED_DRAFT_HEADS = ("tiny-eagle3",)
 _EXPECTED = f"{', '.join(EMBEDDED_MODELS)}, a directory in Hugging Face layout, or an id such as Qwen/Qwen3-0.6B"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _EXPECTED_HEAD = f"{', '.join(EMBEDDED_DRAFT_HEADS)}, a directory with a head's checkpoint, or a Hugging Face id"
+_CONFIG_PATTERNS = [
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+]
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 
 
@@ -103,6 +109,22 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         ModelLoadError: it is none of these, cannot be downloaded, or has no versions.
     """
     return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS, revision)
+
+
+def resolve_config_path(model: str, revision: str | None = None) -> Path:
+    """Return a directory with a model's config.json, found as `resolve_model_path` finds the model.
+
+    Of a Hugging Face id its configuration alone is downloaded, a few kilobytes, no weights.
+
+    Raises:
+        ModelLoadError: there is no such model, or its configuration cannot be downloaded.
+    """
+    try:
+        return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _CONFIG_PATTERNS, revision)
+    except ModelLoadError as error:
+        if error.hint is not None and "network" in error.hint:
+            error.hint += "; or name a directory that holds the model's config.json: no weights are needed"
+        raise
 
 
 def resolve_draft_head_path(model: str) -> Path:

@@ -11,35 +11,19 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import TransportKind
-from raypp.errors import ConfigError, ResourceError
+from raypp.errors import ConfigError
 from raypp.grammar.grammar_messages import GrammarSettings
-from raypp.models.config import ModelConfig, as_stored, load_model_config
+from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import layer_weight_bytes, lm_head_bytes
 from raypp.plan.cost_model import estimated_costs
-from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
+from raypp.plan.encoder_plan import EncoderPlan
+from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
-from raypp.plan.layer_partition import layers_per_stage
-from raypp.plan.speculation_plan import (
-    check_host_memory,
-    draft_head,
-    draft_head_bytes,
-    draft_head_spec,
-    draft_policy,
-    ngram_window,
-    resolved_speculation,
-    speculation_bytes,
-    table_bytes,
-)
-from raypp.plan.stage_memory import (
-    check_main_memory,
-    longest_request,
-    num_blocks_on_cpu,
-    num_blocks_on_gpus,
-    stage_weight_bytes,
-)
+from raypp.plan.speculation_plan import check_host_memory, draft_policy, resolved_speculation, table_bytes
+from raypp.plan.stage_memory import check_main_memory, longest_request, num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
@@ -47,7 +31,6 @@ from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, S
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
 _SHORT_STEP_MS = 2.0
 """From a result to the plan that builds on it takes the hosts up to 1.1 ms: docs/design/0140-a-third-step-ahead.md."""
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +75,7 @@ class EnginePlan:
     @property
     def dtype_bytes(self) -> int:
         """Bytes of a weight, and of an element of the KV cache."""
-        return _DTYPE_BYTES[self.dtype]
+        return DTYPE_BYTES[self.dtype]
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -241,10 +224,7 @@ class EnginePlan:
         return stage.num_layers * layer_weight_bytes(self.model, dtype_bytes) + head_bytes
 
 
-def plan_engine(
-    config: EngineConfig,
-    hardware: Hardware,
-) -> EnginePlan:
+def plan_engine(config: EngineConfig, hardware: Hardware) -> EnginePlan:
     """Decide everything that the configuration leaves open.
 
     Raises:
@@ -252,101 +232,53 @@ def plan_engine(
         ModelLoadError: no such model, or one of an architecture that raypp does not have.
         ResourceError: the KV cache is too small for one request.
     """
-    model_path = resolve_model_path(config.model.model, config.model.revision)
-    described = load_model_config(model_path)
-    model = described if config.model.load_format == "dummy" else as_stored(described, model_path)
-    num_stages = config.parallel.num_stages
-    device = _device(config, hardware)
-    dtype = _dtype(config, model, device)
-    dtype_bytes = _DTYPE_BYTES[dtype]
-    num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
-    head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
-    layers = layers_per_stage(config, model, head, dtype_bytes, device)
-    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, dtype_bytes)
-    weight_bytes = stage_weight_bytes(model, layers, dtype_bytes)
-    starts = [sum(layers[:index]) for index in range(num_stages)]
-    head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
-    window = ngram_window(config, model)
-    stage_block_bytes = [count * block_bytes for count in layers]
-    head_bytes = 0
-    if head is not None:
-        head_bytes = draft_head_bytes(head, model, num_stages, dtype_bytes)
-        weight_bytes[-1] += head_bytes
-        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, dtype_bytes)
-    encoders = plan_encoders(
-        config,
-        model,
-        hardware,
-        model_path=str(model_path),
-        device=device,
-        dtype=dtype,
-        dtype_bytes=dtype_bytes,
-        num_threads=num_threads,
-    )
-    if device == "cpu":
-        num_blocks = num_blocks_on_cpu(config, stage_block_bytes)
-        check_main_memory(hardware, weight_bytes, stage_block_bytes, num_blocks)
-        check_host_memory(config, hardware, window, weight_bytes[-1] + num_blocks * stage_block_bytes[-1])
+    return plan_layout(lay_out(config, hardware, resolve_model_path), hardware)
+
+
+def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
+    """Decide how many KV blocks the stages hold, and with that all that was still open.
+
+    Raises:
+        ConfigError, ResourceError: as `plan_engine`.
+    """
+    config, model, memory = layout.config, layout.model, layout.memory
+    if layout.device == "cpu":
+        num_blocks = num_blocks_on_cpu(config, [stage.block_bytes for stage in memory])
+        check_main_memory(memory, num_blocks)
+        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_blocks))
     else:
-        num_blocks = num_blocks_on_gpus(
-            config,
-            hardware,
-            model,
-            dtype_bytes=dtype_bytes,
-            weight_bytes=weight_bytes,
-            block_bytes=stage_block_bytes,
-            speculation_bytes=speculation_bytes(config, model, window, head_spec, dtype_bytes),
-            item_bytes=encoders.item_bytes,
-        )
+        num_blocks = num_blocks_on_gpus(config, memory)
+    num_stages = len(layout.layers)
     stages = tuple(
         StageLayout(
             stage_index=index,
             start_layer=start,
             end_layer=start + count,
-            weight_bytes=weight_bytes[index],
-            kv_cache_bytes=num_blocks * stage_block_bytes[index],
-            token_table_bytes=table_bytes(config, window) if index == num_stages - 1 else 0,
-            draft_head_bytes=head_bytes if index == num_stages - 1 else 0,
+            weight_bytes=memory[index].weight_bytes,
+            kv_cache_bytes=memory[index].kv(num_blocks),
+            token_table_bytes=table_bytes(config, layout.ngram_window) if index == num_stages - 1 else 0,
+            draft_head_bytes=layout.draft_head_bytes if index == num_stages - 1 else 0,
         )
-        for index, (start, count) in enumerate(zip(starts, layers, strict=True))
+        for index, (start, count) in enumerate(zip(layout.start_layers, layout.layers, strict=True))
     )
     return EnginePlan(
-        sampling_defaults=read_sampling_defaults(model_path) if config.model.generation_config == "auto" else {},
+        sampling_defaults=read_sampling_defaults(layout.model_path) if config.model.generation_config == "auto" else {},
         config=config,
-        model_path=str(model_path),
+        model_path=str(layout.model_path),
         model=model,
-        dtype=dtype,
-        device=device,
-        transport=_transport(config, device),
+        dtype=layout.dtype,
+        device=layout.device,
+        transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, num_blocks),
-        ngram_window=window,
-        draft_head=head_spec,
+        ngram_window=layout.ngram_window,
+        draft_head=layout.draft_head,
         num_blocks=num_blocks,
-        num_threads=num_threads,
-        encoders=encoders,
-        graphs=graph_spec(config, model, device, dtype_bytes, hardware.gpu_memory_bytes),
-        max_steps_per_cohort=_max_steps_per_cohort(config, model, dtype_bytes, device),
+        num_threads=layout.num_threads,
+        encoders=layout.encoders,
+        graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),
+        max_steps_per_cohort=_max_steps_per_cohort(config, model, layout.dtype_bytes, layout.device),
         stages=stages,
     )
-
-
-def _device(config: EngineConfig, hardware: Hardware) -> str:
-    asked = config.parallel.device
-    if asked == "cuda" and not hardware.num_gpus:
-        raise ResourceError(
-            "there is no GPU for the stages",
-            got="device=cuda, and no GPU on this machine or in the cluster",
-            hint="device=cpu computes without one",
-        )
-    if asked != "auto":
-        return asked
-    return "cuda" if hardware.num_gpus else "cpu"
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: str) -> str:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    return "float32" if device == "cpu" else model.dtype
 
 
 def _transport(config: EngineConfig, device: str) -> TransportKind:

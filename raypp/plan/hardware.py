@@ -48,7 +48,7 @@ def _gpus() -> tuple[int, str, int, tuple[int, int]]:
     except pynvml.NVMLError:
         return _NO_GPUS
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in _visible(pynvml.nvmlDeviceGetCount())]
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible_indices(pynvml.nvmlDeviceGetCount())]
         if not handles:
             return _NO_GPUS
         memory_bytes = min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
@@ -58,7 +58,7 @@ def _gpus() -> tuple[int, str, int, tuple[int, int]]:
         pynvml.nvmlShutdown()
 
 
-def _visible(count: int) -> list[int]:
+def visible_indices(count: int) -> list[int]:
     """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES leaves; ids in other forms than numbers leave all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

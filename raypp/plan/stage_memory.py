@@ -8,6 +8,7 @@ There are as many KV blocks as the stage with the fewest holds, since all of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
@@ -29,6 +30,83 @@ _SHORTEST_REQUEST = 2  # tokens
 _SAMPLER_ROW_BYTES = 4 * MAX_END_TOKENS + (4 + 4) * MAX_BIASED_TOKENS + 4 * MAX_BAD_WORD_SPELLINGS * MAX_BAD_WORD_TOKENS
 _SAMPLER_BITS = 32 + 8 + 1  # by row and token: how often it was generated; whether it is in the prompt, and allowed
 _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, and what torch makes on the way
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What a stage may use of its device's memory, and what takes it, in bytes.
+
+    On a CPU weights, KV cache, tables and pictures alone are planned.
+    """
+
+    device_bytes: int  # of its GPU, or of the machine's main memory; 0: not known
+    share_bytes: int  # of these, those that the stage may use
+    weight_bytes: int
+    step_bytes: int  # a step's tensors
+    graph_bytes: int  # recordings of steps, and the buffers around them: an estimate
+    library_bytes: int  # a CUDA context and libraries' workspaces: an estimate
+    speculation_bytes: int  # tables of known tokens, states that a draft head reads
+    item_bytes: int  # embeddings of pictures, on the first stage
+    block_bytes: int  # of one KV block
+
+    @property
+    def taken_bytes(self) -> int:
+        """All but the KV cache."""
+        fixed = self.weight_bytes + self.step_bytes + self.graph_bytes + self.library_bytes
+        return fixed + self.speculation_bytes + self.item_bytes
+
+    @property
+    def max_blocks(self) -> int:
+        """The KV blocks that the rest of the share holds; below 0 where the rest is."""
+        return (self.share_bytes - self.taken_bytes) // self.block_bytes
+
+    def kv(self, num_blocks: int) -> int:
+        """Return the bytes of that many KV blocks."""
+        return num_blocks * self.block_bytes
+
+
+def memory_of_stages(
+    config: EngineConfig,
+    hardware: Hardware,
+    model: ModelConfig,
+    *,
+    device: str,
+    dtype_bytes: int,
+    weight_bytes: Sequence[int],
+    block_bytes: Sequence[int],
+    speculation_bytes: Sequence[int],
+    item_bytes: int,
+) -> tuple[StageMemory, ...]:
+    """Return what each stage may use, and what it takes.
+
+    Args:
+        config: The shares of a GPU.
+        hardware: Its memory, or the machine's.
+        model: Sizes of a step's tensors.
+        device: `cpu` or `cuda`.
+        dtype_bytes: Of weights, activations and KV.
+        weight_bytes: Of each stage.
+        block_bytes: What a KV block takes on each stage.
+        speculation_bytes: What speculation keeps on each stage, weights and KV aside.
+        item_bytes: What pictures take on the first stage.
+    """
+    share_bytes, step_bytes, graph_bytes, library_bytes = hardware.memory_bytes, 0, 0, 0
+    if device != "cpu":
+        share_bytes, step_bytes, graph_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
+    return tuple(
+        StageMemory(
+            device_bytes=hardware.memory_bytes if device == "cpu" else hardware.gpu_memory_bytes,
+            share_bytes=share_bytes,
+            weight_bytes=weights,
+            step_bytes=step_bytes,
+            graph_bytes=graph_bytes,
+            library_bytes=library_bytes,
+            speculation_bytes=kept,
+            item_bytes=item_bytes if index == 0 else 0,
+            block_bytes=block,
+        )
+        for index, (weights, block, kept) in enumerate(zip(weight_bytes, block_bytes, speculation_bytes, strict=True))
+    )
 
 
 def stage_weight_bytes(model: ModelConfig, layers: Sequence[int], dtype_bytes: int) -> list[int]:
@@ -77,83 +155,61 @@ def stage_budget_bytes(
     """
     if device == "cpu":
         return hardware.memory_bytes
-    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
-    return usable_bytes - step_bytes - library_bytes
+    share_bytes, *taken = _gpu_share(config, hardware, model, dtype_bytes)
+    return share_bytes - sum(taken)
 
 
-def check_main_memory(hardware: Hardware, weight_bytes: list[int], block_bytes: list[int], num_blocks: int) -> None:
+def check_main_memory(memory: Sequence[StageMemory], num_blocks: int) -> None:
     """Refuse a stage that a machine without GPUs cannot hold, even if no other stage shares it.
 
     Args:
-        hardware: The memory; one of unknown size passes.
-        weight_bytes: Of each stage.
-        block_bytes: What a KV block takes on each stage.
+        memory: Of each stage; one of unknown size passes.
         num_blocks: KV blocks of every stage.
 
     Raises:
         ResourceError: says which stage, with the numbers.
     """
-    needed = [weights + num_blocks * block for weights, block in zip(weight_bytes, block_bytes, strict=True)]
-    if not hardware.memory_bytes or max(needed) <= hardware.memory_bytes:
-        return
+    needed = [stage.weight_bytes + stage.kv(num_blocks) for stage in memory]
     stage_index = needed.index(max(needed))
+    stage = memory[stage_index]
+    if not stage.share_bytes or needed[stage_index] <= stage.share_bytes:
+        return
     raise ResourceError(
         f"stage {stage_index} does not fit this machine's memory",
-        got=f"{hardware.memory_bytes / 2**30:.2f} GiB",
-        expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {weight_bytes[stage_index] / 2**30:.2f}, "
-        f"{num_blocks} KV blocks {num_blocks * block_bytes[stage_index] / 2**30:.2f}",
+        got=f"{stage.share_bytes / 2**30:.2f} GiB",
+        expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
+        f"{num_blocks} KV blocks {stage.kv(num_blocks) / 2**30:.2f}",
         hint="more stages on more machines, or a smaller num_kv_blocks or kv_cache_bytes",
     )
 
 
-def num_blocks_on_gpus(
-    config: EngineConfig,
-    hardware: Hardware,
-    model: ModelConfig,
-    *,
-    dtype_bytes: int,
-    weight_bytes: list[int],
-    block_bytes: list[int],
-    speculation_bytes: list[int],
-    item_bytes: int,
-) -> int:
+def num_blocks_on_gpus(config: EngineConfig, memory: Sequence[StageMemory]) -> int:
     """Return the KV blocks of every stage; `num_kv_blocks` caps them.
 
     Args:
-        config: The shares of a GPU.
-        hardware: Its memory.
-        model: Sizes of a step's tensors.
-        dtype_bytes: Of weights, activations and KV.
-        weight_bytes: Of each stage.
-        block_bytes: What a block takes on each stage.
-        speculation_bytes: What speculation keeps on each stage, weights and KV aside.
-        item_bytes: What pictures take on the first stage.
+        config: Says how many are asked for.
+        memory: Of each stage.
 
     Raises:
         ResourceError: the memory does not suffice; says for what, with the numbers.
     """
-    usable_bytes, step_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
-    taken = [weights + kept for weights, kept in zip(weight_bytes, speculation_bytes, strict=True)]
-    left = [usable_bytes - step_bytes - library_bytes - each for each in taken]
-    left[0] -= item_bytes
-    num_blocks = min(free // block for free, block in zip(left, block_bytes, strict=True))
+    stage_index = min(range(len(memory)), key=lambda index: memory[index].max_blocks)
+    stage = memory[stage_index]
     asked = config.cache.num_kv_blocks
-    if num_blocks < max(2, asked or 2):
-        stage_index = min(range(len(left)), key=lambda index: left[index] // block_bytes[index])
-        items = item_bytes / 2**30 if stage_index == 0 else 0.0
+    if stage.max_blocks < max(2, asked or 2):
         raise ResourceError(
             f"stage {stage_index} does not fit its share of a GPU",
-            got=f"{usable_bytes / 2**30:.2f} GiB of {hardware.gpu_memory_bytes / 2**30:.2f}: "
-            f"weights {weight_bytes[stage_index] / 2**30:.2f}, a step's tensors {step_bytes / 2**30:.2f}, "
-            f"tables and states of speculation {speculation_bytes[stage_index] / 2**30:.2f}, "
-            f"embeddings of pictures {items:.2f}, "
-            f"libraries and graphs {library_bytes / 2**30:.2f}; "
-            f"the rest: {max(num_blocks, 0)} KV blocks",
-            expected=f"at least {asked or 2} KV blocks of {block_bytes[stage_index]} bytes",
+            got=f"{stage.share_bytes / 2**30:.2f} GiB of {stage.device_bytes / 2**30:.2f}: "
+            f"weights {stage.weight_bytes / 2**30:.2f}, a step's tensors {stage.step_bytes / 2**30:.2f}, "
+            f"tables and states of speculation {stage.speculation_bytes / 2**30:.2f}, "
+            f"embeddings of pictures {stage.item_bytes / 2**30:.2f}, "
+            f"libraries and graphs {(stage.library_bytes + stage.graph_bytes) / 2**30:.2f}; "
+            f"the rest: {max(stage.max_blocks, 0)} KV blocks",
+            expected=f"at least {asked or 2} KV blocks of {stage.block_bytes} bytes",
             hint="more stages, a larger stage_num_gpus or gpu_memory_utilization, "
-            "or smaller max_num_batched_tokens, ngram_window or num_kv_blocks",
+            "or smaller max_num_batched_tokens, ngram_window or num_kv_blocks; `raypp info` says what would fit",
         )
-    return asked or num_blocks
+    return asked or stage.max_blocks
 
 
 def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -> int:
@@ -189,12 +245,14 @@ def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -
     return asked
 
 
-def _gpu_share(config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int) -> tuple[int, int, int]:
-    """Return a stage's bytes of a GPU, and how many of them a step's tensors, and libraries and graphs take."""
+def _gpu_share(
+    config: EngineConfig, hardware: Hardware, model: ModelConfig, dtype_bytes: int
+) -> tuple[int, int, int, int]:
+    """Return a stage's bytes of a GPU, and how many of them a step's tensors, recordings and libraries take."""
     share = config.cache.gpu_memory_utilization * config.parallel.stage_num_gpus
-    library_bytes = _LIBRARY_BYTES + graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
+    graph_bytes = graph_spec(config, model, "cuda", dtype_bytes).planned_bytes
     step_bytes = _step_bytes(config, model, dtype_bytes)
-    return int(hardware.gpu_memory_bytes * share), step_bytes, library_bytes
+    return int(hardware.gpu_memory_bytes * share), step_bytes, graph_bytes, _LIBRARY_BYTES
 
 
 def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> int:

@@ -15,6 +15,8 @@ import pytest
 from raypp.cli.main import Doors, main
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError, ResourceError
+from raypp.plan.fit import check_fit
+from raypp.plan.hardware import Hardware
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 
@@ -251,12 +253,14 @@ def test_unknown_environment_variable(monkeypatch: pytest.MonkeyPatch, caplog: p
 
 
 def describe(config: EngineConfig) -> dict[str, Any]:
+    cpu = check_fit(EngineConfig.from_flat("tiny"), Hardware(2), None)
     return {
         "config": config.model_dump(mode="json"),
         "plan": {
             "stages": [{"layers": "0-9", "kv_bytes": 12345678}, {"layers": "9-12", "note": None}],
             "num_blocks": 7,
         },
+        "fit": cpu.describe() | {"is_described": False, "alternatives": [], "other_numbers_of_stages": []},
     }
 
 
@@ -264,7 +268,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     doors = Doors(describe=describe)
     assert main(["info", "tiny", "--num-stages", "2", "--json"], doors=doors) == 0
     assert json.loads(capsys.readouterr().out)["config"]["parallel"]["num_stages"] == 2
-    assert main(["info", "tiny"], doors=doors) == 0
+    assert main(["info", "tiny", "--full"], doors=doors) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    num_stages: 1" in lines
     table = [line.split() for line in lines[lines.index("  stages") + 1 :]]
@@ -299,7 +303,7 @@ def test_info_tells_the_plan_of_a_cluster_and_of_what_does_not_start(capsys: pyt
     llm.does_not_start = ResourceError("no memory")
     assert main(["info", "tiny", "--start"], doors=doors) == 2
     out, err = capsys.readouterr()
-    assert "  num_blocks: 7" in out.splitlines()
+    assert "It fits. KV cache: " in out
     assert "no memory" in err
 
 

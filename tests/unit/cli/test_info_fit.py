@@ -1,0 +1,109 @@
+"""`raypp info`: does it fit?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raypp.cli.fit_text import fit_lines
+from raypp.cli.main import main
+from raypp.config.engine_config import EngineConfig
+from raypp.plan.fit import describe_fit
+from raypp.plan.machines import read_machines
+
+_SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
+
+
+def _info(model: str, *options: str) -> int:
+    return main(["info", str(_SHAPES / model), *options])
+
+
+def _lines(model: str, gpus: str, **settings: object) -> list[str]:
+    config = EngineConfig.from_flat(_SHAPES / model, **settings)
+    return list(fit_lines(describe_fit(config, read_machines(gpus))["fit"]))
+
+
+def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _info("qwen3-8b", "--num-stages", "2", "--gpus", "2x24GB") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("qwen3-8b (Qwen3ForCausalLM, bfloat16), 2 stages on 2 GPUs of 22.35 GiB")
+    assert lines[2] == "It fits. KV cache: 135,520 tokens: 16 requests of 8,192 tokens."
+    header = lines.index("memory per stage, GiB") + 1
+    columns = "stage layers GPU may use weights a step recordings libraries KV cache left"
+    assert " ".join(lines[header].split()) == columns
+    assert lines[header + 1].split()[:5] == ["0", "0-18", "22.35", "20.12", "7.99"]
+    assert ["8,192", "16", "KV", "cache"] in [line.split() for line in lines]
+    assert [line for line in lines if line.startswith("Estimates:")][1].startswith("Estimates: the GPUs' memory")
+
+
+def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _info("qwen3-32b", "--num-stages", "2", "--gpus", "2x24GB") == 1
+    out = capsys.readouterr().out
+    assert "It does not fit: stage 0 does not fit its share of a GPU." in out
+    assert "  got: 20.12 GiB of 22.35: weights 3" in out
+    assert "what would fit\n  --num-stages 4, with 2 more GPUs like these: KV cache 31,968 tokens, 3 requests" in out
+
+
+def test_smaller_settings_are_options() -> None:
+    text = "\n".join(_lines("qwen3-8b", "1x24GB", max_model_len=32768))
+    assert "  got: " in text
+    assert "  --num-stages 2, with 1 more GPU like these: KV cache 135,520 tokens, 16 requests of 8,192 tokens" in text
+    assert "  --max-model-len 13" in text
+
+
+def test_what_limits_requests_and_their_length() -> None:
+    lines = _lines("qwen3-8b", "1x24GB", max_num_seqs=4)
+    assert "A request may have 21,648 tokens, for the KV cache holds no more; the model takes 40,960." in lines
+    rows = [line.split() for line in lines]
+    assert ["2,048", "4", "max_num_seqs"] in rows
+
+
+def test_machines_and_their_stages() -> None:
+    lines = _lines("qwen3-14b", "2x24GB+2x24GB", num_stages=4)
+    assert lines[0].endswith("4 stages on 2 machines with 2 GPUs of 22.35 GiB")
+    assert any(line.startswith("2 machines: one Ray cluster over them") for line in lines)
+    assert "  stages                                                room" in lines
+    mixed = _lines("qwen3-8b", "1x24GB+1x80GB", num_stages=2)
+    assert mixed[0].endswith("on 1 machine with 1 GPU of 22.35 GiB and 1 machine with 1 GPU of 74.51 GiB")
+    assert "GPUs differ: every stage is planned for the smallest, 22.35 GiB." in mixed
+
+
+def test_an_encoder_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _info("qwen3-vl-8b", "--num-stages", "2", "--gpus", "3x24GB") == 0
+    assert "Besides, 1 encoder for images, each with 1 GPU (20.12 GiB)." in capsys.readouterr().out
+
+
+def test_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert main(["info", "tiny", "--num-stages", "2", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny (Qwen3ForCausalLM, float32), 2 stages on CPUs"
+    assert lines[2].startswith("It fits. KV cache: ")
+    header = lines.index("memory per stage, GiB") + 1
+    assert lines[header].split() == ["stage", "layers", "machine", "weights", "KV", "cache", "left"]
+
+
+def test_the_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _info("qwen3-32b", "--gpus", "1x24GB", "--json") == 1
+    description = json.loads(capsys.readouterr().out)
+    assert (description["plan"], description["fit"]["fits"]) == (None, False)
+    assert description["hardware"]["num_gpus"] == 1
+    assert _info("qwen3-8b", "--gpus", "1x24GB", "--full") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "    num_stages: 1" in lines
+    assert any(line.startswith("It fits.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "80GB"], ["--gpus does not describe GPUs", "got: 80GB", "e.g. 4x80GB"]),
+        (["--gpus", "1x24GB", "--start"], ["--start and --gpus exclude each other", "hint: "]),
+    ],
+)
+def test_mistakes(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert _info("qwen3-8b", *options) == 2
+    err = capsys.readouterr().err
+    assert all(word in err for word in words)

@@ -1,0 +1,194 @@
+"""Whether an engine fits machines that are not here: by the plan that a start would make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import ConfigError, ModelLoadError, ResourceError
+from raypp.models.registry import resolve_config_path
+from raypp.plan.engine_plan import EnginePlan, plan_engine
+from raypp.plan.fit import Fit, alternatives, check_fit, describe_fit, other_numbers_of_stages
+from raypp.plan.hardware import Hardware
+from raypp.plan.machines import described_hardware, read_machines
+
+_SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
+
+
+def _config(model: str, **settings: Any) -> EngineConfig:
+    return EngineConfig.from_flat(_SHAPES / model, **settings)
+
+
+def _fit(model: str, gpus: str, **settings: Any) -> Fit:
+    machines = read_machines(gpus)
+    return check_fit(_config(model, **settings), described_hardware(machines), machines)
+
+
+def _plan(model: str, gpus: str, **settings: Any) -> EnginePlan:
+    return plan_engine(_config(model, **settings), described_hardware(read_machines(gpus)))
+
+
+def test_the_answer_is_the_plans() -> None:
+    fit, plan = _fit("qwen3-8b", "2x24GB", num_stages=2), _plan("qwen3-8b", "2x24GB", num_stages=2)
+    assert fit.plan == plan
+    assert fit.num_kv_tokens == (plan.num_blocks - 1) * 16 == pytest.approx(135_000, rel=0.1)
+    assert fit.num_requests(8192) == fit.num_kv_tokens // 8192
+    assert fit.num_machines == 1
+    assert fit.request_lengths() == [2048, 8192, 32768, 40960]
+
+
+def test_requests_take_whole_blocks_and_are_limited_by_max_num_seqs() -> None:
+    fit = _fit("qwen3-8b", "2x24GB", num_stages=2, num_kv_blocks=101, max_model_len=1000, max_num_seqs=64)
+    assert fit.num_kv_tokens == 1600
+    assert (fit.requests_held(17), fit.requests_held(16)) == (50, 100)
+    assert fit.num_requests(16) == 64
+    assert fit.request_lengths() == [1000]
+
+
+def test_the_memory_of_every_stage_adds_up_to_its_share() -> None:
+    stages = _fit("qwen3-8b", "2x24GB", num_stages=2).describe()["stages"]
+    parts = ("weight_bytes", "step_bytes", "graph_bytes", "library_bytes", "speculation_bytes", "item_bytes")
+    for stage in stages:
+        taken = sum(stage[part] for part in (*parts, "kv_cache_bytes", "left_bytes"))
+        assert taken == stage["share_bytes"] == int(0.9 * stage["device_bytes"])
+    assert min(stage["left_bytes"] // stage["block_bytes"] for stage in stages) == 0, "a stage is full"
+    assert [stage["layers"] for stage in stages] == [[0, 19], [19, 36]]
+
+
+def test_a_model_that_is_too_large_needs_more_gpus() -> None:
+    fit = _fit("qwen3-32b", "2x24GB", num_stages=2)
+    assert fit.plan is None
+    assert "stage 0 does not fit" in str(fit.problem)
+    assert fit.describe()["stages"][0]["left_bytes"] < 0
+    [only] = alternatives(fit)
+    assert (dict(only.settings), only.num_missing_gpus) == ({"num_stages": 4}, 2)
+    assert only.fit.num_kv_tokens == _fit("qwen3-32b", "4x24GB", num_stages=4).num_kv_tokens > 8192
+
+
+def test_unused_gpus_come_first() -> None:
+    first = alternatives(_fit("qwen3-14b", "4x24GB"))[0]
+    assert (dict(first.settings), first.num_missing_gpus) == ({"num_stages": 2}, 0)
+
+
+def test_stages_without_a_gpu() -> None:
+    fit = _fit("qwen3-8b", "2x24GB", num_stages=4)
+    assert fit.problem is not None
+    assert (fit.problem.message, fit.problem.got) == ("there are too few GPUs", "2 GPUs on 1 machine, placement=pack")
+    assert dict(alternatives(fit)[0].settings) == {"num_stages": 2}
+    large = _fit("qwen3-32b", "2x24GB", num_stages=4)
+    assert [(dict(each.settings), each.num_missing_gpus) for each in alternatives(large)] == [({"num_stages": 4}, 2)]
+
+
+def test_a_request_that_is_too_long_is_offered_as_long_as_can_be() -> None:
+    fit = _fit("qwen3-8b", "2x24GB", max_model_len=32768)
+    offered = {name: value for each in alternatives(fit) for name, value in each.settings.items()}
+    assert offered["num_stages"] == 2
+    longest = offered["max_model_len"]
+    _plan("qwen3-8b", "2x24GB", max_model_len=longest)
+    with pytest.raises(ResourceError):
+        _plan("qwen3-8b", "2x24GB", max_model_len=longest + 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "settings"),
+    [
+        ("qwen3-8b", "1x20GB", {}),
+        ("qwen3-8b", "2x24GB", {"stage_num_gpus": 0.5}),
+        ("qwen3-8b", "2x24GB", {"num_kv_blocks": 100_000, "num_stages": 2}),
+        ("qwen3-8b", "2x24GB", {"max_num_seqs": 4096, "max_num_batched_tokens": 8192, "num_stages": 2}),
+        ("qwen3-8b", "2x24GB", {"layer_partition": [35, 1], "num_stages": 2, "max_model_len": 40960}),
+        ("qwen3-vl-8b", "2x24GB", {"num_stages": 2}),
+        ("qwen3-8b", "1x17.5GB", {"max_model_len": 8192}),
+    ],
+)
+def test_every_alternative_starts(model: str, gpus: str, settings: dict[str, Any]) -> None:
+    fit = _fit(model, gpus, **settings)
+    assert fit.plan is None
+    found = alternatives(fit)
+    assert found
+    for each in found:
+        larger = f"{sum(machine.num_gpus for machine in read_machines(gpus)) + each.num_missing_gpus}x{gpus[2:]}"
+        changed = _fit(model, larger, **settings | dict(each.settings))
+        assert changed.plan is not None
+        assert changed.num_kv_tokens == each.fit.num_kv_tokens
+
+
+def test_an_encoder_may_share_a_gpu() -> None:
+    fit = _fit("qwen3-vl-8b", "2x24GB", num_stages=2)
+    assert "2 stages and 1 encoder, which ask for 3 GPUs" in str(fit.problem)
+    shared = {"stage_num_gpus": 0.8, "encoder_num_gpus": 0.2}
+    assert shared in [dict(each.settings) for each in alternatives(fit)]
+
+
+def test_what_nothing_helps() -> None:
+    assert alternatives(_fit("qwen3-32b", "1x2GB", num_stages=64)) == []
+
+
+def test_other_numbers_of_stages() -> None:
+    fits = other_numbers_of_stages(_fit("qwen3-14b", "2x24GB+4x24GB", num_stages=2))
+    assert [(len(fit.layout.layers), fit.plan is not None, fit.num_machines) for fit in fits] == [
+        (1, False, 1),
+        (4, True, 1),
+        (6, True, 2),
+    ]
+
+
+def test_a_plan_for_described_gpus_is_told_as_one() -> None:
+    description = describe_fit(_config("qwen3-8b", num_stages=2), read_machines("2x24GB"))
+    fit = description["fit"]
+    assert (fit["fits"], fit["is_described"], fit["alternatives"]) == (True, True, [])
+    assert description["plan"]["num_kv_blocks"] == description["config"]["cache"]["num_kv_blocks"]
+    assert fit["requests"][1] == {"num_tokens": 8192, "num_requests": 16, "kv_cache_holds": 16}
+    too_large = describe_fit(_config("qwen3-32b"), read_machines("1x24GB"))
+    assert (too_large["plan"], too_large["fit"]["fits"]) == (None, False)
+    assert too_large["fit"]["alternatives"][0]["num_missing_gpus"] == 3
+
+
+def test_a_described_head_counts_its_weights_in_8_bits() -> None:
+    """Whether a GPU that is not here has them is not known: the larger plan is the safe one."""
+    eagle = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3")}
+    fit = _fit("qwen3-8b", "2x24GB", num_stages=2, load_format="dummy", speculative=eagle)
+    assert fit.plan is not None
+    assert fit.plan.describe()["draft_head_weights"] == "fp8"
+
+
+def test_this_machine() -> None:
+    cpu = Hardware(4, memory_bytes=8 << 30)
+    fit = check_fit(EngineConfig.from_flat("tiny"), cpu, None)
+    assert (fit.layout.device, fit.num_kv_tokens > 0, other_numbers_of_stages(fit)) == ("cpu", True, [])
+    small = check_fit(EngineConfig.from_flat("tiny", max_model_len=4096, kv_cache_bytes=1 << 22), cpu, None)
+    assert small.plan is None
+    offered = [dict(each.settings) for each in alternatives(small)]
+    assert {"kv_cache_bytes": 1 << 25} in offered
+    with pytest.raises(ConfigError, match="device=cpu uses none"):
+        describe_fit(EngineConfig.from_flat("tiny", device="cpu"), read_machines("1x24GB"))
+
+
+def test_mistakes_are_errors() -> None:
+    with pytest.raises(ConfigError, match="more than the model was made for"):
+        _fit("qwen3-8b", "2x24GB", num_stages=2, max_model_len=100_000)
+    with pytest.raises(ModelLoadError, match="no-such"):
+        check_fit(EngineConfig.from_flat("/no-such/model"), Hardware(1), None)
+
+
+def test_of_a_hugging_face_id_the_configuration_alone_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def download(model: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        if model == "Qwen/NoNetwork":
+            raise OSError("no route to host")
+        return str(_SHAPES / "qwen3-8b")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    fit = check_fit(EngineConfig.from_flat("Qwen/Qwen3-8B"), described_hardware(read_machines("1x80GB")), None)
+    assert fit.num_kv_tokens > 0
+    assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern or "*" in pattern]
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_config_path("Qwen/NoNetwork")
+    assert "no route to host" in str(caught.value.got)
+    assert "directory that holds the model's config.json" in str(caught.value.hint)

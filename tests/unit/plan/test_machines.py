@@ -1,0 +1,90 @@
+"""GPUs that are described by a text, and what finds room on them."""
+
+from __future__ import annotations
+
+import pytest
+
+from raypp.errors import ConfigError
+from raypp.plan.machines import Machine, described_hardware, num_machines_for, read_machines
+
+_GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("text", "machines"),
+    [
+        ("4x80GB", [(4, 80 * _GB)]),
+        ("1X24gb", [(1, 24 * _GB)]),
+        ("2x22.5GiB", [(2, 45 << 29)]),
+        ("2x24GB+2x24GB", [(2, 24 * _GB), (2, 24 * _GB)]),
+        (" 2 x 24 GB + 1x80GB", [(2, 24 * _GB), (1, 80 * _GB)]),
+    ],
+)
+def test_machines_are_read(text: str, machines: list[tuple[int, int]]) -> None:
+    assert read_machines(text) == tuple(Machine(*machine) for machine in machines)
+
+
+@pytest.mark.parametrize("text", ["", "4", "80GB", "4x80", "4x80MB", "x80GB", "4x80GB+", "H100", "4x-1GB", "1.5x80GB"])
+def test_other_texts_are_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_machines(text)
+    assert caught.value.got == text
+    assert "4x80GB" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"), [("0x80GB", "1 to 1024"), ("9999x80GB", "1 to 1024"), ("1x0.5GB", "1 GB")]
+)
+def test_numbers_that_no_machine_has_are_refused(text: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_machines(text)
+    assert caught.value.got == text
+    assert allowed in str(caught.value.expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "smallest_card_mib"),
+    # The driver's figure of the smallest card that is sold with so much: T4, L4, A100, L40S, H100, H100 NVL, H200.
+    [
+        ("16GB", 15360),
+        ("24GB", 23028),
+        ("40GB", 40536),
+        ("48GB", 46068),
+        ("80GB", 81559),
+        ("94GB", 95830),
+        ("141GB", 143771),
+    ],
+)
+def test_a_described_gpu_is_not_larger_than_a_real_one(text: str, smallest_card_mib: int) -> None:
+    [machine] = read_machines(f"1x{text}")
+    assert 0.9 < machine.gpu_memory_bytes / (smallest_card_mib << 20) <= 1
+
+
+def test_stages_are_planned_for_the_smallest_gpu() -> None:
+    hardware = described_hardware(read_machines("2x24GB+1x80GB"))
+    assert (hardware.num_gpus, hardware.gpu_memory_bytes) == (3, 24 * _GB)
+
+
+@pytest.mark.parametrize(
+    ("shares", "gpus", "strategy", "expected"),
+    [
+        ([1, 1], [2], "pack", 1),
+        ([1, 1, 1], [2], "pack", None),
+        ([1, 1, 1], [2, 2], "pack", 2),
+        ([1, 1], [1, 2], "pack", 1),
+        ([1, 1], [2, 2], "spread", 2),
+        ([1, 1, 1], [2, 2], "strict_pack", None),
+        ([1, 1], [2, 2], "strict_pack", 1),
+        ([1, 1], [2, 2], "strict_spread", 2),
+        ([1, 1, 1], [2, 2], "strict_spread", None),
+        ([0.5] * 4, [2], "pack", 1),
+        ([0.6] * 3, [2], "pack", None),  # two do not share a GPU
+        ([0.8, 0.8, 0.2, 0.2], [2], "pack", 1),
+        ([0.2, 0.2, 0.8, 0.8], [2], "pack", 1),
+        ([1 / 3] * 3, [1], "pack", 1),
+        ([1], [0], "pack", None),
+    ],
+)
+def test_what_finds_room(shares, gpus, strategy, expected) -> None:
+    machines = [Machine(number, 24 * _GB) for number in gpus]
+    assert num_machines_for(shares, machines, strategy) == expected
