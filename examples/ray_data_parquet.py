@@ -1,13 +1,12 @@
 """Complete a column of prompts with Ray Data: Parquet in, Parquet out.
 
-    python examples/ray_data_parquet.py --input prompts.parquet --output completions/
+    pip install "raypp[data]"
+    python examples/ray_data_parquet.py [FOLDER]
 
-Without --input a small file of prompts is made. Needs pip install "raypp[data]".
+A row that fails has its error in the column `completion_error`, and the others of its batch their texts.
 """
 
-from __future__ import annotations
-
-import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -17,41 +16,22 @@ import ray.data
 
 from raypp.batch_job.ray_data import Completer
 
+if __name__ == "__main__":
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
+    rows = [{"id": i, "prompt": f"def function_{i}("} for i in range(100)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "prompts.parquet")
 
-def main() -> None:
-    """Read, complete, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--input", type=Path, help="Parquet with a column `prompt`")
-    parser.add_argument("--output", type=Path, required=True, help="a folder, which gets one Parquet file per block")
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--num-stages", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=16)
-    args = parser.parse_args()
-
-    prompts = ray.data.read_parquet(str(args.input or make_prompts(Path(tempfile.mkdtemp()))))
-    completed = prompts.map_batches(
+    completed = ray.data.read_parquet(str(folder / "prompts.parquet")).map_batches(
         Completer,
         fn_constructor_kwargs={
-            "model": args.model,
-            "num_stages": args.num_stages,
-            "sampling_params": {"max_tokens": args.max_tokens, "temperature": 0.0},
+            "model": "tiny",
+            "num_stages": 2,
+            "sampling_params": {"max_tokens": 8, "temperature": 0.0},
         },
         batch_size=64,
-        concurrency=1,
-        num_cpus=0.1,  # of the actor that the engine is started from; the engine asks for its own
+        concurrency=1,  # engines
+        num_cpus=0.1,  # of the actor that starts the engine; the engine asks for its own
     )
-    completed.write_parquet(str(args.output))
-    for row in pyarrow.parquet.read_table(args.output).slice(0, 3).to_pylist():
+    completed.write_parquet(str(folder / "completions"))
+    for row in pyarrow.parquet.read_table(folder / "completions").slice(0, 3).to_pylist():
         print(repr(row["prompt"]), "->", repr(row["completion"]))
-
-
-def make_prompts(folder: Path) -> Path:
-    """Write a Parquet file with a few prompts and return its path."""
-    path = folder / "prompts.parquet"
-    rows = [{"id": i, "prompt": f"def function_{i}("} for i in range(100)]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
-
-
-if __name__ == "__main__":
-    main()

@@ -35,21 +35,33 @@ from raypp.stage.step_sizes import StepSizes
 from raypp.step_channel import DriverChannel, StageChannel
 from raypp.testing.local_encoder import LocalEncoder
 from raypp.tracing import DRIVER_LANE, Tracer
+from raypp.transport.edges import OpenEdge
 from raypp.transport.open import open_local_links
 
 _JOIN_TIMEOUT_S = 10.0
 
 
-def launch_in_threads(config: EngineConfig, *, stage_factory: StageFactory | None = None) -> ThreadedEngine:
-    """Start an engine in this process; a `Launch`: `LLM("tiny", launch=launch_in_threads)`."""
-    return ThreadedEngine(plan_engine(config, Hardware.of_this_machine()), stage_factory)
+def launch_in_threads(
+    config: EngineConfig, *, stage_factory: StageFactory | None = None, open_edge: OpenEdge | None = None
+) -> ThreadedEngine:
+    """Start an engine in this process; a `Launch`: `LLM("tiny", launch=launch_in_threads)`.
+
+    Args:
+        config: Of the engine.
+        stage_factory: Makes a stage in place of the model's own.
+        open_edge: Joins two stages in place of local links; `functools.partial` passes it.
+    """
+    return ThreadedEngine(plan_engine(config, Hardware.of_this_machine()), stage_factory, open_edge)
 
 
 class ThreadedEngine:
     """An `EngineHandle` whose driver and stages are threads. `kill_stage` plays a stage's death."""
 
-    def __init__(self, plan: EnginePlan, factory: StageFactory | None) -> None:
+    def __init__(
+        self, plan: EnginePlan, factory: StageFactory | None = None, open_edge: OpenEdge | None = None
+    ) -> None:
         self._plan = plan
+        self._open_edge = open_edge
         self._watchers: list[Callable[[RayppError], None]] = []
         self._is_closed = False
         self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
@@ -144,6 +156,7 @@ class ThreadedEngine:
             feedback=schemas.feedback_messages(specs[0]),
             device=torch.device(specs[0].device),
             deadline_s=plan.config.faults.step_timeout_s,
+            open_edge=self._open_edge,
         )
 
         tracers = [Tracer(f"stage {index}", enabled=False) for index in range(num_stages)]

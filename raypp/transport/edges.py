@@ -136,14 +136,16 @@ class StageLinks:
             end.close()
 
 
-def links_in_one_process(
-    edges: Sequence[Edge], open_edge: Callable[[Edge], tuple[LinkSender, LinkReceiver]]
-) -> list[StageLinks]:
+OpenEdge = Callable[[Edge], tuple[LinkSender, LinkReceiver]]
+"""Returns both ends of an edge inside one process."""
+
+
+def links_in_one_process(edges: Sequence[Edge], open_edge: OpenEdge) -> list[StageLinks]:
     """Return the links of all stages of a pipeline that lives in one process.
 
     Args:
         edges: All of the pipeline's; see `pipeline_edges`.
-        open_edge: Returns both ends of an edge.
+        open_edge: Opens each of them.
     """
     stages = [EdgeEnds() for _ in {edge.sender for edge in edges}]
     for edge in edges:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore  # torch.distributed has it w
 
 from raypp.config.sections import LinkKind, TransportKind
 from raypp.errors import ConfigError
-from raypp.transport.edges import Edge, EdgeEnds, StageLinks, edges_at, links_in_one_process, pipeline_edges
+from raypp.transport.edges import Edge, EdgeEnds, OpenEdge, StageLinks, edges_at, links_in_one_process, pipeline_edges
 from raypp.transport.host.device_copy import DeviceCopyReceiver, DeviceCopySender
 from raypp.transport.host.gloo import GlooConnection, GlooDevice
 from raypp.transport.host.local import LocalReceiver, LocalSender, open_local_edge
@@ -106,6 +106,7 @@ def open_local_links(
     feedback: MessageSpec,
     device: torch.device = _CPU,
     deadline_s: float = 0.0,
+    open_edge: OpenEdge | None = None,
 ) -> list[StageLinks]:
     """Return the links of all stages of a pipeline that lives in one process, on one device.
 
@@ -115,13 +116,14 @@ def open_local_links(
         feedback: What the last stage sends to the first.
         device: Of the slots.
         deadline_s: How long a wait may take; 0 when one thread runs all stages, step by step.
+        open_edge: Opens each edge, in place of local links: a link of your own. `device` and `deadline_s` are then its.
     """
 
-    def open_edge(edge: Edge) -> tuple[LocalSender, LocalReceiver]:
+    def open_local(edge: Edge) -> tuple[LocalSender, LocalReceiver]:
         return open_local_edge(edge.num_slots, edge.slot_bytes, deadline_s, device=device)
 
     edges = pipeline_edges(num_stages, [spec.slot_bytes for spec in forward], feedback.slot_bytes)
-    return links_in_one_process(edges, open_edge)
+    return links_in_one_process(edges, open_edge or open_local)
 
 
 def _agree(
