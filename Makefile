@@ -6,8 +6,9 @@ PYTHON ?= python3
 WORKERS ?= logical
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DOCS := .venv/.installed_docs
 
-.PHONY: install demo test soak lint bench clean
+.PHONY: install demo test soak lint bench docs clean
 
 install: $(INSTALLED)
 
@@ -36,6 +37,11 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/offline_throughput.py --compare hf
 	$(BIN)/python benchmarks/step_overhead.py
 
+# The site. A warning is an error. Pages can be opened as files; search needs a server.
+docs: $(INSTALLED_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site 8080"
+
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -44,4 +50,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "raypp needs Python 3.11 or newer; '$(PYTHON)' is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(INSTALLED_DOCS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
 	@touch $@

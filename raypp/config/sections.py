@@ -52,7 +52,7 @@ class ModelSection(Section):
     chat_template: str | None = Field(default=None, min_length=1)
     """A chat template in place of the model's own: a file, or the template itself, in Jinja."""
     tool_call_parser: str = Field(default="auto", min_length=1)
-    """How the model writes tool calls, for HTTP and batches: a name of the table in docs/serving.md, or
+    """How the model writes tool calls, for HTTP and batches: a name of the table in docs/tool_calls.md, or
     `module:attribute` with a `CallSyntax` of your own. `auto`: as its chat template shows, or else its vocabulary.
     `none`: it calls no tools."""
     reasoning_parser: str = Field(default="auto", min_length=1)

@@ -63,7 +63,7 @@ class AnswerForm:
                 "calls of this model cannot be held to a form",
                 got="a forced call, a strict function, or tools beside response_format",
                 expected='tool_choice="auto" and functions that are not strict',
-                hint="the syntax of its calls is known for reading only; docs/serving.md says which ones can be held",
+                hint="raypp only reads the syntax of its calls; docs/tool_calls.md lists those that it can enforce",
                 param="tools",
             )
         return self.syntax.calls

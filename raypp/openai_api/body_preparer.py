@@ -205,7 +205,7 @@ class BodyPreparer:
         """Say once of each field that it has no effect: clients send it with every request."""
         for name in set(request.ignored()) - self._ignored_before:
             self._ignored_before.add(name)
-            _LOG.warning("requests have the field %r, which is ignored; docs/serving.md lists all fields", name)
+            _LOG.warning("requests have the field %r, which is ignored; docs/http_api.md lists all fields", name)
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:
         prompt = await self.conversation(request)

@@ -233,7 +233,7 @@ def _named(setting: str, name: str, known: Mapping[str, _Syntax], kind: type[_Sy
             f"{setting} names no syntax that is known",
             got=name,
             expected=", ".join(["auto", "none", *sorted(known)]),
-            hint=f"module:attribute names a {kind.__name__} of your own; see docs/serving.md",
+            hint=f"module:attribute names a {kind.__name__} of your own; see docs/tool_calls.md",
         )
     try:
         found = getattr(importlib.import_module(module), attribute)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from code_blocks import blocks_of
+from code_blocks import commands as commands_of
 from repository import ROOT, name_of, package_modules, project_files
 
-FENCE = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
 
 DOCUMENTS = project_files(".md")
@@ -23,8 +23,7 @@ def make_targets() -> set[str]:
 
 def commands(document: Path) -> list[list[str]]:
     """Return the commands of a document's shell blocks, without comments."""
-    lines = "\n".join(FENCE.findall(document.read_text())).replace("\\\n", " ").splitlines()
-    return [words for line in lines if (words := shlex.split(line.removeprefix("$ "), comments=True))]
+    return [words for block in blocks_of(document) if block.language == "sh" for words in commands_of(block.text)]
 
 
 def test_readme_names_the_two_commands() -> None:

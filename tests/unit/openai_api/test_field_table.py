@@ -1,4 +1,4 @@
-"""docs/serving.md has one table of every field of chat and completions; it says what the shapes themselves say."""
+"""docs/http_api.md has one table of every field of chat and completions; it says what the shapes themselves say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raypp.openai_api.error_bodies import parse_body
 from raypp.openai_api.request_fields import IGNORED, RequestFields
 from raypp.openai_api.response_request import IGNORED_BY_RESPONSES, UNSUPPORTED, ResponseRequest
 
-SERVING = Path(__file__).parents[3] / "docs/serving.md"
+HTTP_API = Path(__file__).parents[3] / "docs/http_api.md"
 SHAPES: dict[str, type[RequestFields]] = {"chat": ChatRequest, "completions": CompletionRequest}
 BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}]},
@@ -76,9 +76,9 @@ def table() -> list[str]:
 def test_the_table_says_what_the_shapes_say() -> None:
     expected = table()
     assert all(text.count("|") == 5 for text in expected), "a bar in a description ends its cell"
-    there = re.search(r"^\| field \| of .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
+    there = re.search(r"^\| field \| of .*?(?=\n\n|\n\Z)", HTTP_API.read_text(), re.MULTILINE | re.DOTALL)
     assert there is not None
-    assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
+    assert there[0].splitlines() == expected, "docs/http_api.md should have:\n" + "\n".join(expected)
 
 
 def own_table(shape: type[RequestFields], of: str, ignored: Sequence[str], refused: Sequence[str] = ()) -> list[str]:
@@ -100,16 +100,16 @@ def own_table(shape: type[RequestFields], of: str, ignored: Sequence[str], refus
     ],
 )
 def test_the_table_of_a_route_says_what_its_shape_says(of: str, expected: list[str]) -> None:
-    there = re.search(rf"^\| field of {of} .*?(?=\n\n)", SERVING.read_text(), re.MULTILINE | re.DOTALL)
-    assert there is not None, "docs/serving.md should have:\n" + "\n".join(expected)
-    assert there[0].splitlines() == expected, "docs/serving.md should have:\n" + "\n".join(expected)
+    there = re.search(rf"^\| field of {of} .*?(?=\n\n|\n\Z)", HTTP_API.read_text(), re.MULTILINE | re.DOTALL)
+    assert there is not None, "docs/http_api.md should have:\n" + "\n".join(expected)
+    assert there[0].splitlines() == expected, "docs/http_api.md should have:\n" + "\n".join(expected)
 
 
 @pytest.mark.parametrize("shape", [ResponseRequest, MessagesRequest])
 def test_other_routes_have_the_fields_of_both_but_for_those_that_the_text_names(shape: type[RequestFields]) -> None:
     both = ChatRequest.model_fields.keys() & CompletionRequest.model_fields.keys() - {"max_tokens", "logprobs"}
     lacking = sorted(both - fields_of(shape).keys())
-    assert f"but for {', '.join(f'`{name}`' for name in lacking)}. Beside" in SERVING.read_text()
+    assert f"but for {', '.join(f'`{name}`' for name in lacking)}. Beside" in " ".join(HTTP_API.read_text().split())
 
 
 def test_fields_of_responses_that_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,62 @@
+"""What the site needs is there; tests/soak/test_docs_site.py builds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from repository import ROOT, name_of, project_files
+
+import raypp.errors
+
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def pages_of(entries: Any) -> Iterator[str]:
+    """Yield the files of a navigation, of all depths."""
+    if isinstance(entries, str):
+        yield entries
+    elif isinstance(entries, dict):
+        for entry in entries.values():
+            yield from pages_of(entry)
+    else:
+        for entry in entries:
+            yield from pages_of(entry)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    pages = [name_of(path).removeprefix("docs/") for path in project_files(".md") if path.parent == ROOT / "docs"]
+    named = [*pages_of(CONFIG["nav"])]
+    assert sorted(named) == sorted([*pages, "index.md", "design/README.md"])
+
+
+def test_the_site_is_built_where_git_does_not_look() -> None:
+    assert (CONFIG["docs_dir"], CONFIG["site_dir"]) == ("docs", "build/site")
+    assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert CONFIG["theme"]["font"] is False
+
+
+def test_every_error_class_has_its_meaning_cause_and_cure() -> None:
+    there = {
+        name
+        for name, value in vars(raypp.errors).items()
+        if isinstance(value, type) and issubclass(value, raypp.errors.RayppError)
+    }
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL))
+    assert sections.keys() == there
+    said = {name: re.findall(r"^- \*\*(\w+)\*\*: \S", section, re.MULTILINE) for name, section in sections.items()}
+    assert said == {name: ["Means", "Causes", "Cure"] for name in there if name != "RayppError"} | {"RayppError": []}
+
+
+def test_the_python_api_has_every_public_name() -> None:
+    """Errors come with their module."""
+    named = set(re.findall(r"^::: raypp\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    errors = {name for name in raypp.__all__ if hasattr(raypp.errors, name)}
+    assert named == set(raypp.__all__) - errors - {"__version__"} | {"errors"}
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
