@@ -33,10 +33,10 @@ PendingLogprobs = Callable[[], Bytes]
 """Packs a `StepLogprobs`, or nothing; to be called when a `PendingResult` that was made later is complete."""
 
 
-PendingTop = Callable[[], TopLogprobs]
-"""Returns what was copied to the host; likewise."""
+PendingTop = Callable[[], tuple[NDArray[Any], ...]]
+"""Returns the columns of `TopLogprobs` that were copied to the host; likewise."""
 
-_NO_TOP = TopLogprobs(torch.empty(0, 1, dtype=torch.int32), torch.empty(0, 1), torch.empty(0, dtype=torch.int32))
+_NO_TOP = (np.empty((0, 1), np.int32), np.empty((0, 1), np.float32), np.empty(0, np.int32))
 
 
 def no_logprobs() -> Bytes:
@@ -120,18 +120,21 @@ class LogprobReporter:
         return _pending(self._sampled_rows(shape), sampled, chunks, scored)
 
     def report_recorded(
-        self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor, top: TopLogprobs
+        self, shape: StepShape, logits: torch.Tensor, token_ids: torch.Tensor, top: torch.Tensor
     ) -> PendingLogprobs:
-        """Queue the same for a step of decode rows alone, of which `top` was recorded, [N or more]."""
+        """Queue the same for a recorded step, which has padding; `top` is `TopLogprobs.packed` of all its positions."""
+        num_positions = len(shape.logits_rows_np)
         if self._num_top_np[shape.rows_np].max() > MAX_REPORTED:
-            sampled = self._sampled(shape, logits, token_ids)
+            sampled = self._sampled(shape, logits[:num_positions], token_ids[:num_positions])
             return _pending(self._sampled_rows(shape), sampled, [], None)
         asking, num_top = self._asking(shape)
-        on_host = [to_host(column[: len(logits)]) for column in top]
+        on_host = to_host(top[:num_positions])
 
-        def of_asking() -> TopLogprobs:
-            token_ids, logprobs, ranks = (column[asking] for column in on_host)
-            return TopLogprobs(token_ids[:, : 1 + num_top], logprobs[:, : 1 + num_top], ranks)
+        def of_asking() -> tuple[NDArray[Any], ...]:
+            packed = on_host.numpy()[asking]
+            width, num_columns = packed.shape[1] // 2, 1 + num_top
+            logprobs = packed[:, width : width + num_columns].view(np.float32)
+            return packed[:, :num_columns], logprobs, packed[:, -1]
 
         return _pending(self._sampled_rows(shape), of_asking, [], None)
 
@@ -190,8 +193,8 @@ class LogprobReporter:
 
 def _to_host(tops: list[TopLogprobs]) -> PendingTop:
     """Queue the copies of all of them, joined."""
-    on_host = TopLogprobs(*(to_host(torch.cat(column)) for column in zip(*tops, strict=True)))
-    return lambda: on_host
+    on_host = [to_host(torch.cat(column)) for column in zip(*tops, strict=True)]
+    return lambda: tuple(column.numpy() for column in on_host)
 
 
 def _pending(
@@ -212,8 +215,8 @@ def _pending(
 
 
 def _columns(prefix: str, pending: PendingTop | None) -> dict[str, NDArray[Any]]:
-    top = _NO_TOP if pending is None else pending()
-    return {f"{prefix}{name}": np.ascontiguousarray(column.numpy()) for name, column in top._asdict().items()}
+    columns = zip(TopLogprobs._fields, _NO_TOP if pending is None else pending(), strict=True)
+    return {f"{prefix}{name}": np.ascontiguousarray(column) for name, column in columns}
 
 
 def _int32s(values: list[int]) -> Int32s:

@@ -22,7 +22,6 @@ from raypp.graphs.debug import Watched, only, owned_tokens
 from raypp.graphs.graph_manager import CudaGraphManager
 from raypp.messages import NULL_BLOCK, Int64s, StepPlan
 from raypp.ops.row_inputs import NewEntries
-from raypp.ops.sample.logprobs import TopLogprobs
 from raypp.ops.sample.tables import Needs
 from raypp.stage.feedback import FedBack
 from raypp.stage.recorded_buffers import MessageSlots, UploadRing
@@ -58,7 +57,7 @@ class RanTail(NamedTuple):
     """What a tail leaves, besides its message to the first stage."""
 
     ended: EndOutputs
-    top: TopLogprobs | None  # of the step's positions, where their rows ask; None: none does
+    top: torch.Tensor | None  # `TopLogprobs.packed` of the step's positions, where their rows ask; None: none does
 
 
 class RecordedDecode:
@@ -316,7 +315,7 @@ class RecordedDecode:
             self._leaving.write(self._schemas.feedback.num_bytes(bucket, bucket))
         top = None
         if Needs.LOGPROBS in inputs.needs:
-            top = self._end.sampler.report(last.logits, shape.rows_of_logits(), ended.chosen)
+            top = self._end.sampler.report(last.logits, shape.rows_of_logits(), ended.chosen).packed()
         return RanTail(ended, top)
 
     def _feedback_views(self, bucket: int) -> dict[str, torch.Tensor]:

@@ -220,8 +220,7 @@ class Stage:
         links.feedback_out.send(step_id, self._schemas.feedback.num_bytes(bucket, bucket))
         logprobs = no_logprobs
         if top is not None and Needs.LOGPROBS in asked.needs:
-            step = slice(0, shape.num_tokens)
-            logprobs = self._logprobs.report_recorded(shape, recorded.logits[step], ended.chosen[step], top)
+            logprobs = self._logprobs.report_recorded(shape, recorded.logits, ended.chosen, top)
         result = step_result(self._results, plan, shape, ended.told, logprobs)
         self._clock.read()
         self._tracer.record(HOST, step_id, started, now_ns())

@@ -14,6 +14,10 @@ class TopLogprobs(NamedTuple):
     logprobs: torch.Tensor  # [N, 1 + L] float32
     ranks: torch.Tensor  # [N] int32, of the chosen token; 1 is the most likely
 
+    def packed(self) -> torch.Tensor:
+        """Return all of it side by side, int32 [N, 2 * (1 + L) + 1]: one copy brings it to the host."""
+        return torch.cat((self.token_ids, self.logprobs.view(torch.int32), self.ranks.unsqueeze(1)), dim=1)
+
 
 def top_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> TopLogprobs:
     """Return the log-softmax of the logits at the chosen tokens and at the most likely ones.
