@@ -15,7 +15,7 @@ from mkdocs.structure.files import File
 
 _ROOT = Path(__file__).parents[1]
 _START = "README.md"
-_LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)")
+_LINK = re.compile(r"""(?:(?<=\]\()|(?<=<img src=")|(?<=srcset="))(?!https?:|mailto:|#)([^)#\s"]+)""")
 _WHOLE_LINK = re.compile(r"(?<!!)\[([^\[\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)\)")
 
 

@@ -236,7 +236,7 @@ def test_what_has_been_shown_stays_while_more_streams_in(page: Any) -> None:
 @pytest.mark.parametrize("piece", ["word **bold** ", "- item\n", "*a _b `c [d]("])
 def test_time_grows_with_the_length_of_the_answer_only(page: Any, piece: str) -> None:
     """Four times the text takes about four times as long, not sixteen times."""
-    seconds = page.evaluate(
+    times = page.evaluate(
         """async (piece) => {
           const { MarkdownView } = await import("./page/markdown.js");
           const time = (length) => {
@@ -252,7 +252,7 @@ def test_time_grows_with_the_length_of_the_answer_only(page: Any, piece: str) ->
         }""",
         piece,
     )
-    assert seconds[1] < 9 * seconds[0] + 40, seconds
+    assert times[1] < 9 * times[0] + 300, times
 
 
 def test_tool_calls_are_shown_folded_and_sent_back(page: Any) -> None:
@@ -414,7 +414,7 @@ def test_it_works_by_keyboard_alone(page: Any) -> None:
             page.evaluate(
                 """() => {
                   const element = document.activeElement;
-                  const outlined = element.closest(".attach, .composer:has(textarea:focus)") ?? element;
+                  const outlined = element.closest(".attach") ?? element;
                   const name = element.ariaLabel || element.textContent.trim() || element.id;
                   return [name, getComputedStyle(outlined).outlineStyle !== "none"];
                 }"""
