@@ -31,5 +31,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path, note: Callable[[str],
     note(f"`make docs`: {time.monotonic() - begun:.0f} s, {len(files)} files, {size / 2**20:.1f} MiB")
     assert (tmp_path / "site/index.html").is_file()
     assert (tmp_path / "site/search/search_index.json").is_file()
+    image = re.compile(r'(?:<img [^>]*src|srcset)="(?!https?:|data:)([^"]+)"')
+    shown = [(page, target) for page in files if page.suffix == ".html" for target in image.findall(page.read_text())]
+    assert not [f"{page.name}: {target}" for page, target in shown if not (page.parent / target).is_file()]
     loaded = re.compile(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]+(?:src|href)="https?:')
     assert not [path.name for path in files if path.suffix == ".html" and loaded.search(path.read_text())]
