@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from raypp.types import RequestOutput as RequestOutput
     from raypp.types import SamplingParams as SamplingParams
 
-__version__ = "0.1.0"
+    __version__: str
 
 _MODULE_OF = {
     "LLM": "raypp.api.llm",
@@ -67,11 +67,24 @@ __all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name == "__version__":
+        value: object = _installed_version()
+    elif name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value
+
+
+def _installed_version() -> str:
+    """Return the version of the package as it was installed, which git's tags said then; `0+unknown` if it was not."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("raypp")
+    except PackageNotFoundError:  # run from a folder on PYTHONPATH
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
+from importlib import metadata
+
+import pytest
 
 import raypp
 from raypp import errors
@@ -31,8 +32,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_version_is_that_of_the_package() -> None:
-    pyproject = Path(__file__).parents[2] / "pyproject.toml"
-    assert raypp.__version__ == tomllib.loads(pyproject.read_text())["project"]["version"]
+    assert raypp.__version__ == metadata.version("raypp")
+
+
+def test_a_folder_that_is_not_installed_has_a_version_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_found)
+    assert raypp._installed_version() == "0+unknown"
 
 
 def test_importing_costs_neither_ray_nor_torch() -> None:
