@@ -17,7 +17,7 @@ _figures = pytest.StashKey[list[str]]()
 _begun = pytest.StashKey[float]()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """Take a line of figures for the report."""
     return request.config.stash[_figures].append
