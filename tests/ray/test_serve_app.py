@@ -25,9 +25,9 @@ from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
 
 from raypp.config.engine_config import EngineConfig
-from raypp.config.http_settings import HttpSettings
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
-from serve_app.run import Place, run_server
+from serve_app.run import run_server
 
 pytestmark = pytest.mark.ray
 
@@ -153,9 +153,10 @@ def test_load(url: str) -> None:
 
 def test_a_second_server_of_one_cluster_is_refused(url: str) -> None:
     host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
-    for place in (Place(host, port, "raypp", "/"), Place(host, port + 1, "second", "/second")):
+    second = HttpAddress(host=host, port=port + 1, app_name="second", route_prefix="/second")
+    for address in (HttpAddress(host=host, port=port), second):
         with pytest.raises(ConfigError, match=f"{host}:{port}"):
-            run_server(EngineConfig.from_flat("tiny"), HttpSettings(), place=place, on_ready=print)
+            run_server(EngineConfig.from_flat("tiny"), HttpSettings(), address=address, on_ready=print)
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
 
