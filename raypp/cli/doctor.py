@@ -151,7 +151,7 @@ def _gpus() -> tuple[list[Gpu], checks.Version | None, str | None]:
             name = str(pynvml.nvmlDeviceGetName(handle))
             gpus.append(Gpu(index, name, int(memory.total), int(memory.free), (int(major), int(minor))))
         return gpus, (newest // 1000, newest % 1000 // 10), None
-    except pynvml.NVMLError as error:
+    except (pynvml.NVMLError, AttributeError) as error:  # an old library lacks functions
         return [], None, str(error)
     finally:
         pynvml.nvmlShutdown()
@@ -205,7 +205,7 @@ def _check_cluster() -> Check:
     try:
         num_nodes, total, free = named_cluster()
     except RayppError as error:
-        return checks.check_cluster(named, None, str(error), None)
+        return checks.check_cluster(named, None, str(error.got or error.message), None)
     return checks.check_cluster(named, RayCluster(named, num_nodes, total, free), None, None)
 
 

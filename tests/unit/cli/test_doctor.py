@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,92 @@ def test_this_machine_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["torch's CUDA"].finding == "could not be checked: OSError: no such library"
     names = ("GPUs", "CUDA", "flashinfer-python", "triton", "nvcc", "/dev/shm", "open files", "Ray cluster")
     assert set(found) >= {*names, "port 8000", "port 8265", "model cache"}
+
+
+class _Driver(ModuleType):
+    """The driver's library of a machine with two GPUs, the first of them in use."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, error: str | None = None) -> None:
+        super().__init__("pynvml")
+        self._error = error
+        self.num_shutdowns = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self._error is not None:
+            raise self.NVMLError(self._error)
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_shutdowns += 1
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
+        return 12040
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(total=80 << 30, free=(40 + 39 * handle) << 30)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:  # noqa: N802
+        return 9, 0
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return "NVIDIA H100"
+
+
+def test_the_drivers_gpus_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    driver = _Driver()
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: "13.0")
+    monkeypatch.setattr(doctor, "_cuda_checks", lambda num_gpus: [])
+    found = {check.name: check for check in doctor.all_checks()}
+    assert driver.num_shutdowns == 1
+    assert (found["GPUs"].finding, found["GPU 0"].status, found["GPU 1"].status) == ("2", "warning", "ok")
+    assert found["torch's CUDA"].finding == "torch is built for CUDA 13.0, the driver runs up to 12.4"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.index for gpu in doctor._gpus()[0]] == [1]
+    monkeypatch.setitem(sys.modules, "pynvml", _Driver("Driver Not Loaded"))
+    assert doctor._gpus() == ([], None, "Driver Not Loaded")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert doctor._gpus() == ([], None, "nvidia-ml-py is not installed")
+
+
+def test_torch_is_asked_whether_it_can_use_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = ModuleType("torch")
+    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        init=lambda: None, device_count=lambda: 2, can_device_access_peer=lambda one, other: one > other
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert [(check.name, check.status) for check in doctor._cuda_checks(2)] == [
+        ("CUDA", "ok"),
+        ("peer access", "warning"),
+    ]
+
+    def fail() -> None:
+        raise RuntimeError("no CUDA-capable device is detected\nsecond line")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    [check] = doctor._cuda_checks(2)
+    assert check.finding == "torch cannot use the GPUs: no CUDA-capable device is detected"
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    check = doctor._check_cluster()
+    assert (check.status, check.finding) == (
+        "problem",
+        f"RAY_ADDRESS={address}, but: {address}: [Errno 111] Connection refused",
+    )
 
 
 def test_a_port_that_somebody_listens_at_is_taken() -> None:
