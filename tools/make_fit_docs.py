@@ -12,7 +12,8 @@ from pathlib import Path
 
 from raypp.cli.fit_text import fit_lines
 from raypp.config.engine_config import EngineConfig
-from raypp.plan.fit import REQUEST_LENGTHS, Fit, check_fit, describe_fit
+from raypp.plan.fit import REQUEST_LENGTHS, Fit, check_fit
+from raypp.plan.fit_description import describe_fit
 from raypp.plan.machines import described_hardware, read_machines
 
 ROOT = Path(__file__).parents[1]
@@ -74,12 +75,14 @@ blocks on every stage as the fullest one has room for; the others have some memo
 - More stages: each GPU holds fewer layers, so that weights shrink and the KV cache grows.
 - A smaller `max_model_len`, if the KV cache is too small for one request of the longest length.
 - A smaller `max_num_seqs` or `max_num_batched_tokens`: a step's tensors, above all its logits, and recordings shrink.
+- Other layers per stage (`layer_partition`): by default the slowest stage is as fast as can be, which leaves memory of
+  some stages over. `raypp info` names the layers that hold most, also for a model that fits.
 - A larger `gpu_memory_utilization`, 0.95 at most: the rest is for what is not planned.
 
 ## What is an estimate
 
-- Recordings (CUDA graphs) and libraries are estimated in every plan; `raypp info MODEL --start` starts the engine and
-  measures its recordings.
+- Recordings (CUDA graphs) and libraries are estimated in every plan, by figures of H200 GPUs. With `--start`
+  `raypp info` starts the engine and measures its recordings. The table holds plans: cards of 24 and 80 GB were not run.
 - `--gpus` takes 1 GB for 10^9 bytes. Cards have a little more: one sold with 24 GB has 24.1 to 25.8 billion bytes.
   So a real machine holds at least what is said here, if nothing else uses its GPUs.
 - Weights and KV cache are exact.

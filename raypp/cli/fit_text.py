@@ -24,7 +24,7 @@ _SMALLEST = 2**30 // 200  # what two decimals show of a GiB
 
 
 def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of an answer, as `raypp.plan.fit.describe_fit` gives it."""
+    """Yield the lines of an answer, as `raypp.plan.fit_description.describe_fit` gives it."""
     model, num_stages = f"{fit['model']} ({fit['architecture']}, {fit['dtype']})", len(fit["stages"])
     yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
     yield ""
@@ -42,6 +42,10 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     elif not fit["fits"]:
         yield ""
         yield "No smaller settings fit. Take GPUs with more memory, or a smaller model."
+    if fit["layers_by_memory"] is not None:
+        yield ""
+        yield "what would hold more: layers by memory (by default they are cut so that the slowest stage is fastest)"
+        yield f"  {_alternative(fit['layers_by_memory'])}"
     if fit["other_numbers_of_stages"]:
         yield ""
         yield "with other numbers of stages"
@@ -118,7 +122,8 @@ def _alternative(alternative: Mapping[str, Any]) -> str:
 
 
 def _option(name: str, value: object) -> str:
-    return f"--{name.replace('_', '-')} {'none' if value is None else value}"
+    text = ",".join(map(str, value)) if isinstance(value, list) else "none" if value is None else value
+    return f"--{name.replace('_', '-')} {text}"
 
 
 def _room(summary: Mapping[str, Any]) -> str:

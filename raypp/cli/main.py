@@ -33,7 +33,7 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
-    from raypp.plan.fit import describe_fit
+    from raypp.plan.fit_description import describe_fit
 
     return describe_fit(config, machines)
 

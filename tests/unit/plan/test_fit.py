@@ -11,8 +11,10 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ModelLoadError, ResourceError
 from raypp.models.registry import resolve_config_path
+from raypp.plan.alternatives import alternatives, layers_by_memory, other_numbers_of_stages
 from raypp.plan.engine_plan import EnginePlan, plan_engine
-from raypp.plan.fit import Fit, alternatives, check_fit, describe_fit, other_numbers_of_stages
+from raypp.plan.fit import Fit, check_fit
+from raypp.plan.fit_description import describe_fit
 from raypp.plan.hardware import Hardware
 from raypp.plan.machines import described_hardware, read_machines
 
@@ -124,8 +126,34 @@ def test_an_encoder_may_share_a_gpu() -> None:
     assert shared in [dict(each.settings) for each in alternatives(fit)]
 
 
+def test_layers_by_memory_hold_more() -> None:
+    """By time the last stage, which has the LM head, gets few layers; short memory makes that dear."""
+    fit = _fit("qwen3-32b", "4x24GB", num_stages=4)
+    found = layers_by_memory(fit)
+    assert found is not None
+    layers = found.settings["layer_partition"]
+    assert isinstance(layers, list)
+    assert sum(layers) == 64
+    by_hand = _fit("qwen3-32b", "4x24GB", num_stages=4, layer_partition=layers)
+    assert by_hand.num_kv_tokens == found.fit.num_kv_tokens > 1.1 * fit.num_kv_tokens
+    for giver in range(4):  # no layer elsewhere would hold more
+        for taker in set(range(4)) - {giver}:
+            moved = [count - (stage == giver) + (stage == taker) for stage, count in enumerate(layers)]
+            other = _fit("qwen3-32b", "4x24GB", num_stages=4, layer_partition=moved)
+            assert other.num_kv_tokens <= found.fit.num_kv_tokens
+    assert layers_by_memory(by_hand) is None
+    assert layers_by_memory(_fit("qwen3-8b", "2x24GB")) is None
+
+
+def test_layers_by_memory_may_fit_where_others_do_not() -> None:
+    fit = _fit("qwen3-8b", "2x24GB", num_stages=2, layer_partition=[35, 1], max_model_len=40960)
+    found = layers_by_memory(fit)
+    assert found is not None
+    assert found.settings["layer_partition"] == [18, 18]
+
+
 def test_what_nothing_helps() -> None:
-    assert alternatives(_fit("qwen3-32b", "1x2GB", num_stages=64)) == []
+    assert alternatives(_fit("qwen3-8b", "36x1.5GB", num_stages=36)) == []
 
 
 def test_other_numbers_of_stages() -> None:
