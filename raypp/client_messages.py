@@ -9,13 +9,13 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
     AddRequests    header: sampling parameters,  OutputBatch   payload: what one step brought (raypp.messages)
                    and one entry per request;    Rejected      a request that cannot be run, and why
                    payload: all prompt tokens;
-                   then the patches of pictures
+                   then the patches of images
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
     StatsCall      header: the call's id         Alive         the driver lives
     CloseClient    the client leaves; its        EngineDead    why nothing more will come
                    requests are aborted
 
-Requests that follow each other in a message share what is the same object for them: parameters, a prompt, a picture.
+Requests that follow each other in a message share what is the same object for them: parameters, a prompt, an image.
 So the continuations of one prompt carry, and keep in memory, one copy of it.
 
 Errors travel as dicts and come out as the same class of RayppError that went in.
@@ -40,7 +40,7 @@ _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
 _OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
 
 REQUEST_BYTES = 4096
-"""What a request takes in the driver beside its prompt and its pictures, counted generously."""
+"""What a request takes in the driver beside its prompt and its images, counted generously."""
 
 _PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
@@ -146,7 +146,7 @@ def error_from_dict(values: dict[str, Any]) -> RayppError:
 
 
 def encode_client_message(message: ClientMessage) -> list[bytes | memoryview]:
-    """Return the frames of a message to the driver. Pictures are views: they need not be copied to be sent."""
+    """Return the frames of a message to the driver. Images are views: they need not be copied to be sent."""
     match message:
         case OpenClient():
             return [_OPEN, b""]
@@ -161,7 +161,7 @@ def encode_client_message(message: ClientMessage) -> list[bytes | memoryview]:
 
 
 def decode_client_message(frames: Sequence[bytes | memoryview]) -> ClientMessage:
-    """Return the message that a client sent. Its pictures are views of their frames."""
+    """Return the message that a client sent. Its images are views of their frames."""
     kind, header = bytes(frames[0]), bytes(frames[1])
     if kind == _OPEN:
         return OpenClient()

@@ -9,7 +9,7 @@
     +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
     +-- EngineDeadError      the engine is gone; make a new one
     |   +-- StageDiedError   ... because one of its stages died or froze (.stage_index)
-    +-- EncoderDiedError     pictures cannot be encoded any more; text goes on
+    +-- EncoderDiedError     images cannot be encoded any more; text goes on
     +-- DeadlineError        something was waited for in vain
     +-- QueueFullError       too much is under way; the same request may be served later (.retry_after_s)
     +-- GraphMismatchError   a CUDA graph does not do what it was recorded for (debug mode)
@@ -124,7 +124,7 @@ class GraphMismatchError(RayppError):
 
 
 class EncoderDiedError(RayppError):
-    """The encoders are gone, or one died over and over: requests with pictures fail, text goes on."""
+    """The encoders are gone, or one died over and over: requests with images fail, text goes on."""
 
 
 class DeadlineError(RayppError):

@@ -51,7 +51,7 @@ class StepPlan:
     num_drafts: int  # K: drafts that each decode row verifies
     requires_feedback_of: int  # the newest step that must have been fed back before this one; NO_STEP if none
     num_decode_rows: int
-    num_item_tokens: int  # of the prefill rows' tokens, those that stand for pictures; see `StartItems`
+    num_item_tokens: int  # of the prefill rows' tokens, those that stand for images; see `StartItems`
     rows: Int32s  # [R]
     num_scheduled_tokens: Int32s  # [R] decode rows: 1 + K
     num_computed_tokens: Int32s  # [R] before this step; exact for prefill rows, an upper bound for decode rows

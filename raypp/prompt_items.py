@@ -1,7 +1,7 @@
-"""What of a prompt is not text: pictures, as the encoder takes them, and where their tokens stand.
+"""What of a prompt is not text: images, as the encoder takes them, and where their tokens stand.
 
-    door                          driver                        encoder                  stage 0
-    picture -> EncoderItem  -->   Request.items  --items-->     EncodedItem  --rows-->   the placeholders' inputs
+    client                        driver                        encoder                  stage 0
+    image -> EncoderItem  -->   Request.items  --items-->     EncodedItem  --rows-->   the placeholders' inputs
 
 An item is named by a hash of its content wherever it goes: in caches of embeddings, in the hashes of KV blocks, and in
 the plans of steps. Needs no torch.
@@ -22,7 +22,7 @@ ITEM_KEY_BYTES = 16
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncoderItem:
-    """One picture, or the frames of a video that are encoded together. P patches of D numbers."""
+    """One image, or the frames of a video that are encoded together. P patches of D numbers."""
 
     key: bytes  # ITEM_KEY_BYTES; equal keys mean equal content
     patches: NDArray[np.uint8]  # [P, D] as the pixels are; the encoder brings them to its own range
@@ -48,7 +48,7 @@ class PromptItems:
     def rope_positions(self, num_tokens: int) -> NDArray[np.int32]:
         """Return the tokens' positions in time, height and width, int32 [num_tokens, 3] (M-RoPE, arXiv:2409.12191).
 
-        Text goes on by one on all axes. A picture stays where it is in time and counts its rows and columns from there;
+        Text goes on by one on all axes. An image stays where it is in time and counts its rows and columns from there;
         what follows it begins behind its longer side.
         """
         positions = np.empty((num_tokens, 3), np.int32)

@@ -1,4 +1,4 @@
-"""What one request may bring at most: the one place that says so. Checked at the door, before anything is queued.
+"""What one request may bring at most: the one place that says so. Checked by the client, before anything is queued.
 
 What the engine keeps of rare parameters lies in tables as wide as the widest request, for as long as the engine runs;
 and stop strings are looked for in every new piece of text. Limits that the model sets, its vocabulary and its context,

@@ -1,1 +1,1 @@
-"""The HTTP door: an OpenAI-compatible Ray Serve application around one engine per replica."""
+"""The HTTP server: an OpenAI-compatible Ray Serve application around one engine per replica."""

@@ -32,7 +32,7 @@ def build(arguments: dict[str, Any]) -> Application:
     """Return the application that Serve deploys.
 
     Args:
-        arguments: Settings of the engine and of the door by their names alone, and `config`, a TOML file.
+        arguments: Settings of the engine and of HTTP by their names alone, and `config`, a TOML file.
 
     Raises:
         ConfigError: an unknown name, or a value that cannot be.
@@ -43,11 +43,11 @@ def build(arguments: dict[str, Any]) -> Application:
 def build_application(
     config: EngineConfig, settings: HttpSettings, *, stage_factory: StageFactory | None = None
 ) -> Application:
-    """Return the application of an engine's configuration and the door's settings.
+    """Return the application of an engine's configuration and the HTTP settings.
 
     Args:
         config: Of the engine.
-        settings: Of the door.
+        settings: Of HTTP.
         stage_factory: Makes other models than the real ones.
 
     Raises:
@@ -56,7 +56,7 @@ def build_application(
     # What cannot be read is told here, not in a replica's log.
     settings.keys()
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
-    # The door itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
+    # The app itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
     drain_s = 0.0 if settings.max_replicas is None else settings.drain_timeout_s

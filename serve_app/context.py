@@ -1,4 +1,4 @@
-"""What the routes share: one engine, and the parts of the door around it."""
+"""What the routes share: one engine, and the parts of the app around it."""
 
 from __future__ import annotations
 

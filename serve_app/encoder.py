@@ -4,7 +4,7 @@
         |                  bounded queue        ^
         +--request--> driver --orders-----------+            found there, and brought to the first stage
 
-An engine's pictures wait here, in a queue with an end, before their request is sent to its driver: so what is too much
+An engine's images wait here, in a queue with an end, before their request is sent to its driver: so what is too much
 is refused with 429 and not piled up. Callable by itself, `serve.get_deployment_handle("encoder", "raypp")`, it returns
 embeddings. Notebook and batch job have the actors without it.
 """
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class EncoderProxy:
-    """Passes pictures to encoder actors, shared out by cost. Serve bounds how many calls run, and how many wait."""
+    """Passes images to encoder actors, shared out by cost. Serve bounds how many calls run, and how many wait."""
 
     def __init__(self) -> None:
         self._engines: dict[str, list[Any]] = {}  # those that joined last at the end
@@ -46,7 +46,7 @@ class EncoderProxy:
     async def join(self, engine: str, actors: list[Any]) -> None:
         """Take note of an engine's encoder actors, in place of those that it had; forget engines that have died.
 
-        One whose encoders were only being started again joins anew with its next pictures.
+        One whose encoders were only being started again joins anew with its next images.
 
         Args:
             engine: Any name of its own.
@@ -77,7 +77,7 @@ class EncoderProxy:
         """Return the embeddings of items, in their order: float32 [1 + L, N, H] each, deepstack rows behind the first.
 
         Args:
-            items: Pictures, see `raypp.pictures`.
+            items: Images, see `raypp.pictures`.
             engine: Whose encoders; None: any, the one that joined last before others.
 
         Raises:
@@ -151,7 +151,7 @@ class ServedPictures:
         """Return when the encoders have seen the items. If they cannot be reached: their engine knows what to do.
 
         Raises:
-            QueueFullError: too many pictures wait already.
+            QueueFullError: too many images wait already.
         """
         try:
             for _ in range(_MAX_JOIN_TRIES):
@@ -160,13 +160,13 @@ class ServedPictures:
                 await self._handle.broadcast("join", self._engine, self._actors).results_async()
         except BackPressureError as error:
             raise QueueFullError(
-                "too many pictures are waiting",
+                "too many images are waiting",
                 retry_after_s=_RETRY_AFTER_S,
                 got=str(error),
                 expected="fewer at a time; max_encodes and max_encodes_waiting",
             ) from error
         except (ray.exceptions.RayError, RuntimeError) as error:
-            logger.warning("pictures were not encoded ahead: %s", str(error).strip().splitlines()[0])
+            logger.warning("images were not encoded ahead: %s", str(error).strip().splitlines()[0])
 
 
 def encoder_deployment(*, num_cpus: float, max_ongoing: int, max_queued: int) -> serve.Deployment:

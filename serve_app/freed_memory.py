@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system: a replica that read large bodies and pictures is as small as before."""
+"""Freed memory goes back to the system: a replica that read large bodies and images is as small as before."""
 
 from __future__ import annotations
 

@@ -79,10 +79,10 @@ def make_context(
 
     Args:
         llm: The engine.
-        settings: Of the door.
+        settings: Of HTTP.
         metrics: This replica's.
         siblings: All replicas; by default there is only this one.
-        pictures: What requests with pictures pass; by default nothing.
+        pictures: What requests with images pass; by default nothing.
     """
     llm.draw_seeds_as(metrics.replica)
     admission = Admission(

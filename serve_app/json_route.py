@@ -70,7 +70,7 @@ def _check_headers(request: Request) -> None:
     kind = (content_type or "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise BodyError(
-            "the body is not announced as JSON",
+            "the body's Content-Type is not JSON",
             got="no Content-Type" if content_type is None else f"Content-Type: {content_type[:80]}",
             expected="the header Content-Type: application/json",
         )

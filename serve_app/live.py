@@ -1,4 +1,4 @@
-"""The live picture of the pipeline: what every stage did in the last moments, for all who look, asked for once.
+"""The live image of the pipeline: what every stage did in the last moments, for all who look, asked for once.
 
 While nobody looks, nothing is asked.
 """

@@ -22,7 +22,7 @@ class ApiKeys:
         """Guard an app.
 
         Args:
-            app: What is behind the door.
+            app: What is behind this.
             keys: Of which a request must bring one.
             open_paths: What needs none.
         """

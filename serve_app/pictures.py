@@ -1,4 +1,4 @@
-"""What the HTTP app asks before a request with pictures goes to the engine. Knows nothing of Ray."""
+"""What the HTTP app asks before a request with images goes to the engine. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raypp.prompt_items import EncoderItem
 
 
 class PictureGate(Protocol):
-    """The encoders of this replica's engine, as its door sees them."""
+    """The encoders of this replica's engine, as its HTTP app sees them."""
 
     async def pass_on(self, items: Sequence[EncoderItem]) -> None:
         """Return when the encoders have seen the items, or when that cannot be known.
 
         Raises:
-            QueueFullError: too many pictures wait already.
+            QueueFullError: too many images wait already.
         """
 
 

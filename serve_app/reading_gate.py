@@ -1,4 +1,4 @@
-"""How many requests may have their pictures read at a time, and for how long: what is too much is refused with 429."""
+"""How many requests may have their images read at a time, and for how long: what is too much is refused with 429."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RETRY_AFTER_S = 1
 
 
 class ReadingGate:
-    """Counts the requests whose pictures are read, waiting ones included. Lives on one event loop.
+    """Counts the requests whose images are read, waiting ones included. Lives on one event loop.
 
     Args:
         max_reading: The most of them.
@@ -26,7 +26,7 @@ class ReadingGate:
 
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Count a request while its pictures are read.
+        """Count a request while its images are read.
 
         Raises:
             QueueFullError: too many are counted already, or it took too long.
@@ -44,7 +44,7 @@ class ReadingGate:
                 yield
         except TimeoutError:
             raise QueueFullError(
-                "the images of a request are not read in time",
+                "the images of a request were not read in time",
                 retry_after_s=_RETRY_AFTER_S,
                 got=f"{self._num_reading} requests whose images are read",
                 expected=f"image_wait_timeout_s = {self._timeout_s:g} s",

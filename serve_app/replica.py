@@ -47,9 +47,9 @@ class EngineReplica:
 
         Args:
             config: Of the engine.
-            settings: Of the door.
+            settings: Of HTTP.
             stage_factory: Makes other models than the real ones.
-            encoder: The deployment that pictures pass; None for a model that reads text alone.
+            encoder: The deployment that images pass; None for a model that reads text alone.
         """
         give_back_freed_memory()
         self._settings = settings

@@ -58,7 +58,7 @@ class RequestRunner:
         """Yield (index of the prompt, its outputs so far) whenever there are new ones, until all have ended.
 
         Raises:
-            QueueFullError: too many requests, or too many pictures, wait.
+            QueueFullError: too many requests, or too many images, wait.
             RequestError: it cannot be run.
             EngineDeadError: the engine died.
         """

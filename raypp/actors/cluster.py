@@ -201,7 +201,7 @@ def check_disk(folder: Path) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < _LEAST_DISK_BYTES:
         raise ResourceError(
-            "the disk is full where Ray keeps its files",
+            "the disk with Ray's files is full",
             got=f"{free_bytes:,} bytes free in {folder}",
             expected=f"at least {_LEAST_DISK_BYTES:,}",
             hint="make room, or name another folder with RAY_TMPDIR",

@@ -156,7 +156,7 @@ class DriverActor:
         return [] if self._encoders is None else self._encoders.processes()
 
     def encoder_actors(self) -> list[Any]:
-        """Return the encoder actors, for those who have pictures encoded for themselves."""
+        """Return the encoder actors, for those who have images encoded for themselves."""
         return [] if self._encoders is None else self._encoders.actors
 
     def trace(self) -> list[Lane]:

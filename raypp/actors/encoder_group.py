@@ -154,7 +154,7 @@ class EncoderGroup:
 
     @property
     def actors(self) -> list[Any]:
-        """The actors, for those who have pictures encoded for themselves."""
+        """The actors, for those who have images encoded for themselves."""
         return [encoder.actor for encoder in self._encoders]
 
     def processes(self) -> list[ActorProcess]:
@@ -191,7 +191,7 @@ class EncoderGroup:
         """Give the encoders what they can take."""
         if all(encoder.is_gone for encoder in self._encoders):
             error = EncoderDiedError(
-                "the encoders are gone, and pictures cannot be encoded",
+                "the encoders have failed, and images cannot be encoded",
                 hint="make a new engine; why they died is in the log",
             )
             self._fail(self._shares.give_up(), error)
@@ -238,9 +238,7 @@ class EncoderGroup:
                 encoder.counted = None
         encoder.called_at_s.clear()
         given_up = self._shares.note_down(encoder.index)
-        self._fail(
-            given_up, EncoderDiedError("an encoder died over and over with this picture", got=in_short_of(error))
-        )
+        self._fail(given_up, EncoderDiedError("an encoder died repeatedly on this image", got=in_short_of(error)))
         if not isinstance(error, ray.exceptions.RayActorError):
             self._end(encoder)  # it lives, but its device does not
         self._start_again(encoder)

@@ -1,1 +1,1 @@
-"""The Python doors: `LLM` for scripts and notebooks, `AsyncLLM` for servers."""
+"""The Python API: `LLM` for scripts and notebooks, `AsyncLLM` for servers."""

@@ -107,7 +107,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a prompt; the outputs that come are cumulative. Leaving the iterator early aborts the request.
 
-        Pictures are read in another thread, when the first output is asked for; what is wrong with them is told then.
+        Images are read in another thread, when the first output is asked for; what is wrong with them is told then.
 
         Args:
             prompt: One, as for `LLM.generate`.
@@ -140,7 +140,7 @@ class AsyncLLM:
         """Answer a conversation; otherwise as `generate`.
 
         Args:
-            messages: A list of `{"role": ..., "content": ...}`; content with pictures as for `LLM.chat`.
+            messages: A list of `{"role": ..., "content": ...}`; content with images as for `LLM.chat`.
             params: How to sample; None: as `get_default_sampling_params` says.
             request_id: Its public id; made up by default.
             priority: Smaller is served first.
@@ -228,7 +228,7 @@ class AsyncLLM:
         if max(silent_s) > _HEALTH_TIMEOUT_S:
             stage_index = silent_s.index(max(silent_s))
             raise StageDiedError(
-                f"stage {stage_index} has fallen silent",
+                f"stage {stage_index} does not answer",
                 stage_index=stage_index,
                 got=f"no sign of it for {max(silent_s):.1f} s",
                 expected=f"a heartbeat within {_HEALTH_TIMEOUT_S:g} s",
@@ -241,12 +241,12 @@ class AsyncLLM:
 
     @property
     def pictures(self) -> PictureReader | None:
-        """Reads the pictures of the model's prompts; None for a model that takes text alone."""
+        """Reads the images of the model's prompts; None for a model that takes text alone."""
         return self._engine.pictures
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may hold pictures."""
+        """Whether prompts may hold images."""
         return self._engine.pictures is not None
 
     @property
@@ -268,7 +268,7 @@ class AsyncLLM:
         return self._engine.handle.processes()
 
     def encoder_actors(self) -> list[Any]:
-        """Return the Ray actors that encode pictures, for those who have some encoded for themselves. Blocks."""
+        """Return the Ray actors that encode images, for those who have some encoded for themselves. Blocks."""
         return self._engine.handle.encoder_actors()
 
     async def close(self) -> None:
@@ -322,7 +322,7 @@ class AsyncLLM:
         prompts: Sequence[Prompt | EncodedPrompt],
         prepare: Callable[[Sequence[Prompt | EncodedPrompt]], list[PreparedRequest]],
     ) -> list[PreparedRequest]:
-        """Prepare prompts with pictures beside the event loop; a model that takes none says so at once."""
+        """Prepare prompts with images beside the event loop; a model that takes none says so at once."""
         pictures = self._engine.pictures
         return prepare(prompts) if pictures is None else await pictures.beside.prompts(prompts, prepare)
 

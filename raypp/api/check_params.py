@@ -57,7 +57,7 @@ class ParamsChecker:
         for name, hint in (("stop", "use stop_token_ids"), ("bad_words", "use logit_bias")):
             if getattr(params, name):
                 raise RequestError(
-                    f"{name} needs a tokenizer, and the engine was made with skip_tokenizer_init",
+                    f"{name} needs a tokenizer, and the engine was started with skip_tokenizer_init",
                     request_id=request_id,
                     got=getattr(params, name),
                     expected="no strings",
@@ -159,7 +159,7 @@ class ParamsChecker:
             "SamplingParams contradict each other: no token is left to begin with",
             request_id=request_id,
             got=f"{f'allowed_token_ids={list(allowed)[:20]}' if is_listed else 'the whole vocabulary'}, "
-            f"all banned by {' and '.join(causes)}",
+            f"all of them banned by {' and '.join(causes)}",
             expected="at least one allowed token that is not banned",
             hint="allow more tokens, or ban fewer; min_tokens bans stop_token_ids until it is reached",
             param="allowed_token_ids" if is_listed else causes[-1],

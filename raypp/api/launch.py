@@ -49,7 +49,7 @@ class EngineHandle(Protocol):
         """Return the process ids of the driver, the stages and the encoders."""
 
     def encoder_actors(self) -> list[Any]:
-        """Return the Ray actors that encode pictures; none of a model that reads text alone. Blocks."""
+        """Return the Ray actors that encode images; none of a model that reads text alone. Blocks."""
 
     def watch(self, callback: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when the engine dies."""
@@ -144,7 +144,7 @@ def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]
 
 
 def _picture_reader(config: EngineConfig, info: Mapping[str, Any]) -> PictureReader | None:
-    """Return what reads the model's pictures; None for a model that takes none."""
+    """Return what reads the model's images; None for a model that takes none."""
     vision = info.get("vision")
     return None if vision is None else PictureReader(vision, info["max_model_len"], Fetcher(config.images))
 

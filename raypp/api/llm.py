@@ -141,7 +141,7 @@ class LLM:
 
         Args:
             messages: One conversation, or several: lists of `{"role": ..., "content": ...}`. Content is a str or a list
-                of parts: `{"type": "text", "text": ...}`; for models that take pictures also
+                of parts: `{"type": "text", "text": ...}`; for models that take images also
                 `{"type": "image", "image": X}` with a PIL image, a path, bytes or an array,
                 `{"type": "image_url", "image_url": {"url": "data:..."}}`, and
                 `{"type": "video", "video": [X, ...], "fps": 2.0}`.
@@ -167,7 +167,7 @@ class LLM:
         """Return the likeliest continuations of prompts, in order, each prompt's best first.
 
         Every token of a beam is a request of its own; the model's log-probabilities count, whatever its
-        generation_config.json says. Prompts with pictures are refused.
+        generation_config.json says. Prompts with images are refused.
 
         Args:
             prompts: As for `generate`.
@@ -243,7 +243,7 @@ class LLM:
         return self._thread.run(self._frontend.stats(self.config.faults.step_timeout_s))
 
     def timeline(self, last_s: float | None = None) -> Timeline:
-        """Return what the stages did during the last burst of work: in a notebook, a picture.
+        """Return what the stages did during the last burst of work: in a notebook, an image.
 
         Args:
             last_s: Keep at most this many seconds of it, the last ones.

@@ -1,4 +1,4 @@
-"""Prompts with pictures, on their way to requests: text is rendered and tokenized, and pictures get their places."""
+"""Prompts with images, on their way to requests: text is rendered and tokenized, and images get their places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raypp.prompt_items import PromptItems
 
 @dataclass(frozen=True, eq=False, slots=True)
 class EncodedPrompt:
-    """A prompt that is tokenized, with what of it is not text: what a door that tokenizes by itself hands in."""
+    """A prompt that is tokenized, with what of it is not text: what a caller that tokenizes by itself hands in."""
 
     token_ids: Int32s  # [T]
     items: PromptItems | None = None
@@ -27,11 +27,11 @@ class EncodedPrompt:
 
 
 class PicturePrompts:
-    """Encodes prompts that may hold pictures. May be used from several threads; reading a picture takes its time.
+    """Encodes prompts that may hold images. May be used from several threads; reading an image takes its time.
 
     Args:
         tokenizer: The model's.
-        reader: Of the model's pictures; None for a model that takes none.
+        reader: Of the model's images; None for a model that takes none.
     """
 
     def __init__(self, tokenizer: Tokenizer, reader: PictureReader | None) -> None:
@@ -46,10 +46,10 @@ class PicturePrompts:
         Args:
             messages: The conversation.
             rendering: What the chat template is told besides.
-            max_kept: As of `Tokenizer.encode`; conversations with pictures are not cut.
+            max_kept: As of `Tokenizer.encode`; conversations with images are not cut.
 
         Raises:
-            RequestError: a picture cannot be read, the model takes none, or its template refuses the messages.
+            RequestError: an image cannot be read, the model takes none, or its template refuses the messages.
         """
         plain, contents = take_pictures(messages)
         if contents:
@@ -100,5 +100,5 @@ class PicturePrompts:
 
     def _needed_reader(self) -> PictureReader:
         if self._reader is None:
-            raise RequestError("this model takes no images", got="a picture", expected="text only")
+            raise RequestError("this model takes no images", got="an image", expected="text only")
         return self._reader

@@ -154,7 +154,7 @@ class RequestPreparer:
     def _needed_tokenizer(self, what: str) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestError(
-                f"{what} needs a tokenizer, and the engine was made with skip_tokenizer_init",
+                f"{what} needs a tokenizer, and the engine was started with skip_tokenizer_init",
                 got=what,
                 expected='{"prompt_token_ids": [...]}',
                 hint="make the engine without skip_tokenizer_init",
@@ -167,7 +167,7 @@ class RequestPreparer:
         if form.images is None:
             assert token_ids is not None
             return EncodedPrompt(token_ids)
-        prompts = PicturePrompts(self._needed_tokenizer("a picture"), self._pictures)
+        prompts = PicturePrompts(self._needed_tokenizer("an image"), self._pictures)
         if token_ids is not None:
             return _of_request(request_id, partial(prompts.tokens, token_ids, form.images))
         return _of_request(request_id, partial(prompts.text, form.text or "", form.images))

@@ -17,7 +17,7 @@ _PICTURES, _SALT = "multi_modal_data", "cache_salt"
 
 @dataclass(frozen=True)
 class PromptForm:
-    """What is in a prompt: text or token ids, pictures perhaps."""
+    """What is in a prompt: text or token ids, images perhaps."""
 
     text: str | None = None
     token_ids: Any = None  # there where text is not; not checked yet

@@ -1,7 +1,7 @@
 """What the stages did lately: who computed when, how much of the time was bubble, how near the memory's speed it was.
 
 timeline = llm.timeline()      # of the last burst of work
-timeline                       # in a notebook: a picture
+timeline                       # in a notebook: an image
 timeline.bubble_fraction       # 0.12
 """
 
@@ -191,7 +191,7 @@ class Timeline:
         return axes
 
     def save(self, path: str | Path) -> None:
-        """Write the picture; the suffix says in which format."""
+        """Write the image; the suffix says in which format."""
         figure: Any = self.plot().figure
         figure.savefig(path, bbox_inches="tight")
 
@@ -217,7 +217,7 @@ def _new_axes(num_stages: int) -> Axes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a picture needs matplotlib", hint='pip install "raypp[notebook]"') from error
+        raise ConfigError("a image needs matplotlib", hint='pip install "raypp[notebook]"') from error
     # Not pyplot: that keeps every figure, and in a notebook shows it a second time.
     figure = Figure(figsize=(_WIDTH_INCHES, 0.9 + _LANE_INCHES * num_stages))
     axes: Axes = figure.add_subplot()

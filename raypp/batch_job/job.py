@@ -86,7 +86,7 @@ class BatchJob:
             return files.repair(scanned)
         elif not files.is_empty:
             raise ConfigError(
-                "the output or the error file exists, and no manifest says which job wrote it",
+                "the output or the error file exists without a manifest",
                 got=f"{self.settings.output_path}, {self.settings.errors_path}",
                 expected=f"{path} beside the output, or no such files",
                 hint="name another output, or start anew with --overwrite",

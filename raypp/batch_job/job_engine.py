@@ -26,7 +26,7 @@ class BatchEngine(Protocol):
 
     @property
     def pictures(self) -> PictureReader | None:
-        """Reads the pictures of the model's prompts; None for a model that takes text alone."""
+        """Reads the images of the model's prompts; None for a model that takes text alone."""
 
     @property
     def tokenizer(self) -> Tokenizer | None:

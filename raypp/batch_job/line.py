@@ -94,7 +94,7 @@ def read_line(raw: bytes, index: int) -> Line:
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARACTERS:
         raise BadLineError(
-            "the line has no usable custom_id",
+            "the line has no valid custom_id",
             got=repr(custom_id)[:80],
             expected=f"text of 1 to {_MAX_ID_CHARACTERS} characters under custom_id",
             param="custom_id",

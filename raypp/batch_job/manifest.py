@@ -86,7 +86,7 @@ class Manifest:
                 differences.append(f"{name}: {then!r} then, {now!r} now")
         if differences:
             raise ConfigError(
-                "the output was begun by a different job; going on would mix answers to different questions",
+                "the output was written by a job with other settings",
                 got="; ".join(differences),
                 expected=f"what {path} says",
                 hint="run the old command, name another output, or start anew with --overwrite",

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         max_in_flight=args.max_in_flight,
         progress_interval_s=args.progress_interval,
     )
-    return run_until_stopped(BatchJob(settings, args.doors.open_async_llm))
+    return run_until_stopped(BatchJob(settings, args.entry_points.open_async_llm))
 
 
 def _as_fields(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`raypp generate`: continue prompts, or ask about pictures, and print the texts."""
+"""`raypp generate`: continue prompts, or ask about images, and print the texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="a picture that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
+        help="a image that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
     add_sampling_options(
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**given)  # mistakes are told before an engine starts
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
-    with args.doors.open_llm(config) as llm:
+    with args.entry_points.open_llm(config) as llm:
         params = SamplingParams(**{**llm.sampling_defaults, **given})
         if args.image:
             outputs = llm.chat([_question(prompt, args.image) for prompt in prompts], params)
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _question(prompt: str, images: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a conversation that shows pictures and asks about them."""
+    """Return a conversation that shows images and asks about them."""
     pictures = [{"type": "image", "image": image} for image in images]
     return [{"role": "user", "content": [*pictures, {"type": "text", "text": prompt}]}]
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Describe and print."""
     config = engine_config(args)
     if args.gpus is None:
-        description = args.doors.describe(config)
+        description = args.entry_points.describe(config)
     elif args.start:
         raise ConfigError(
             "--start and --gpus exclude each other",
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             hint="leave one of them out",
         )
     else:
-        description = args.doors.describe(config, read_machines(args.gpus))
+        description = args.entry_points.describe(config, read_machines(args.gpus))
     if not args.json:
         if args.full:
             print("\n".join(_lines({name: value for name, value in description.items() if name != "fit"})), end="\n\n")
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 def _start(args: argparse.Namespace, config: EngineConfig, description: Mapping[str, Any]) -> dict[str, Any]:
     """Start the engine, end it, and return what its start took; its plan, too, where the cluster made another of it."""
     begun = time.perf_counter()
-    with args.doors.open_llm(config) as llm:
+    with args.entry_points.open_llm(config) as llm:
         started: dict[str, Any] = {"seconds": round(time.perf_counter() - begun, 1)}
         if (plan := llm.plan()) != description["plan"]:
             started["plan"] = plan

@@ -57,7 +57,7 @@ def _serve(
 
 
 @dataclass(frozen=True)
-class Doors:
+class EntryPoints:
     """What the commands reach the engine through."""
 
     open_llm: Callable[[EngineConfig], Any] = LLM
@@ -67,16 +67,16 @@ class Doors:
     serve: Callable[..., None] = _serve
 
 
-def main(argv: Sequence[str] | None = None, *, doors: Doors | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, entry_points: EntryPoints | None = None) -> int:
     """Run a command and return the exit code.
 
     Args:
         argv: The arguments; None takes the process's.
-        doors: What the commands reach the engine through; None for the real one.
+        entry_points: What the commands reach the engine through; None for the real one.
     """
     try:
         args = _parser().parse_args(argv)
-        args.doors = doors or Doors()
+        args.entry_points = entry_points or EntryPoints()
         log_to_stderr()
         warn_of_unknown_variables()
         code: int = args.run(args)

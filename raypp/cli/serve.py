@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = http_settings(HttpSettings, given_settings(args, HTTP_SETTINGS))
     address = http_settings(HttpAddress, given_settings(args, ADDRESS_SETTINGS))
-    args.doors.serve(engine_config(args), settings, address=address, on_ready=_say_ready)
+    args.entry_points.serve(engine_config(args), settings, address=address, on_ready=_say_ready)
     return 0
 
 

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is not a size", got=value, expected="1 or more")
     _check_folder(args.output)
-    tuning = args.doors.tune(
+    tuning = args.entry_points.tune(
         engine_config(args),
         num_rows=args.batch_size,
         context_len=args.context_len,

@@ -120,7 +120,7 @@ class EngineConfig(Section):
             )
         if parallel.transport == "local" and parallel.num_stages > 1:
             raise ConfigError(
-                "parallel.transport local has nowhere to go to",
+                "parallel.transport local works with one stage only",
                 got=f"{parallel.num_stages} stages",
                 expected="num_stages = 1",
                 hint="leave transport at auto",
@@ -128,7 +128,7 @@ class EngineConfig(Section):
         max_rows = -(-scheduler.max_num_seqs // parallel.num_stages)
         if scheduler.max_num_batched_tokens < max_rows:
             raise ConfigError(
-                "scheduler.max_num_batched_tokens leaves no token for some rows of a full step",
+                "scheduler.max_num_batched_tokens is too small for a full step",
                 got=scheduler.max_num_batched_tokens,
                 expected=f"at least {max_rows}, for max_num_seqs = {scheduler.max_num_seqs} "
                 f"over {parallel.num_stages} stages",
@@ -142,16 +142,16 @@ class EngineConfig(Section):
 def _check_speculative(given: SpeculativeSection) -> None:
     if given.method is None and given != SpeculativeSection():
         raise ConfigError(
-            "speculative settings, but nobody who proposes drafts",
+            "speculative settings without a method",
             got="speculative.method is none",
             expected="a method",
             hint='speculative.method = "ngram"',
         )
     if given.uses_head != (given.model is not None):
         raise ConfigError(
-            "speculative.model names the head that drafts"
+            "speculative.model is required for this method"
             if given.uses_head
-            else "speculative.model has nothing to do",
+            else "speculative.model has no effect with this method",
             got=f"speculative.method {given.method}, speculative.model {given.model}",
             expected="a head's directory or id"
             if given.uses_head
@@ -162,7 +162,7 @@ def _check_speculative(given: SpeculativeSection) -> None:
         )
     if given.head_weights != "auto" and not given.uses_head:
         raise ConfigError(
-            "speculative.head_weights has nothing to do",
+            "speculative.head_weights has no effect with this method",
             got=f"speculative.method {given.method}, speculative.head_weights {given.head_weights}",
             expected="a method that drafts by a head: eagle, eagle3, auto",
         )
@@ -173,7 +173,7 @@ def _check_speculative(given: SpeculativeSection) -> None:
     ladder = given.draft_ladder
     if ladder is not None and (ladder != sorted(set(ladder)) or ladder[0] < 0 or not 1 <= ladder[-1] <= _MAX_DRAFTS):
         raise ConfigError(
-            "speculative.draft_ladder cannot be climbed",
+            "invalid value for speculative.draft_ladder",
             got=ladder,
             expected=f"ascending numbers of drafts from 0 to {_MAX_DRAFTS}, at least one above 0",
         )
@@ -183,7 +183,9 @@ def _check_encoder(given: EncoderSection) -> None:
     budgets = given.token_budgets
     if budgets is not None and (not budgets or min(budgets) < 1):
         raise ConfigError(
-            "encoder.token_budgets cannot be", got=budgets, expected="at least one positive number of tokens, or none"
+            "invalid value for encoder.token_budgets",
+            got=budgets,
+            expected="positive numbers of tokens, at least one, or none",
         )
 
 
@@ -206,7 +208,7 @@ def _plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise ConfigError(
-        "a setting has a value of a type that no setting has",
+        "a setting has a value of an unsupported type",
         got=f"{value!r} ({type(value).__name__})",
         expected="numbers, text, true or false, lists of these, or None",
     )
@@ -221,7 +223,7 @@ def _raise_config_error(error: ValidationError) -> NoReturn:
     section, name = str(first["loc"][0]), str(first["loc"][1]) if len(first["loc"]) > 1 else ""
     field: Any = SECTIONS[section].model_fields.get(name)
     raise ConfigError(
-        f"{where} has a value that it cannot have" + (f" (so have {', '.join(others)})" if others else ""),
+        f"invalid value for {where}" + (f" (and for {', '.join(others)})" if others else ""),
         got=repr(first["input"]),
         expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
         hint=f"{name}: {field.description}" if field is not None and field.description else None,

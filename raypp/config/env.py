@@ -38,7 +38,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     given = os.environ if variables is None else variables
     level = given.get(_LOG_LEVEL, Environment.log_level).upper()
     if level not in _LOG_LEVELS:
-        raise ConfigError(f"{_LOG_LEVEL} has a value that it cannot have", got=level, expected=", ".join(_LOG_LEVELS))
+        raise ConfigError(f"invalid value for {_LOG_LEVEL}", got=level, expected=", ".join(_LOG_LEVELS))
     settings = {name: given[name] for name in VARIABLES.keys() & given.keys() if not _is_kubernetes(given[name])}
     return Environment(log_level=level, settings=settings, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
 

@@ -67,9 +67,9 @@ class HttpSettings(Section):
     max_tokens_per_request: int = Field(default=1 << 20, ge=1)
     """Prompt tokens that one body with several prompts may bring; more are refused with 400."""
     max_encodes: int = Field(default=8, ge=1)
-    """Requests whose pictures are encoded at once, over all replicas: more wait."""
+    """Requests whose images are encoded at once, over all replicas: more wait."""
     max_encodes_waiting: int = Field(default=64, ge=0)
-    """Requests with pictures that may wait for that, of each replica; more are refused with 429."""
+    """Requests with images that may wait for that, of each replica; more are refused with 429."""
     stream_keep_alive_s: float = Field(default=15.0, gt=0)
     """The longest silence of a stream: a comment goes out where there is nothing else, so that no proxy cuts it."""
     health_check_period_s: float = Field(default=0.5, gt=0)
@@ -77,7 +77,7 @@ class HttpSettings(Section):
     ray_metrics_period_s: float = Field(default=5.0, ge=0)
     """How often Ray's own metrics are told how those of `/metrics` stand; 0: never."""
     live_period_s: float = Field(default=0.2, gt=0)
-    """How often the page's live picture is renewed, while anybody looks at it."""
+    """How often the page's live image is renewed, while anybody looks at it."""
 
     @model_validator(mode="after")
     def _numbers_fit(self) -> Self:
@@ -85,7 +85,7 @@ class HttpSettings(Section):
             given = sorted(self.model_fields_set & _OF_AUTOSCALING)
             if given:
                 raise ConfigError(
-                    f"{given[0]} means nothing without max_replicas",
+                    f"{given[0]} needs max_replicas",
                     got=f"{given[0]} = {getattr(self, given[0])}",
                     hint=f"set max_replicas, or leave {given[0]} out",
                 )
@@ -111,7 +111,7 @@ class HttpSettings(Section):
                 found = [line.strip() for line in file if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError("the file of API keys cannot be read", got=error) from error
-        if not found:  # an empty file would otherwise open the door to everybody
+        if not found:  # an empty file would otherwise let everybody in
             raise ConfigError("the file of API keys holds no key", got=self.api_key_file, expected="one key per line")
         return [*self.api_keys, *found]
 
@@ -156,7 +156,7 @@ def http_settings(cls: type[_Settings], given: Mapping[str, object]) -> _Setting
         first = error.errors(include_url=False)[0]
         name = str(first["loc"][0])
         raise ConfigError(
-            f"{name} has a value that it cannot have",
+            f"invalid value for {name}",
             got=repr(first.get("input")),
             expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
             hint=f"{name}: {cls.model_fields[name].description}",

@@ -112,7 +112,7 @@ class SchedulerSection(Section):
     """Decode steps of a cohort that may be in flight at a time; with prompts about, 2. None: 2, but 3 on GPUs where a
     step of the model is so short that the driver's next plan would come late, without speculation."""
     max_waiting_bytes: int = Field(default=1 << 32, ge=1 << 16)
-    """Memory that unfinished requests may take in the driver: 4 bytes per prompt token and 4 KiB per request, pictures
+    """Memory that unfinished requests may take in the driver: 4 bytes per prompt token and 4 KiB per request, images
     apart. A request for which there is no room is refused with QueueFullError."""
     grammar_compile_timeout_s: float = Field(default=20.0, gt=0, le=3600)
     """How long a grammar of `structured_outputs` may take to compile; then its request is refused."""
@@ -203,10 +203,10 @@ class GraphsSection(Section):
 
 
 class ImagesSection(Section):
-    """Pictures in prompts, for models that take them."""
+    """Images in prompts, for models that take them."""
 
     allow_image_urls: bool = False
-    """Whether images may be given as http or https addresses, which the door then fetches. Private addresses never."""
+    """Whether images may be http or https addresses, which the server then fetches. Private addresses never."""
     image_url_timeout_s: float = Field(default=10.0, gt=0, le=600)
     """How long fetching one image may take: look-up, redirections and all. It is one deadline."""
     max_image_fetches: int = Field(default=16, ge=1, le=1024)
@@ -222,8 +222,8 @@ class ImagesSection(Section):
     """The most bytes of one prompt's images and frames: of what is handed in, and of the patches made of it, which are
     sent to the engine."""
     max_pixels_in_flight: int = Field(default=256 << 20, ge=1)
-    """The most pixels that are decoded at once, over all requests of a door, and the most of one prompt. A prompt holds
-    those of all its images, as their heads say, until it is read; others wait."""
+    """The most pixels that are decoded at once, over all requests of a process, and the most of one prompt. A prompt
+    holds those of all its images, as their heads say, until it is read; others wait."""
     image_wait_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """How long a prompt may wait for room to decode its images. Over HTTP: until all of them are read."""
 
@@ -255,10 +255,10 @@ class FaultsSection(Section):
 
 
 class EncoderSection(Section):
-    """The encoders of a model that takes pictures; without effect on others."""
+    """The encoders of a model that takes images; without effect on others."""
 
     num_encoders: int = Field(default=1, ge=1, le=64)
-    """Encoder actors, each with the whole encoder. Pictures are shared out to them by what they cost."""
+    """Encoder actors, each with the whole encoder. Images are shared out to them by what they cost."""
     encoder_num_gpus: float = Field(default=1.0, gt=0, le=1)
     """The share of a GPU that an encoder asks Ray for, and of its memory that it may use (times
     gpu_memory_utilization). With 0.2, and stage_num_gpus = 0.8, an encoder and a stage share one."""
@@ -267,24 +267,24 @@ class EncoderSection(Section):
     encoder_num_threads: int | None = Field(default=None, ge=1)
     """Compute threads of an encoder on a CPU. None: as many as a stage."""
     token_budgets: list[int] | None = None
-    """The sizes, in tokens, that batches of pictures are padded to; each is a CUDA graph. A larger picture is encoded
+    """The sizes, in tokens, that batches of images are padded to; each is a CUDA graph. A larger image is encoded
     without one. None: what the model needs and the memory allows, close enough together that no batch is more than 10 %
     padding."""
     max_images_per_batch: int = Field(default=16, ge=1, le=1024)
-    """The most pictures that are encoded together."""
+    """The most images that are encoded together."""
     encoder_cache_bytes: int = Field(default=1 << 28, ge=0)
-    """Embeddings that each encoder keeps, by the pictures' content: a picture that comes again is not encoded again."""
+    """Embeddings that each encoder keeps, by the images' content: an image that comes again is not encoded again."""
     stage_embedding_bytes: int = Field(default=1 << 28, ge=1)
     """Embeddings that the first stage may hold: those of prompts under way, and of earlier ones while there is room.
-    A request whose pictures need more is refused."""
+    A request whose images need more is refused."""
     max_waiting_pixel_bytes: int = Field(default=1 << 32, ge=1 << 16)
-    """Pixels that the driver keeps, those of a picture once: of requests that wait and, as these may be preempted, of
+    """Pixels that the driver keeps, those of an image once: of requests that wait and, as these may be preempted, of
     requests that run. A request for which there is no room is refused with QueueFullError."""
     link_embedding_bytes: int = Field(default=1 << 26, ge=1 << 12)
     """Memory of the first stage's GPU through which each encoder writes embeddings; what is larger goes by way of host
     memory."""
     encoder_timeout_s: float = Field(default=120.0, gt=0)
-    """How long an encoder may take for one batch of pictures until it counts as frozen, and is started again."""
+    """How long an encoder may take for one batch of images until it counts as frozen, and is started again."""
     max_encoder_restarts: int = Field(default=10, ge=0)
-    """How often an encoder that died is started again; its pictures are encoded once more. After that, requests with
-    pictures are refused, and text goes on."""
+    """How often an encoder that died is started again; its images are encoded once more. After that, requests with
+    images are refused, and text goes on."""

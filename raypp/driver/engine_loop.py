@@ -25,13 +25,13 @@ _MAX_INT32 = 2**31 - 1
 
 
 class Engine:
-    """A scheduler, the pipeline that it plans for, and the encoders of pictures if there are any.
+    """A scheduler, the pipeline that it plans for, and the encoders of images if there are any.
 
     Args:
         scheduler: Who plans.
         pipeline: Who executes the plans.
         tracer: Of the driver.
-        encoders: Who encodes pictures; without them, requests with pictures are refused.
+        encoders: Who encodes images; without them, requests with images are refused.
         grammars: Who follows grammars; without them, requests that need that are refused.
     """
 
@@ -61,9 +61,9 @@ class Engine:
         self._may_plan = True
         if request.items is not None and self._encoders is None:
             raise RequestError(
-                "the model takes no pictures",
+                "the model takes no images",
                 request_id=request.request_id,
-                got=f"{len(request.items.items)} pictures",
+                got=f"{len(request.items.items)} images",
                 hint="ask a model that has a vision tower",
             )
         if not request.has_grammar:

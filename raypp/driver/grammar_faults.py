@@ -36,7 +36,7 @@ class RestartLimit:
         if len(self._times_s) < MAX_RESTARTS or time.monotonic() - self._times_s[0] > RESTARTS_WINDOW_S:
             return None
         return RequestError(
-            "the process that follows grammars keeps failing",
+            "the grammar process keeps failing",
             got=f"{MAX_RESTARTS} failures within {RESTARTS_WINDOW_S:g} s",
             expected=f"fewer; it is tried again when the first of them is {RESTARTS_WINDOW_S:g} s ago",
             hint="the driver's log says how it failed; some grammar may be at fault",
@@ -46,7 +46,7 @@ class RestartLimit:
 def too_slow(took_s: float, num_tokens: int) -> RequestError:
     """Return the error of a text whose mask takes too long."""
     return RequestError(
-        "a grammar takes too long to follow",
+        "a grammar takes too long to compute masks for",
         got=f"no mask within {took_s:.0f} s, after {num_tokens} tokens",
         expected=f"at most {MASK_TIMEOUT_S:g} s",
         hint="a grammar with many ways to read the same text grows slow; write it without",
@@ -78,7 +78,7 @@ def never_answered(timeout_s: float) -> RequestError:
 def not_started(reason: str) -> RequestError:
     """Return the error of requests that need the process when it cannot be started."""
     return RequestError(
-        "the process that follows grammars cannot be started",
+        "the grammar process cannot be started",
         got=reason,
         hint="give the driver more file descriptors, processes or memory, and send the request again",
     )

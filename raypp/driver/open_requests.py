@@ -1,8 +1,8 @@
 """Keeps the unfinished requests of all clients, and limits the memory that they take in the driver.
 
 Steps of a request take blocks of the KV cache, which are planned; a request that waits takes what it brought: its
-prompt, its parameters, its pictures. Pixels stay until the request ends, for it may be preempted, and its pictures then
-be encoded once more. A picture that several requests bring is kept once.
+prompt, its parameters, its images. Pixels stay until the request ends, for it may be preempted, and its images then
+be encoded once more. An image that several requests bring is kept once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OpenRequests:
 
     Args:
         max_bytes: What prompts and requests may take: 4 bytes per prompt token, and `REQUEST_BYTES` per request.
-        max_pixel_bytes: What their pictures may.
+        max_pixel_bytes: What their images may.
     """
 
     def __init__(self, *, max_bytes: int, max_pixel_bytes: int) -> None:
@@ -46,7 +46,7 @@ class OpenRequests:
         self.num_bytes = 0
         """That unfinished requests take, without pixels."""
         self.num_pixel_bytes = 0
-        """Of the pictures of unfinished requests."""
+        """Of the images of unfinished requests."""
 
     @property
     def clients(self) -> Iterable[bytes]:
@@ -69,7 +69,7 @@ class OpenRequests:
         return self._of_client.get(client, {}).get(request_id)
 
     def admit(self, request: Request) -> None:
-        """Count a new request. Its pictures become those that are kept already, where they are the same.
+        """Count a new request. Its images become those that are kept already, where they are the same.
 
         Raises:
             QueueFullError: there is no room for it now.
@@ -117,7 +117,7 @@ class OpenRequests:
         if size and self.num_pixel_bytes + size > self._max_pixel_bytes:
             limit = self._max_pixel_bytes
             raise _no_room(
-                request, "memory of waiting pictures", size, self.num_pixel_bytes, "max_waiting_pixel_bytes", limit
+                request, "memory of waiting images", size, self.num_pixel_bytes, "max_waiting_pixel_bytes", limit
             )
         for item in new:
             self._pixels[item.key] = _Pixels(_without_buffer(item))

@@ -214,7 +214,7 @@ class DriverServer:
                 room -= cost
             else:
                 try:
-                    # Pictures are large: they stay where zmq put them.
+                    # Images are large: they stay where zmq put them.
                     client, *frames = self._clients.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     return

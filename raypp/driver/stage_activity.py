@@ -1,4 +1,4 @@
-"""Keeps what stages reported lately: busy time, and their last forwards for a live picture."""
+"""Keeps what stages reported lately: busy time, and their last forwards for a live image."""
 
 from __future__ import annotations
 

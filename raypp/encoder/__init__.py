@@ -1,1 +1,1 @@
-"""Encoders: what turns pictures into embeddings."""
+"""Encoders: what turns images into embeddings."""

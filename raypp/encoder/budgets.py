@@ -47,7 +47,7 @@ def largest_fitting(budgets: BudgetRange, measure: Callable[[int], int], limit_b
     while (needed := measure(num_tokens)) > limit_bytes:
         if num_tokens == budgets.min_tokens:
             raise ResourceError(
-                "an encoder's memory holds not even the smallest picture",
+                "an encoder's memory is too small for the smallest image",
                 got=f"{limit_bytes / 2**30:.2f} GiB",
                 expected=f"{needed / 2**30:.2f} GiB for {num_tokens} tokens, besides the weights",
                 hint="raise encoder_num_gpus or gpu_memory_utilization, or lower encoder_cache_bytes",

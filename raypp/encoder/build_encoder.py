@@ -27,7 +27,7 @@ def build_manager(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec) ->
         spec: What was asked for.
 
     Raises:
-        ResourceError: the memory does not suffice for the smallest picture.
+        ResourceError: the memory does not suffice for the smallest image.
     """
     device = torch.device(spec.device)
     with torch.inference_mode():
@@ -42,7 +42,7 @@ def choose_budgets(model: SupportsEncoderCudaGraph[BatchT], spec: EncoderSpec, d
     """Return the budgets to capture for: those that were configured, else a ladder as high as the memory allows.
 
     Raises:
-        ResourceError: the memory does not suffice for the smallest picture.
+        ResourceError: the memory does not suffice for the smallest image.
     """
     if spec.token_budgets is not None:
         return Buckets(set(spec.token_budgets))

@@ -3,7 +3,7 @@
     items --pack--> batches of whole items --pad--> the smallest budget that fits --replay--> embeddings, in order
                         +-- larger than every budget, or faster without --> eager forward --^
 
-A graph fixes the shapes of everything; pictures come in all sizes. So there is one graph per budget of tokens, each
+A graph fixes the shapes of everything; images come in all sizes. So there is one graph per budget of tokens, each
 batch is padded to one, and what depends on the items lies in buffers that are filled before the replay. Without CUDA
 the same padded batches run on the same buffers with calls in place of graphs.
 """
@@ -89,7 +89,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             recorded = graphs.record_sizes(_MODE, self._budgets.sizes[::-1], record)
         if not recorded:
             raise ResourceError(
-                "an encoder's memory holds none of its graphs",
+                "an encoder's memory is too small for any of its CUDA graphs",
                 got=f"graphs for {', '.join(map(str, self._budgets.sizes))} tokens",
                 hint="smaller token_budgets, or a larger encoder_num_gpus",
             )

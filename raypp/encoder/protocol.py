@@ -1,6 +1,6 @@
 """The protocol of models that encoders run: sizes, layout of inputs, and the forward pass.
 
-An encoder turns items (pictures) into embeddings. A captured batch has a fixed size, the *budget*; the items in it take
+An encoder turns items (images) into embeddings. A captured batch has a fixed size, the *budget*; the items in it take
 the leading rows of its buffers, and padding takes the rest. Everything that depends on the items is worked out on the
 host, before the graph is replayed, and lies in the buffers: the captured forward reads nothing else.
 

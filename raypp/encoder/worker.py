@@ -120,7 +120,7 @@ class EncoderWorker(Generic[BatchT]):
             self._check_device()
             if len(packed.indices) == 1:
                 item = items[packed.indices[0]]
-                logger.warning("a picture of %s patches cannot be encoded: %s", len(item.patches), error)
+                logger.warning("a image of %s patches cannot be encoded: %s", len(item.patches), error)
                 faults.append(ItemFault(item.key, _fault_of(item, error)))
                 return []
         encoded = []
@@ -149,8 +149,8 @@ def _fault_of(item: EncoderItem, error: Exception) -> RayppError:
     size = f"{len(item.patches)} patches, {item.num_tokens} tokens"
     if isinstance(error, torch.OutOfMemoryError):
         return RequestError(
-            "the picture is too large for the encoder's memory",
+            "the image is too large for the encoder's memory",
             got=size,
-            hint="a smaller picture, or a larger encoder_num_gpus",
+            hint="a smaller image, or a larger encoder_num_gpus",
         )
-    return RequestError("the encoder cannot take the picture", got=f"{size}: {error}")
+    return RequestError("the encoder cannot take the image", got=f"{size}: {error}")

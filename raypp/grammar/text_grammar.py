@@ -106,7 +106,7 @@ class TextGrammar:
         """
         if not rows.add(self._matcher, self._allowed):
             raise RequestError(
-                "nothing that the model's tokens can write goes on with this text under its grammar",
+                "no token of the model continues this text under its grammar",
                 got=f"a text of {self.num_accepted} tokens",
                 expected="a grammar all of whose beginnings can be completed",
                 param="structured_outputs",

@@ -107,7 +107,7 @@ class VocabularySource:
             return vocabulary
         except Exception as error:  # whatever a broken or a missing tokenizer makes of it
             raise RequestError(
-                "structured_outputs cannot be followed by this engine",
+                "this engine cannot serve structured_outputs",
                 got=f"{type(error).__name__}: {error}",
                 expected="a tokenizer beside the model, and the packages xgrammar and llguidance",
                 param="structured_outputs",

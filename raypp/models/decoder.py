@@ -31,7 +31,7 @@ from raypp.ops.rotary import Rotation
 class Deepstack:
     """Rows of a vision tower that are added to the residual stream after leading layers (arXiv:2406.04334).
 
-    M of a step's tokens stand for pictures.
+    M of a step's tokens stand for images.
     """
 
     token_indices: torch.Tensor  # [M] int64, ascending

@@ -4,7 +4,7 @@
                                                        |
                                                        +-- after some blocks: merge -> a deepstack row per token
 
-Every picture attends to itself alone. The same forward runs eagerly and inside of graphs; see `raypp.encoder.protocol`,
+Every image attends to itself alone. The same forward runs eagerly and inside of graphs; see `raypp.encoder.protocol`,
 whose questions are answered here.
 
 Source: the published checkpoints' config.json and tensor names; transformers 5.17, `models/qwen3_vl`.
@@ -36,7 +36,7 @@ _MAX_GRAPH_TOKENS = 2048  # of 32 x 32 pixels each; more keep an H200 busy for l
 
 @dataclass(frozen=True, eq=False)
 class PatchBatch:
-    """Pictures that are encoded together, on the host. P patches; one segment per picture."""
+    """Pictures that are encoded together, on the host. P patches; one segment per image."""
 
     keys: tuple[bytes, ...]
     num_tokens: tuple[int, ...]  # of each
@@ -127,7 +127,7 @@ class Qwen3VLVisionTower:
         )
 
     def capture_batch(self, shape: BatchShape, num_items: int = 1) -> PatchBatch:
-        """Return grey pictures that fill the shape, as many as asked for."""
+        """Return grey images that fill the shape, as many as asked for."""
         merge = self._config.spatial_merge_size
         each, left = divmod(shape.num_tokens, num_items)
         grids = [(1, merge, merge * (each + (index < left))) for index in range(num_items)]
@@ -135,7 +135,7 @@ class Qwen3VLVisionTower:
         return self._batch([b""] * num_items, grids, [np.full((num_patches, self._config.patch_dim), 127, np.uint8)])
 
     def replay_values(self, batch: PatchBatch, shape: BatchShape) -> Mapping[str, torch.Tensor]:
-        """Return what the buffers must hold: padding is one more segment, behind the pictures."""
+        """Return what the buffers must hold: padding is one more segment, behind the images."""
         starts = batch.values["segment_starts"].numpy()
         end = shape.num_tokens * self._config.patches_per_token
         ends = np.full(shape.max_items + 2 - len(starts), end, np.int32)

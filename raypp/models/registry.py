@@ -177,7 +177,7 @@ def _download(model_id: str, expected: str, patterns: list[str], revision: str |
         return Path(snapshot_download(model_id, revision=revision, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
         raise ModelLoadError(
-            f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be had"
+            f"there is no directory {model_id!r}, and the Hugging Face model of that id cannot be downloaded"
             + (f" in revision {revision!r}" if revision else ""),
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no further word'}",
             expected=expected,

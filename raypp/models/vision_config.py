@@ -1,4 +1,4 @@
-"""Reads a vision tower's sizes, and how pictures are brought to its patches, from the files beside its weights.
+"""Reads a vision tower's sizes, and how images are brought to its patches, from the files beside its weights.
 
 The first is in config.json's `vision_config`, the second in preprocessor_config.json and
 video_preprocessor_config.json, with the values of the published Qwen3-VL where they are missing. Needs no torch.
@@ -17,7 +17,7 @@ _HALF = (0.5, 0.5, 0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class PixelBounds:
-    """How large pictures are made, in pixels of all frames together."""
+    """How large images are made, in pixels of all frames together."""
 
     min_pixels: int
     max_pixels: int
@@ -25,7 +25,7 @@ class PixelBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """A vision tower's sizes, its tokens' ids, and how pictures are prepared for it."""
+    """A vision tower's sizes, its tokens' ids, and how images are prepared for it."""
 
     depth: int
     hidden_size: int
@@ -41,7 +41,7 @@ class VisionConfig:
     rope_theta: float
     image_token_id: int
     video_token_id: int
-    vision_start_token_id: int  # before every picture
+    vision_start_token_id: int  # before every image
     vision_end_token_id: int
     image_mean: tuple[float, ...]  # of pixels from 0 to 1, per channel
     image_std: tuple[float, ...]
@@ -65,12 +65,12 @@ class VisionConfig:
 
     @property
     def side_factor(self) -> int:
-        """What both sides of a prepared picture are multiples of, pixels."""
+        """What both sides of a prepared image are multiples of, pixels."""
         return self.patch_size * self.spatial_merge_size
 
     @property
     def tokens_per_max_image(self) -> int:
-        """Tokens of the largest picture."""
+        """Tokens of the largest image."""
         return self.image_pixels.max_pixels // self.side_factor**2
 
 

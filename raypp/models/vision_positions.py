@@ -1,4 +1,4 @@
-"""Computes on the host where the patches of a picture lie, which a vision tower needs to know.
+"""Computes on the host where the patches of an image lie, which a vision tower needs to know.
 
 Patches come in the order in which they are merged: block by block, and row by row within a block.
 """
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class GridPositions:
-    """Of one picture with P patches."""
+    """Of one image with P patches."""
 
     coordinates: torch.Tensor  # [P, 2] int64: row, column
     corner_indices: torch.Tensor  # [P, 4] int64: learned positions around each patch
@@ -24,7 +24,7 @@ class GridPositions:
 def grid_positions(height: int, width: int, merge_size: int, grid_side: int) -> GridPositions:
     """Return the positions of a grid of `height` x `width` patches; shapes repeat, so they are kept.
 
-    Learned positions lie on a square grid whose corners are those of the picture, and are interpolated bilinearly
+    Learned positions lie on a square grid whose corners are those of the image, and are interpolated bilinearly
     (Qwen3-VL; transformers 5.17, `vision_utils.py`).
 
     Args:

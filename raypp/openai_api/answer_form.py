@@ -60,7 +60,7 @@ class AnswerForm:
         assert self.syntax.calls is not None, "tools for a model that cannot call any"
         if not self.syntax.calls.call or self.syntax.calls.arguments.style is None:
             raise RequestError(
-                "calls of this model cannot be held to a form",
+                "tool calls of this model cannot be constrained",
                 got="a forced call, a strict function, or tools beside response_format",
                 expected='tool_choice="auto" and functions that are not strict',
                 hint="raypp only reads the syntax of its calls; docs/tool_calls.md lists those that it can enforce",

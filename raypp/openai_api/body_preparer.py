@@ -39,7 +39,7 @@ _MAX_INLINE_CHARS = 16_384
 
 
 class BodyPreparer:
-    """Prepares bodies for one model, and reads its pictures."""
+    """Prepares bodies for one model, and reads its images."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class BodyPreparer:
 
         Args:
             tokenizer: The model's; None takes prompts as token ids only.
-            pictures: Reads the model's pictures; None for one that takes text alone.
+            pictures: Reads the model's images; None for one that takes text alone.
             max_model_len: The most tokens of a request, prompt and output together.
             sampling_defaults: Fields of `SamplingParams` that hold where a body says nothing.
-            reading: Entered while a request's pictures are read, to bound how many are; by default nothing does.
+            reading: Entered while a request's images are read, to bound how many are; by default nothing does.
             tool_call_parser: The engine's setting: how the model writes tool calls.
             reasoning_parser: Likewise, thoughts.
 
@@ -83,7 +83,7 @@ class BodyPreparer:
         """
         if self._tokenizer is None:
             raise RequestError(
-                "this takes a tokenizer, and the engine was made with skip_tokenizer_init",
+                "this needs a tokenizer, and the engine was started with skip_tokenizer_init",
                 expected="a prompt of token ids",
             )
         return self._tokenizer
@@ -111,8 +111,8 @@ class BodyPreparer:
         """Return a conversation, up to where the assistant's message begins.
 
         Raises:
-            RequestError: the model's template refuses it, there is no template or tokenizer, or a picture is at fault.
-            QueueFullError: too many others have pictures, or these wait for too long.
+            RequestError: the model's template refuses it, there is no template or tokenizer, or an image is at fault.
+            QueueFullError: too many others have images, or these wait for too long.
         """
         prompts = PicturePrompts(self.tokenizer, self._pictures)
         rendering, max_kept = request.rendering(self.syntax), request.max_kept(self._max_model_len)

@@ -268,7 +268,7 @@ class ChatRequest(CompletionFields):
         use = self._tool_use()
         if use is not None and syntax.calls is None:
             raise RequestError(
-                "this model's way of calling tools is not known",
+                "the tool call syntax of this model is unknown",
                 got=f"{len(use.tools)} tools",
                 expected="a model whose chat template or tokens show a syntax that is known, or tool_call_parser",
                 hint='leave tools out, say tool_choice="none", or start the engine with the setting tool_call_parser',

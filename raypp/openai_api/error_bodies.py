@@ -117,13 +117,13 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     if first["type"] == "union_tag_invalid":
         context = first["ctx"]
         return BodyError(
-            f"{where} is of a type that is not taken",
+            f"{where} has an unsupported type",
             param=where,
             got=repr(context["tag"])[:200],
             expected=context["expected_tags"],
         )
     return BodyError(
-        f"{where or 'the body'} has a value that it cannot have",
+        f"invalid value for {where or 'the body'}",
         param=where or None,
         got=(first.get("ctx") or {}).get("got") or repr(first.get("input"))[:200],
         expected=_expected_of_all(of_field, where),

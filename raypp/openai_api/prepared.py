@@ -1,6 +1,6 @@
 """What a body becomes: prompts and parameters for the engine, and how its outputs become the response.
 
-Both doors, HTTP and batches, go this way: the same body has the same prompt, parameters and response behind either.
+HTTP and batches both go this way: the same body has the same prompt, parameters and response behind either.
 """
 
 from __future__ import annotations

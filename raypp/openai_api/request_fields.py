@@ -242,7 +242,7 @@ class RequestFields(RequestModel):
         by_name = {name: value for name in _GUIDED if (value := getattr(self, name)) is not None}
         if len(names := [*(["structured_outputs"] if given else []), *by_name]) > 1:
             raise RequestError(
-                "the form of the text is given twice",
+                "two constraints for one text",
                 got=" and ".join(names),
                 expected="one of them",
                 hint="the guided_ fields are other names of structured_outputs: send that alone",

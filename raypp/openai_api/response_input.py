@@ -167,7 +167,7 @@ def _message(item: InputItem, where: str) -> Message:
             return Message(role="tool", tool_call_id=item.call_id, content=_content(item.output, f"{where}.output"))
         case InputReference():
             raise RequestError(
-                "no items are kept here",
+                "items are not stored here",
                 got=f"a reference to {item.id[:80]!r}",
                 expected="the item itself",
                 hint="clients send whole items when they are told store=false",

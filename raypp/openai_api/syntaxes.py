@@ -230,7 +230,7 @@ def _named(setting: str, name: str, known: Mapping[str, _Syntax], kind: type[_Sy
     module, has_attribute, attribute = name.partition(":")
     if not has_attribute:
         raise ConfigError(
-            f"{setting} names no syntax that is known",
+            f"{setting} names an unknown syntax",
             got=name,
             expected=", ".join(["auto", "none", *sorted(known)]),
             hint=f"module:attribute names a {kind.__name__} of your own; see docs/tool_calls.md",
@@ -239,14 +239,14 @@ def _named(setting: str, name: str, known: Mapping[str, _Syntax], kind: type[_Sy
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever a user's module makes of it
         raise ConfigError(
-            f"what {setting} names cannot be imported",
+            f"{setting} cannot be imported",
             got=f"{name}: {type(error).__name__}: {error}",
             expected=f"module:attribute with a {kind.__name__}",
             hint="the module has to be found on PYTHONPATH, on every node with a replica",
         ) from error
     if not isinstance(found, kind):
         raise ConfigError(
-            f"what {setting} names is something else",
+            f"{setting} is not a syntax",
             got=f"{name}, of type {type(found).__name__}",
             expected=f"a {kind.__module__}.{kind.__name__}",
         )

@@ -1,4 +1,4 @@
-"""Operations of vision towers: attention within each picture, rotation of queries and keys, a product with GELU."""
+"""Operations of vision towers: attention within each image, rotation of queries and keys, a product with GELU."""
 
 from __future__ import annotations
 

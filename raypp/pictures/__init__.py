@@ -1,1 +1,1 @@
-"""Pictures at the door: read, checked, brought to patches, and given their places in a prompt."""
+"""Images of requests: read, checked, brought to patches, and given their places in a prompt."""

@@ -2,7 +2,7 @@
 
     messages --fetch, side by side--> messages with files --prepare, a prompt at a time and thread--> requests
 
-So slow sites keep no picture that is there already from being read, and no text from being tokenized.
+So slow sites keep no image that is there already from being read, and no text from being tokenized.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_DECODING = 8
 
 
 class PicturesBeside:
-    """Threads for pictures. They are started when they are first needed.
+    """Threads for images. They are started when they are first needed.
 
     Args:
         fetcher: Fetches addresses.
@@ -46,7 +46,7 @@ class PicturesBeside:
 
         Args:
             messages: Given to `prepare` with files in the place of addresses.
-            prepare: Reads its pictures.
+            prepare: Reads its images.
 
         Raises:
             RequestError: an address is not allowed, cannot be fetched, or `prepare` raises it.
@@ -84,7 +84,7 @@ class PicturesBeside:
 
 
 def _step_aside() -> None:
-    """Lower this thread's priority: on a busy machine steps go before pictures. Only Linux has such priorities."""
+    """Lower this thread's priority: on a busy machine steps go before images. Only Linux has such priorities."""
     if sys.platform == "linux":
         # Below the process's own, wherever that is: to take a higher one is not allowed to everybody.
         niceness = min(os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS, _MOST_NICENESS)

@@ -1,4 +1,4 @@
-"""The pictures in a conversation: taken out of the messages, in order, and replaced by what a chat template looks for.
+"""The images in a conversation: taken out of the messages, in order, and replaced by what a chat template looks for.
 
 {"type": "image", "image": PIL image, path, bytes or array}
 {"type": "image_url", "image_url": {"url": "data:..."}}
@@ -43,10 +43,10 @@ Content = ImageContent | VideoContent
 
 
 def take_pictures(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Content]]:
-    """Return the messages without their pictures, and the pictures in order.
+    """Return the messages without their images, and the images in order.
 
     Raises:
-        RequestError: a part that is neither text nor a picture.
+        RequestError: a part that is neither text nor an image.
     """
     found: list[Content] = []
     plain = []
@@ -130,7 +130,7 @@ def _plain_part(part: Any, found: list[Content]) -> Any:
         return {"type": "video"}
     if kind == "text" and isinstance(part.get("text"), str):
         return part
-    raise RequestError("a part of a message that is neither text nor a picture", got=repr(part)[:80], expected=_FORMS)
+    raise RequestError("a part of a message that is neither text nor an image", got=repr(part)[:80], expected=_FORMS)
 
 
 def _video(part: Mapping[str, Any]) -> VideoContent:

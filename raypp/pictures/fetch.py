@@ -1,4 +1,4 @@
-"""Fetching a picture from an address that a stranger names, without letting that stranger look around.
+"""Fetching an image from an address that a stranger names, without letting that stranger look around.
 
 A name is resolved once, every address that it has must be a public one, and the connection goes to the address that was
 checked: not to what a second look-up says. The same for each redirection. Time and size are bounded as a whole.

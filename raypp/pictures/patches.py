@@ -1,4 +1,4 @@
-"""From pixels to what the encoder takes: a picture is resized so that whole patches fill it, and cut into them.
+"""From pixels to what the encoder takes: an image is resized so that whole patches fill it, and cut into them.
 
 Tested against transformers' `Qwen2VLImageProcessorPil`, which does the same for tensors of floats. Here pixels stay
 what they are, 8 bits each: an eighth of the bytes to hash and to send, and the encoder scales them in one operation.
@@ -21,7 +21,7 @@ _MAX_ASPECT_RATIO = 200
 
 
 def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_frames: int = 1) -> tuple[int, int]:
-    """Return the height and width that a picture is resized to: about the same, whole patches, within the bounds.
+    """Return the height and width that an image is resized to: about the same, whole patches, within the bounds.
 
     The rule is Qwen's `smart_resize` (qwen-vl-utils 0.0.14; transformers 5.17, `models/qwen2_vl`), and for several
     frames that of `models/qwen3_vl/video_processing_qwen3_vl.py`.
@@ -37,13 +37,13 @@ def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_f
         RequestError: it has no pixels, or is 200 times as long as wide.
     """
     if height < 1 or width < 1:
-        raise RequestError("a picture has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
+        raise RequestError("a image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
     if num_frames > 1 and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise RequestError(
-            "a picture is too long for its width",
+            "the aspect ratio of an image is too large",
             got=f"{width} x {height}",
             expected=f"sides that differ by a factor of at most {_MAX_ASPECT_RATIO}",
         )
@@ -61,7 +61,7 @@ def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_f
 
 
 def num_tokens_of(size: tuple[int, int], config: VisionConfig) -> int:
-    """Return the tokens of a picture of that fitted size."""
+    """Return the tokens of an image of that fitted size."""
     return size[0] * size[1] // config.side_factor**2
 
 

@@ -1,6 +1,6 @@
-"""Where the tokens of pictures stand in a prompt.
+"""Where the tokens of images stand in a prompt.
 
-The chat template leaves one placeholder token per picture; the prompt needs one per token of the picture.
+The chat template leaves one placeholder token per image; the prompt needs one per token of the image.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from raypp.prompt_items import EncoderItem, PromptItems
 def place_pictures(
     token_ids: Int32s | Sequence[int], items: Sequence[EncoderItem], config: VisionConfig
 ) -> tuple[Int32s, PromptItems]:
-    """Return the prompt with as many placeholders as its pictures have tokens, and where they stand.
+    """Return the prompt with as many placeholders as its images have tokens, and where they stand.
 
     Args:
         token_ids: The prompt [T], one placeholder per item.
@@ -32,10 +32,10 @@ def place_pictures(
     places = np.flatnonzero((ids == config.image_token_id) | (ids == config.video_token_id))
     if len(places) != len(items):
         raise RequestError(
-            "the prompt has not as many placeholders as there are pictures",
-            got=f"{len(places)} placeholders, {len(items)} pictures",
+            "the number of image placeholders in the prompt differs from the number of images",
+            got=f"{len(places)} placeholders, {len(items)} images",
             expected="one for each",
-            hint="text must not hold the model's own marks for pictures, such as <|image_pad|>",
+            hint="text must not contain the model's own image placeholders, such as <|image_pad|>",
         )
     counts = np.ones(len(ids), np.int64)
     counts[places] = [item.num_tokens for item in items]

@@ -1,4 +1,4 @@
-"""From whatever a user hands in as a picture to an opened image, whose pixels are decoded later."""
+"""From whatever a user hands in as an image to an opened image, whose pixels are decoded later."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FORMS = "a PIL image, a path, the bytes of a file, or an array [height, width, 
 
 
 def open_image(source: Any, fetcher: Fetcher) -> OpenedImage:
-    """Return what a user of the Python doors gives as an image. A path is trusted: it is the user's own.
+    """Return what a user of the Python API gives as an image. A path is trusted: it is the user's own.
 
     Raises:
         RequestError: it is none, or too large.

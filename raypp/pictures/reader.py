@@ -1,4 +1,4 @@
-"""The pictures of one model's requests: from what the user gave to items, and their marks in the prompt's text."""
+"""The images of one model's requests: from what the user gave to items, and their marks in the prompt's text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from raypp.prompt_items import EncoderItem
 
 @dataclass(frozen=True)
 class PictureMarks:
-    """The model's own words for pictures, as text."""
+    """The model's own words for images, as text."""
 
-    start: str  # before a picture
+    start: str  # before an image
     end: str  # behind it
     video: str  # stands for the tokens of a group of frames
 
@@ -37,18 +37,18 @@ class ReadPicture:
 
 
 class PictureReader:
-    """Reads pictures for one model. May be used from several threads, which share one room for pixels.
+    """Reads images for one model. May be used from several threads, which share one room for pixels.
 
     Args:
         config: Of the model's vision tower.
         max_model_len: The most tokens of a request.
-        fetcher: Fetches addresses; its limits hold for every picture.
+        fetcher: Fetches addresses; its limits hold for every image.
     """
 
     def __init__(self, config: VisionConfig, max_model_len: int, fetcher: Fetcher) -> None:
         self.config = config
         self.beside = PicturesBeside(fetcher)
-        """For doors that must not block."""
+        """For event loops, which must not block."""
         self._max_model_len = max_model_len
         self._fetcher = fetcher
         self.limits = fetcher.limits
@@ -56,7 +56,7 @@ class PictureReader:
         self._room = PixelRoom(fetcher.limits)
 
     def read(self, contents: Sequence[Content]) -> list[ReadPicture]:
-        """Return what the encoder is given of a prompt's pictures, in order. Blocks while there is no room for them.
+        """Return what the encoder is given of a prompt's images, in order. Blocks while there is no room for them.
 
         All are opened, and their sizes checked, before the first one is decoded; then one is decoded at a time.
 
@@ -90,10 +90,10 @@ class PictureReader:
         parts = text.replace(f"{marks.start}{marks.video}{marks.end}", marks.video).split(marks.video)
         if len(parts) != len(videos) + 1:
             raise RequestError(
-                "the prompt has not as many marks as there are videos",
+                "the number of video placeholders in the prompt differs from the number of videos",
                 got=f"{len(parts) - 1} marks, {len(videos)} videos",
                 expected="one for each",
-                hint="text must not hold the model's own marks for pictures",
+                hint="text must not contain the model's own image placeholders",
             )
         marked = [parts[0]]
         for seconds, part in zip(videos, parts[1:], strict=True):
@@ -102,7 +102,7 @@ class PictureReader:
         return "".join(marked)
 
     def _opened(self, contents: Sequence[Content]) -> list[list[OpenedImage]]:
-        """Return the image of each picture, or its frames."""
+        """Return the opened file of each image, or the frames of each video."""
         opened, num_bytes = [], 0
         for content in contents:
             images = []
@@ -117,7 +117,7 @@ class PictureReader:
         return opened
 
     def _check_tokens(self, contents: Sequence[Content], opened: Sequence[Sequence[OpenedImage]]) -> None:
-        """Raise when the pictures need more tokens than there is room for, or more bytes."""
+        """Raise when the images need more tokens than there is room for, or more bytes."""
         config, room, num_bytes = self.config, self._max_model_len, 0
         for content, images in zip(contents, opened, strict=True):
             num_frames = None if isinstance(content, ImageContent) else len(images)
@@ -126,7 +126,7 @@ class PictureReader:
             num_tokens = num_groups * num_tokens_of(self._fitted_size(width, height, num_frames), config)
             if num_tokens >= room:
                 raise RequestError(
-                    "a picture needs more tokens than the model has room for",
+                    "an image needs more tokens than the context has room for",
                     got=f"{num_tokens} tokens for {width} x {height}"
                     + ("" if num_frames is None else f" and {num_frames} frames"),
                     expected=f"fewer than {room} of max_model_len = {self._max_model_len}",

@@ -1,4 +1,4 @@
-"""What the encoders of an engine are to be, and how much of its pictures the first stage may hold."""
+"""What the encoders of an engine are to be, and how much of its images the first stage may hold."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class EncoderPlan:
 
     num_encoders: int  # actors: 0 for a model that reads text alone
     resources: dict[str, float]  # that each asks Ray for
-    max_item_tokens: int  # of pictures that the first stage may hold
-    item_bytes: int  # of the first stage's GPU: embeddings of pictures, and the memory that encoders write into
+    max_item_tokens: int  # of images that the first stage may hold
+    item_bytes: int  # of the first stage's GPU: embeddings of images, and the memory that encoders write into
     first_spec: EncoderSpec  # of encoder 0
 
     def spec(self, encoder_index: int) -> EncoderSpec:
@@ -100,5 +100,5 @@ def plan_encoders(
 
 
 def item_token_bytes(model: ModelConfig, dtype_bytes: int) -> int:
-    """Return the bytes of one token of a picture on the first stage: its embedding, and a row per deepstack layer."""
+    """Return the bytes of one token of an image on the first stage: its embedding, and a row per deepstack layer."""
     return (1 + model.num_deepstack_layers) * model.hidden_size * dtype_bytes

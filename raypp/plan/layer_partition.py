@@ -105,7 +105,7 @@ def partition_layers(
     limits = list(max_layers) if max_layers is not None else [num_layers] * num_stages
     if min(limits) < 1 or sum(limits) < num_layers:
         raise ResourceError(
-            "the stages' memory does not hold the model",
+            "the model does not fit into the stages' memory",
             got=f"room for {limits} layers",
             expected=f"{num_layers} layers, at least one per stage",
             hint="more stages, or less KV cache (max_model_len, num_kv_blocks)",

@@ -36,7 +36,7 @@ _REPORT_BYTES = 16  # per logit while a step reports log-probabilities: copies, 
 class StageMemory:
     """What a stage may use of its device's memory, and what takes it, in bytes.
 
-    On a CPU weights, KV cache, tables and pictures alone are planned.
+    On a CPU weights, KV cache, tables and images alone are planned.
     """
 
     device_bytes: int  # of its GPU, or of the machine's main memory; 0: not known
@@ -46,7 +46,7 @@ class StageMemory:
     graph_bytes: int  # recordings of steps, and the buffers around them: an estimate
     library_bytes: int  # a CUDA context and libraries' workspaces: an estimate
     speculation_bytes: int  # tables of known tokens, states that a draft head reads
-    item_bytes: int  # embeddings of pictures, on the first stage
+    item_bytes: int  # embeddings of images, on the first stage
     block_bytes: int  # of one KV block
 
     @property
@@ -88,7 +88,7 @@ def memory_of_stages(
         weight_bytes: Of each stage.
         block_bytes: What a KV block takes on each stage.
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
-        item_bytes: What pictures take on the first stage.
+        item_bytes: What images take on the first stage.
     """
     share_bytes, step_bytes, graph_bytes, library_bytes = hardware.memory_bytes, 0, 0, 0
     if device != "cpu":
@@ -133,7 +133,7 @@ def num_blocks_on_cpu(config: EngineConfig, block_bytes: list[int]) -> int:
     num_blocks = config.cache.kv_cache_bytes // max(block_bytes)
     if num_blocks < 2:
         raise ResourceError(
-            "the KV cache holds not even one block",
+            "the KV cache is too small for one block",
             got=f"kv_cache_bytes={config.cache.kv_cache_bytes}",
             expected=f"at least {2 * max(block_bytes)} (the null block and one more)",
             hint="raise kv_cache_bytes or lower block_size",
@@ -202,7 +202,7 @@ def num_blocks_on_gpus(config: EngineConfig, memory: Sequence[StageMemory]) -> i
             got=f"{stage.share_bytes / 2**30:.2f} GiB of {stage.device_bytes / 2**30:.2f}: "
             f"weights {stage.weight_bytes / 2**30:.2f}, a step's tensors {stage.step_bytes / 2**30:.2f}, "
             f"tables and states of speculation {stage.speculation_bytes / 2**30:.2f}, "
-            f"embeddings of pictures {stage.item_bytes / 2**30:.2f}, "
+            f"embeddings of images {stage.item_bytes / 2**30:.2f}, "
             f"libraries and graphs {(stage.library_bytes + stage.graph_bytes) / 2**30:.2f}; "
             f"the rest: {max(stage.max_blocks, 0)} KV blocks",
             expected=f"at least {asked or 2} KV blocks of {stage.block_bytes} bytes",

@@ -1,11 +1,11 @@
-"""Holds requests with pictures until the first stage has the embeddings that they need.
+"""Holds requests with images until the first stage has the embeddings that they need.
 
     push -> (text alone) ---------------------------------------------------> WaitingQueue
       +---> held --room on the first stage--> ordered --all are stored------------^
                                                 +-- one cannot be encoded --> failed
 
 It decides what the first stage holds, and keeps a mirror of that stage's store, with a limit. What a request needs is
-pinned from its order until the last chunk that reads it was collected. Requests without pictures do not wait here.
+pinned from its order until the last chunk that reads it was collected. Requests without images do not wait here.
 
 The time of a call depends on the request or the items that it is about, not on how many requests wait.
 """
@@ -23,7 +23,7 @@ from raypp.scheduler.request_state import ItemPin, RequestState
 from raypp.scheduler.waiting_queue import WaitingQueue
 
 _ITEMS_AT_ONCE = 64
-"""Items of requests that leave the held ones in one call. Thousands may wait for the same picture."""
+"""Items of requests that leave the held ones in one call. Thousands may wait for the same image."""
 
 _MOST_ORDERED = 1024
 """Requests that wait for embeddings under way: enough to keep encoders busy, few enough to enter the queue at once."""
@@ -33,7 +33,7 @@ class ItemAdmission:
     """Orders embeddings, drops them, and moves requests to the queue when theirs are on the first stage.
 
     Args:
-        queue: Where requests without pictures go at once.
+        queue: Where requests without images go at once.
         max_tokens: Rows of embeddings that the first stage may hold.
     """
 
@@ -67,7 +67,7 @@ class ItemAdmission:
         return self._room.used
 
     def check(self, request: Request) -> None:
-        """Refuse a request whose pictures could never be held together.
+        """Refuse a request whose images could never be held together.
 
         Raises:
             RequestError: with the numbers.
@@ -77,11 +77,11 @@ class ItemAdmission:
         num_tokens = sum(item.num_tokens for item in unique_items(request.items.items))
         if num_tokens > self._room.limit:
             raise RequestError(
-                "the pictures of the request have more embeddings than the first stage may hold",
+                "the images of the request have more embeddings than stage_embedding_bytes allows",
                 request_id=request.request_id,
-                got=f"{num_tokens} tokens of pictures",
+                got=f"{num_tokens} tokens of images",
                 expected=f"at most {self._room.limit}",
-                hint="fewer or smaller pictures, or a larger stage_embedding_bytes",
+                hint="fewer or smaller images, or a larger stage_embedding_bytes",
             )
 
     def push(self, state: RequestState) -> None:
@@ -236,11 +236,11 @@ class ItemAdmission:
 
 
 def item_error(request_id: str, cause: RayppError) -> RayppError:
-    """Return the error of a request whose picture cannot be encoded: through its own fault, or that of the encoders."""
+    """Return the error of a request whose image cannot be encoded: through its own fault, or that of the encoders."""
     if not isinstance(cause, RequestError):
         return cause
     return RequestError(
-        f"a picture of the request could not be encoded: {cause.message}",
+        f"an image of the request could not be encoded: {cause.message}",
         request_id=request_id,
         got=cause.got,
         expected=cause.expected,

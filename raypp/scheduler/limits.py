@@ -40,7 +40,7 @@ class SchedulerLimits:
     """Whether a block's content also depends on the token after it, as in a draft head's cache. Requests then share the
     block only if they agree on that token, too."""
     max_item_tokens: int = 0
-    """Rows of pictures' embeddings that the first stage may hold; 0 without an encoder."""
+    """Rows of images' embeddings that the first stage may hold; 0 without an encoder."""
 
     def __post_init__(self) -> None:
         assert self.num_stages >= 1

@@ -144,7 +144,7 @@ def _has_extras(request: Request) -> bool:
 
 
 def pack_start_items(starting: Sequence[RequestState]) -> Bytes:
-    """Return a packed `StartItems` of those requests that have pictures; nothing when none has."""
+    """Return a packed `StartItems` of those requests that have images; nothing when none has."""
     known = [
         (state.row, state.request.items, len(state.request.prompt_token_ids))
         for state in starting

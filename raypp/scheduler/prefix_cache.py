@@ -1,7 +1,7 @@
 """Finds the full KV blocks that hold given tokens, so that requests with the same beginning compute it once.
 
-A block's key is a cryptographic hash of its tokens, of the pictures that some of them stand for, and of the key before
-it: H(parent, token ids, content hashes). So equal keys mean equal tokens and pictures from the request's beginning on.
+A block's key is a cryptographic hash of its tokens, of the images that some of them stand for, and of the key before
+it: H(parent, token ids, content hashes). So equal keys mean equal tokens and images from the request's beginning on.
 Before the first block stands a key of the request's salt: keys of different salts never are equal.
 """
 
@@ -27,7 +27,7 @@ def chain_hashes(parent: bytes, token_ids: Int32s, block_size: int, contents: Se
         parent: The key of the block before them; at the beginning of a request its `root_key`.
         token_ids: [T].
         block_size: Tokens per block.
-        contents: For each block the keys of its pictures; empty for a request without pictures.
+        contents: For each block the keys of its images; empty for a request without images.
     """
     data = token_ids.tobytes()
     block_bytes = token_ids.itemsize * block_size

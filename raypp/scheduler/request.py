@@ -25,7 +25,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
-    items: PromptItems | None = None  # the pictures of the prompt
+    items: PromptItems | None = None  # the images of the prompt
     cache_salt: str = ""  # requests of different salts share no blocks
     client: bytes = b""  # whom to answer; opaque to the scheduler
     handle: int = 0  # the client's own number of it; opaque to the scheduler

@@ -50,7 +50,7 @@ class RequestState:
     num_offered_blocks: int = 0  # leading blocks that came from the prefix cache or were offered to it
     num_wanted_blocks: int = 0  # free blocks that the last failed attempt to admit it needed; 0 without one
 
-    item_pin: ItemPin | None = None  # from the order of its pictures to the dispatch of the last chunk with one
+    item_pin: ItemPin | None = None  # from the order of its images to the dispatch of the last chunk with one
 
     num_scored_tokens: int = 0  # prompt tokens, without the first, whose log-probabilities were reported
 

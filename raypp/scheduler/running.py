@@ -1,4 +1,4 @@
-"""The running requests: they get rows here, go from prefill to decode, and give rows, blocks and pictures back."""
+"""The running requests: they get rows here, go from prefill to decode, and give rows, blocks and images back."""
 
 from __future__ import annotations
 

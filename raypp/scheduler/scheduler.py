@@ -55,7 +55,7 @@ class Scheduler:
         self._queue = WaitingQueue()
         self._without_logits: list[Request] = []
         self.items = ItemAdmission(self._queue, limits.max_item_tokens)
-        """Orders the embeddings of pictures; whoever carries the orders out tells it what came of them."""
+        """Orders the embeddings of images; whoever carries the orders out tells it what came of them."""
         self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)
         self._decode = DecodeChooser(limits, self._kv, self.items, self._running, self._counters)
         self._prefill = PrefillChooser(limits, self._kv, self._queue, self._running, self._counters)
@@ -110,7 +110,7 @@ class Scheduler:
         return True
 
     def note_item_failed(self, key: bytes, cause: RayppError) -> list[tuple[Request, RayppError]]:
-        """Take in that a picture cannot be encoded; end the requests that wait for it, and return them with why."""
+        """Take in that an image cannot be encoded; end the requests that wait for it, and return them with why."""
         failed = []
         for state in self.items.note_failed(key):
             request = state.request

@@ -35,15 +35,15 @@ class SchedulerStats:
     num_running: int
     """Requests that have a row."""
     num_waiting: int
-    """Requests that have none, those that wait for pictures included."""
+    """Requests that have none, those that wait for images included."""
     num_waiting_for_items: int
-    """Of these, requests whose pictures' embeddings are not all on the first stage."""
+    """Of these, requests whose images' embeddings are not all on the first stage."""
     num_item_tokens: int
     """Rows of embeddings on the first stage, those under way included."""
     num_query_items: int
     """Pictures that requests needed, since the start."""
     num_hit_items: int
-    """Of these, pictures whose embeddings were there already, or under way."""
+    """Of these, images whose embeddings were there already, or under way."""
     num_in_flight: int
     """Steps dispatched and not collected."""
     num_blocks: int

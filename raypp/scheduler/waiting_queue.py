@@ -69,7 +69,7 @@ class WaitingQueue:
     def check_integrity(self, running: Iterable[RequestState]) -> None:
         """Assert that nobody overtook anybody of the same priority, and the count of tokens.
 
-        Requests with pictures may be overtaken while they wait for these.
+        Requests with images may be overtaken while they wait for these.
         """
         first_waiting: dict[int, int] = {}
         for state in self:

@@ -26,7 +26,7 @@ from raypp.tracing import ForwardCounter
 
 _READER_POLL_S = 0.1  # how soon the reader notices that the loop has ended for another reason than Stop
 _LAST_RESULTS_S = 5.0
-_REPORT_S = 0.1  # how old the driver's picture of a busy stage may get
+_REPORT_S = 0.1  # how old the driver's image of a busy stage may get
 _PAUSE_S = 0.02  # without a plan: the stage looks back at what its device has done meanwhile
 
 

@@ -26,7 +26,7 @@ from raypp.starting_rows import StartingRows
 
 
 class SamplingRows:
-    """Parameters by row, in tables of fixed width: what a request brings is limited at the door."""
+    """Parameters by row, in tables of fixed width: what a request brings is limited before it gets here."""
 
     def __init__(self, spec: StageSpec, device: torch.device) -> None:
         rows, words = spec.max_num_seqs, -(-spec.vocab_size // 32)
@@ -154,7 +154,7 @@ class SamplingRows:
 
     def _set(self, table: torch.Tensor, row: int, entries: NDArray[Any]) -> None:
         """Write a row's first entries."""
-        assert len(entries) <= table.shape[1], "the door lets no more through, see `raypp.request_limits`"
+        assert len(entries) <= table.shape[1], "no more is accepted, see `raypp.request_limits`"
         table[row, : len(entries)] = self._upload(entries)
 
     def _upload(self, array: NDArray[np.generic]) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Stage:
         self._block_tables = BlockTables(spec, self._device)
         self._item_rows = ItemRows(spec, self._device) if spec.takes_items else None
         self.items = ItemStore()
-        """Embeddings of pictures; filled from outside, on the first stage alone."""
+        """Embeddings of images; filled from outside, on the first stage alone."""
         if spec.is_first:
             assert links.feedback_in is not None
             self._next_inputs = NextInputs(spec, self._device)

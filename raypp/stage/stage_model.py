@@ -51,7 +51,7 @@ class StageModel(Protocol):
     ) -> torch.Tensor:
         """Return the residual stream after the stage's layers, [T, H].
 
-        positions [T] int64, or [T, 3] when tokens of pictures are among them; deepstack only for such a step.
+        positions [T] int64, or [T, 3] when tokens of images are among them; deepstack only for such a step.
 
         What it launches depends on the shapes alone, but for what is marked as a break point (`raypp.ops.break_point`).
         """

@@ -62,8 +62,8 @@ class StageSpec:
     num_blocks: int  # the null block included
     max_drafts: int  # K at most; 0 without speculation
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
-    takes_items: bool = False  # whether prompts may hold pictures
-    num_deepstack_layers: int = 0  # leading layers of the model that rows of pictures are added after
+    takes_items: bool = False  # whether prompts may hold images
+    num_deepstack_layers: int = 0  # leading layers of the model that rows of images are added after
     num_carried_taps: int = 0  # of these, the ones behind the first stage: their rows travel between stages
     ngram_window: int = 0  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None = None

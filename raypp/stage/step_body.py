@@ -48,7 +48,7 @@ class StepBody:
         spec: Which stage.
         model: Its layers.
         block_tables: Of all rows.
-        item_rows: Of prompts with pictures; None: the model takes none.
+        item_rows: Of prompts with images; None: the model takes none.
         aux_states: What a draft head on the last stage wants of the layers.
     """
 

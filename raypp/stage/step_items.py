@@ -1,6 +1,6 @@
 """Pictures in steps: their embeddings on the first stage, their places in prompts, and what layers are given of them.
 
-The driver puts embeddings in and has them dropped. A stage knows of each row where pictures stand in its prompt, and
+The driver puts embeddings in and has them dropped. A stage knows of each row where images stand in its prompt, and
 which rotary positions its tokens have. Deepstack rows travel with the hidden states where later stages need them.
 """
 
@@ -69,7 +69,7 @@ class ItemPart:
 
 @dataclass(frozen=True, eq=False)
 class StepItems:
-    """The tokens of a step that stand for pictures. M of them."""
+    """The tokens of a step that stand for images. M of them."""
 
     token_indices: torch.Tensor  # [M] int64, ascending
     parts: tuple[ItemPart, ...]  # whose they are, in order
@@ -113,7 +113,7 @@ class ItemRows:
         self._offsets.index_copy_(0, starting.rows, to_device(np.array([*offsets.values()]), self._device))
 
     def rope_positions(self, shape: StepShape, plan: StepPlan | None, positions: torch.Tensor) -> torch.Tensor:
-        """Return the rotary positions of a step's tokens: int64 [T], and [T, 3] when tokens of pictures are among them.
+        """Return the rotary positions of a step's tokens: int64 [T], and [T, 3] when tokens of images are among them.
 
         Without a plan all rows decode: what is said of them is in the tables. Shapes: positions [T] int64, the tokens'
         indices in their rows.
@@ -136,7 +136,7 @@ class ItemRows:
         return rope.unsqueeze(1).repeat(1, 3).index_copy_(0, at, known)
 
     def step_items(self, shape: StepShape, plan: StepPlan) -> StepItems | None:
-        """Return the step's tokens that stand for pictures; None when there are none."""
+        """Return the step's tokens that stand for images; None when there are none."""
         if not plan.num_item_tokens:
             return None
         indices: list[NDArray[np.int64]] = []
@@ -151,7 +151,7 @@ class ItemRows:
         return StepItems(to_device(np.concatenate(indices), self._device), tuple(parts))
 
     def _chunks(self, shape: StepShape, plan: StepPlan) -> list[tuple[_Prompt, int, int, int]]:
-        """Return prompt, first token in the step, and first and last position, of chunks of prompts with pictures.
+        """Return prompt, first token in the step, and first and last position, of chunks of prompts with images.
 
         What a chunk recomputes behind the prompt, after a preemption, is left to whoever clips to the prompt.
         """

@@ -1,4 +1,4 @@
-"""A whole engine in the threads of one process, behind the real wire: what doors are tested with, without Ray.
+"""A whole engine in the threads of one process, behind the real wire: what the APIs are tested with, without Ray.
 
 Scheduler, driver, stages and every message are the real ones; only the processes are missing.
 """

@@ -51,7 +51,7 @@ class Schema:
     ) -> int:
         """Return the bytes of a message for that many rows and tokens.
 
-        `num_item_tokens` of the tokens stand for pictures. A draft head needs the hidden states of
+        `num_item_tokens` of the tokens stand for images. A draft head needs the hidden states of
         `num_drafting_tokens` of them; None: of all.
         """
         key = (num_rows, num_tokens, num_item_tokens, num_drafting_tokens)
@@ -154,7 +154,7 @@ def hidden_states_schema(
 ) -> Schema:
     """Return what a stage sends to the next: the residual stream, and each row's computed tokens.
 
-    With `num_carried_taps`, for tokens of pictures also the deepstack rows of layers that the first stage lacks. For a
+    With `num_carried_taps`, for tokens of images also the deepstack rows of layers that the first stage lacks. For a
     draft head on the last stage also hidden states after `aux_depths` layers, of the tokens that it drafts from.
     """
     specs = (

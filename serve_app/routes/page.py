@@ -1,4 +1,4 @@
-"""The page at `/` and the live picture that it shows."""
+"""The page at `/` and the live image that it shows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page_routes(context: AppContext) -> APIRouter:
 
     @router.get("/", responses={200: _described("text/html"), **documented(500)}, response_class=Response)
     async def page() -> Response:
-        """Return the page: a chat, and the live picture of the pipeline."""
+        """Return the page: a chat, and the live image of the pipeline."""
         return Response(_PAGE, media_type="text/html", headers=_HEADERS)
 
     @router.get(
@@ -64,7 +64,7 @@ def page_routes(context: AppContext) -> APIRouter:
         response_class=StreamingResponse,
     )
     async def live(frames: Annotated[int | None, Query(ge=1, le=1_000_000)] = None) -> Response:
-        """Stream the live picture of the pipeline as server-sent events, without end or as many as `frames`."""
+        """Stream the live image of the pipeline as server-sent events, without end or as many as `frames`."""
         return EventStream(context.live.events(frames))
 
     return router

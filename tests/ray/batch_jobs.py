@@ -53,7 +53,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLIN
     """Return the condition's first true value."""
     ends = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < ends, f"waited in vain for {what}"
+        assert time.monotonic() < ends, f"timed out waiting for {what}"
         time.sleep(0.02)
     return value
 

@@ -23,7 +23,7 @@ def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, d
     Shapes: positions [T] int64 and inverse_frequencies [D / 2] float32, or along axes [T, A] and [A, D / 2]. Once per
     step, for all layers.
     """
-    if positions.ndim == 2:  # a part of a prompt with pictures: rare enough for plain torch
+    if positions.ndim == 2:  # a part of a prompt with images: rare enough for plain torch
         angles = rotary_angles(positions, inverse_frequencies)
         return Rotation(angles.cos(), angles.sin())
     num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]

@@ -40,7 +40,7 @@ class _Ring:
         if self._closed:
             raise EngineDeadError(f"the local link was closed while it waited for {what}")
         raise DeadlineError(
-            f"waited in vain for {what}",
+            f"timed out waiting for {what}",
             got=f"nothing within {self._deadline_s} s",
             hint=None if self._deadline_s else "one thread holds both ends: what is not there yet can never come",
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from raypp.cli.main import Doors, main
+from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ModelLoadError, ResourceError
 from raypp.plan.fit import check_fit
@@ -76,7 +76,7 @@ class FakeLLM:
 
 
 def run(llm: FakeLLM, *argv: str) -> int:
-    return main(["generate", "tiny", *argv], doors=Doors(open_llm=llm.open))
+    return main(["generate", "tiny", *argv], entry_points=EntryPoints(open_llm=llm.open))
 
 
 def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_mistakes_exit_2_with_one_message(
 
 
 def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--prompt", "a"], doors=Doors(open_llm=FakeLLM().open)) == 2
+    assert main(["generate", "--prompt", "a"], entry_points=EntryPoints(open_llm=FakeLLM().open)) == 2
     assert "raypp COMMAND MODEL" in capsys.readouterr().err
 
 
@@ -266,10 +266,10 @@ def describe(config: EngineConfig) -> dict[str, Any]:
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
-    doors = Doors(describe=describe)
-    assert main(["info", "tiny", "--num-stages", "2", "--json"], doors=doors) == 0
+    entry_points = EntryPoints(describe=describe)
+    assert main(["info", "tiny", "--num-stages", "2", "--json"], entry_points=entry_points) == 0
     assert json.loads(capsys.readouterr().out)["config"]["parallel"]["num_stages"] == 2
-    assert main(["info", "tiny", "--full"], doors=doors) == 0
+    assert main(["info", "tiny", "--full"], entry_points=entry_points) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "    num_stages: 1" in lines
     table = [line.split() for line in lines[lines.index("  stages") + 1 :]]
@@ -279,7 +279,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_info_of_a_started_engine(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM()
-    assert main(["info", "tiny", "--start"], doors=Doors(describe=describe, open_llm=llm.open)) == 0
+    assert main(["info", "tiny", "--start"], entry_points=EntryPoints(describe=describe, open_llm=llm.open)) == 0
     lines = capsys.readouterr().out.splitlines()
     started = lines[lines.index("started") + 1 :]
     assert started[0].startswith("  seconds: ")
@@ -295,14 +295,14 @@ def test_info_of_a_started_engine(capsys: pytest.CaptureFixture[str]) -> None:
 def test_info_tells_the_plan_of_a_cluster_and_of_what_does_not_start(capsys: pytest.CaptureFixture[str]) -> None:
     llm = FakeLLM()
     llm.plan_differs = {"device": "cuda"}
-    doors = Doors(describe=describe, open_llm=llm.open)
-    assert main(["info", "tiny", "--start", "--json"], doors=doors) == 0
+    entry_points = EntryPoints(describe=describe, open_llm=llm.open)
+    assert main(["info", "tiny", "--start", "--json"], entry_points=entry_points) == 0
     description = json.loads(capsys.readouterr().out)
     assert description["plan"]["num_blocks"] == description["started"]["plan"]["num_blocks"] == 7
     assert description["started"]["plan"]["device"] == "cuda"
     assert description["started"]["graphs"][0]["mode"] == "piecewise"
     llm.does_not_start = ResourceError("no memory")
-    assert main(["info", "tiny", "--start"], doors=doors) == 2
+    assert main(["info", "tiny", "--start"], entry_points=entry_points) == 2
     out, err = capsys.readouterr()
     assert "It fits. KV cache: " in out
     assert "no memory" in err

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from raypp.cli.engine_options import add_engine_options, engine_config
-from raypp.cli.main import Doors, main
+from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS, VARIABLES, value_of
@@ -86,7 +86,7 @@ def test_settings_of_the_server_come_from_options_and_the_environment(monkeypatc
     for name, value in {"MODEL": "tiny", "API_KEYS": "a,b", "PORT": "9001", "HOST": "0.0.0.0", "COMPILE": "1"}.items():
         monkeypatch.setenv(f"RAYPP_{name}", value)
     options = ["--port", "9002", "--served-model-name", "x", "--served-model-name", "y,z", "--no-prefix-routing"]
-    assert main(["serve", *options, "--no-compile", "--graphs", "none"], doors=Doors(serve=serve)) == 0
+    assert main(["serve", *options, "--no-compile", "--graphs", "none"], entry_points=EntryPoints(serve=serve)) == 0
     [(config, settings, address)] = taken
     assert (config.model.model, config.graphs.compile, config.graphs.mode) == ("tiny", False, "none")
     assert settings == HttpSettings(api_keys=["a", "b"], served_model_name=["x", "y", "z"], prefix_routing=False)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from raypp.cli.main import Doors, main
+from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError
@@ -43,7 +43,7 @@ def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureF
         *("--served-model-name", "a", "--served-model-name", "b", "--api-key-file", "keys"),
         *("--cors-origins", "https://x.example", "--max-body-bytes", "4096"),
     ]
-    assert main(["serve", *options], doors=Doors(serve=server)) == 0
+    assert main(["serve", *options], entry_points=EntryPoints(serve=server)) == 0
     assert server.config is not None
     assert (server.config.parallel.num_stages, server.config.scheduler.max_num_seqs) == (3, 8)
     settings = server.settings
@@ -57,7 +57,7 @@ def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureF
 
 def test_defaults() -> None:
     server = FakeServer()
-    assert main(["serve", "tiny"], doors=Doors(serve=server)) == 0
+    assert main(["serve", "tiny"], entry_points=EntryPoints(serve=server)) == 0
     assert server.address == HttpAddress(host="127.0.0.1", port=8000, app_name="raypp", route_prefix="/")
     assert server.settings == HttpSettings()
 
@@ -88,7 +88,7 @@ def test_the_example_configuration_is_one() -> None:
 def test_the_readmes_command_is_one() -> None:
     [line] = re.findall(r"^(raypp serve .*) &$", (ROOT / "README.md").read_text(), re.MULTILINE)
     server = FakeServer()
-    assert main(shlex.split(line)[1:], doors=Doors(serve=server)) == 0
+    assert main(shlex.split(line)[1:], entry_points=EntryPoints(serve=server)) == 0
 
 
 def test_unknown_arguments_of_serve_run_are_named() -> None:

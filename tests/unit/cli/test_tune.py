@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raypp.cli.main import Doors, main
+from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -42,7 +42,7 @@ class Measuring:
 
 
 def _tune(measuring: Measuring, *argv: str) -> int:
-    return main(["tune", "tiny", "--num-stages", "2", *argv], doors=Doors(tune=measuring))
+    return main(["tune", "tiny", "--num-stages", "2", *argv], entry_points=EntryPoints(tune=measuring))
 
 
 def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def test_an_id_has_revisions(tmp_path, monkeypatch):
         (cache / "snapshots" / commit / "config.json").write_text("{}")
     found = [resolve_model_path("somebody/model", revision).name for revision in (None, "main", "v1")]
     assert found == ["a" * 40, "a" * 40, "b" * 40]
-    with pytest.raises(ModelLoadError, match="cannot be had in revision 'v2'"):
+    with pytest.raises(ModelLoadError, match="cannot be downloaded in revision 'v2'"):
         resolve_model_path("somebody/model", "v2")
 
 
@@ -55,5 +55,5 @@ def test_an_id_that_cannot_be_had(tmp_path, monkeypatch, model):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"cannot be had.*expected: tiny, .*hint: check the spelling, the network"):
+    with pytest.raises(ModelLoadError, match=r"cannot be downloaded.*expected: tiny, .*hint: check the spelling"):
         resolve_model_path(model)
