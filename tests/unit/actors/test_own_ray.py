@@ -21,7 +21,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_is_named_before_ray_tries(full_disk: None, tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match=r"the disk is full.*4,096 bytes free.*RAY_TMPDIR"):
+    with pytest.raises(ResourceError, match=r"the disk with Ray's files is full.*4,096 bytes free.*RAY_TMPDIR"):
         check_disk(tmp_path / "not" / "there" / "yet")
 
 
@@ -53,7 +53,7 @@ def test_whatever_ray_raises_at_its_start_is_typed(monkeypatch: pytest.MonkeyPat
 
 def test_a_disk_that_fills_up_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch, full_disk: None) -> None:
     monkeypatch.setattr(ray, "init", _fail_to_start)
-    with pytest.raises(ResourceError, match="the disk is full"):
+    with pytest.raises(ResourceError, match="the disk with Ray's files is full"):
         cluster._connect("local", bool)
 
 

@@ -146,12 +146,12 @@ def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, ma
 @pytest.mark.parametrize(
     ("part", "words"),
     [
-        ({"type": "image", "image": b"no image"}, "no image"),
+        ({"type": "image", "image": b"no image"}, "not an image"),
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "not allowed"),
         ({"type": "image_url", "image_url": {"url": "file:///a.png"}}, "address"),
         ({"type": "image", "image": Image.new("RGB", (2000, 500))}, "more tokens than"),
-        ({"type": "text", "text": "<|image_pad|>"}, "as many placeholders"),
-        ({"type": "audio", "audio": b""}, "neither text nor a picture"),
+        ({"type": "text", "text": "<|image_pad|>"}, "number of image placeholders"),
+        ({"type": "audio", "audio": b""}, "neither text nor an image"),
     ],
 )
 def test_what_is_wrong_is_said_of_that_request(preparer: RequestPreparer, part: dict[str, Any], words: str) -> None:
@@ -173,7 +173,7 @@ def test_a_conversation_with_an_image_is_not_cut(tokenizer: Tokenizer, reader: P
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ({"prompt": "no mark", "multi_modal_data": {"image": RED}}, "as many placeholders"),
+        ({"prompt": "no mark", "multi_modal_data": {"image": RED}}, "number of image placeholders"),
         ({"prompt": "a", "multi_modal_data": {"audio": b""}}, "holds images"),
         ({"prompt": 3, "multi_modal_data": {"image": RED}}, "wrong keys"),
     ],

@@ -70,7 +70,7 @@ def test_pictures_beside_text_several_of_them_and_videos(llm: LLM) -> None:
 
 
 def test_a_picture_that_cannot_be_read_stops_nothing_else(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no image"):
+    with pytest.raises(RequestError, match="not an image"):
         llm.chat(ask({"type": "image", "image": b"no image"}), GREEDY)
     assert llm.chat(ask({"type": "image", "image": DEMO}), GREEDY)[0].outputs[0].text == ANSWER
 

@@ -201,7 +201,7 @@ def test_engines_of_one_seed_draw_different_seeds_by_their_names(tokenizer: Toke
 def test_min_tokens_leaves_a_token_that_ends_nothing() -> None:
     small = RequestPreparer(None, vocab_size=8, max_model_len=64, seed=0, eos_token_ids=(7,))
     prompt, ends = [{"prompt_token_ids": [1]}], list(range(7))
-    with pytest.raises(RequestError, match="the whole vocabulary, all banned by min_tokens") as caught:
+    with pytest.raises(RequestError, match="the whole vocabulary, all of them banned by min_tokens") as caught:
         small.prompts(prompt, SamplingParams(min_tokens=2, stop_token_ids=ends))  # type: ignore[arg-type]
     assert caught.value.param == "min_tokens"
     for params in (

@@ -109,7 +109,7 @@ def test_the_syntax_that_the_engines_settings_name(tmp_path: Path) -> None:
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("SO", "YES")
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "F", "arguments": "{}"}
-    with pytest.raises(ConfigError, match=r"names no syntax.*mistral_json"):
+    with pytest.raises(ConfigError, match=r"names an unknown syntax.*mistral_json"):
         make_settings(tmp_path, model_settings={"tool_call_parser": "mistrel"})
 
 
@@ -138,7 +138,7 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
     [
         ({"url": "/v1/completions", "body": {"prompt": "a", "temprature": 1}}, 400, "did you mean temperature?"),
         ({"url": "/v1/completions", "body": {"prompt": "a", "model": "gpt-5"}}, 404, "there is no model 'gpt-5'"),
-        ({"url": "/v1/chat/completions", "body": {"messages": []}}, 400, "messages has a value"),
+        ({"url": "/v1/chat/completions", "body": {"messages": []}}, 400, "invalid value for messages"),
         ({"prompt": "a", "stream": True}, 400, "cannot be streamed"),
         ({"url": "/v1/responses", "body": {"input": "a", "stream": True}}, 400, "cannot be streamed"),
         ({"input": "a", "previous_response_id": "resp_1"}, 400, "no responses are kept here"),
@@ -457,7 +457,7 @@ def test_errors_of_one_job_are_in_one_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_output_is_left_alone(tmp_path: Path, name: str) -> None:
     write_input(tmp_path, 3)
     (tmp_path / name).write_text("my diary\n")
-    with pytest.raises(ConfigError, match="no manifest says which job wrote it"):
+    with pytest.raises(ConfigError, match="exists without a manifest"):
         run(tmp_path)
     assert (tmp_path / name).read_text() == "my diary\n"
 

@@ -135,5 +135,5 @@ def test_budgets_shrink_to_the_memory(smallest, more, fixed, per_token):
 
 
 def test_a_memory_too_small_for_anything_is_refused():
-    with pytest.raises(ResourceError, match="smallest picture"):
+    with pytest.raises(ResourceError, match="smallest image"):
         largest_fitting(BudgetRange(4, 100), lambda num_tokens: num_tokens * 10, 39)

@@ -169,5 +169,5 @@ def test_allowed_tokens_count_where_any_is_left() -> None:
 def test_what_leaves_its_grammar_is_an_error() -> None:
     with pytest.raises(RequestError, match="left its grammar"):
         text_grammar({"regex": "a"}).accept(tokenizer().encode(["b"])[0])
-    with pytest.raises(RequestError, match="nothing that the model's tokens can write"):
+    with pytest.raises(RequestError, match="no token of the model continues"):
         next_masks(text_grammar({"grammar": "root ::= root"}), [])

@@ -196,8 +196,8 @@ def test_settings_that_do_not_go_together() -> None:
     from raypp.plan.hardware import Hardware
 
     for speculative, message in (
-        ({"method": "eagle3"}, "names the head that drafts"),
-        ({"method": "ngram", "model": "tiny-eagle3"}, "has nothing to do"),
+        ({"method": "eagle3"}, "is required for this method"),
+        ({"method": "ngram", "model": "tiny-eagle3"}, "has no effect"),
     ):
         with pytest.raises(ConfigError, match=message):
             EngineConfig.from_flat("tiny", speculative=speculative)

@@ -161,7 +161,7 @@ def test_an_answer_or_calls(name: str, tokenizer: Tokenizer, vocabulary: Vocabul
 def test_calls_that_can_only_be_read_are_refused_a_form(fields: dict[str, Any]) -> None:
     syntax = MessageSyntax(calls=NO_FORM)
     request = ChatRequest.model_validate({"messages": HELLO, "tools": tools(strict=False), **fields})
-    with pytest.raises(RequestError, match="cannot be held to a form") as caught:
+    with pytest.raises(RequestError, match="cannot be constrained") as caught:
         request.sampling_params(1000, syntax)
     assert caught.value.param == "tools"
 

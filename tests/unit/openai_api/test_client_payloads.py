@@ -196,7 +196,7 @@ def test_a_body_costs_no_complaint_for_each_of_its_mistakes(
 
 
 def test_a_conversation_has_a_message() -> None:
-    with pytest.raises(BodyError, match=r"messages .*; expected: a list of at least 1$"):
+    with pytest.raises(BodyError, match=r"for messages; .*; expected: a list of at least 1$"):
         chat(messages=[])
 
 

@@ -220,7 +220,7 @@ def test_guided_fields_are_structured_outputs(name: str, kind: str, value: Any) 
         same = make(structured_outputs={kind: value}).sampling_params(100)
         assert make(**{name: value}).sampling_params(100) == same
         assert same.structured_outputs is not None
-        with pytest.raises(RequestError, match="given twice") as caught:
+        with pytest.raises(RequestError, match="two constraints for one text") as caught:
             make(**{name: value}, structured_outputs={"regex": "b"}).sampling_params(100)
         assert caught.value.param == name
     with pytest.raises(RequestError, match=f"{name} beside response_format") as caught:
@@ -269,7 +269,7 @@ def test_the_older_form_of_calls_in_messages() -> None:
 
 
 def test_a_body_that_is_no_object() -> None:
-    with pytest.raises(BodyError, match="the body has a value"):
+    with pytest.raises(BodyError, match="invalid value for the body"):
         parse_body(ChatRequest, [1])
     with pytest.raises(BodyError, match="messages is missing"):
         parse_body(ChatRequest, {})

@@ -80,8 +80,8 @@ def test_grey_paletted_transparent_and_turned_images() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (b"", "no image"),
-        (b"no image at all", "no image"),
+        (b"", "not an image"),
+        (b"no image at all", "not an image"),
         (_file(IMAGE)[:400], "broken or truncated"),
         (_file(IMAGE, "JPEG")[:-300], "broken or truncated"),
         (b"\x89PNG\r\n\x1a\n" + bytes(50), "broken"),
@@ -102,8 +102,8 @@ def test_grey_paletted_transparent_and_turned_images() -> None:
         ("data:image/png;base64,\u00e4", "base64"),
         ("data:image/png;base64,\ud800", "base64"),
         ("data:image/svg+xml;utf8,<svg/>", "base64"),
-        ("data:image/svg+xml;base64,PHN2Zy8+", "no image"),
-        ("data:image/png;base64,", "no image.*0 bytes"),
+        ("data:image/svg+xml;base64,PHN2Zy8+", "not an image"),
+        ("data:image/png;base64,", "not an image.*0 bytes"),
         ("/dev/null", "which is no file"),
         ("/", "which is no file"),
         (17, "not an image"),
@@ -233,7 +233,7 @@ def test_frames_of_a_video_are_marked_with_their_times() -> None:
         "a<0.2 seconds><s><v></s><1.2 seconds><s><v></s><2.0 seconds><s><v></s>b"
     )
     assert reader.mark_frames("<s><v></s>", [ReadPicture(())], marks) == "<s><v></s>"
-    with pytest.raises(RequestError, match="as many marks"):
+    with pytest.raises(RequestError, match="number of video placeholders"):
         reader.mark_frames("<v> and <v>", [video], marks)
     with pytest.raises(RequestError, match="differ in size"):
         reader.read([VideoContent((Image.new("RGB", (32, 32)), Image.new("RGB", (32, 33))), 2.0)])

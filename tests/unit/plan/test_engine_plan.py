@@ -68,7 +68,7 @@ def test_nothing_is_open_in_the_resolved_config():
         ({"max_model_len": 1000, "num_kv_blocks": 4}, ResourceError, "too small for one request"),
         ({"block_size": 1, "num_kv_blocks": 2}, ResourceError, "too small for any request"),
         ({"num_kv_blocks": 1_000_000}, ResourceError, "stage 0 does not fit this machine's memory"),
-        ({"kv_cache_bytes": 100}, ResourceError, "not even one block"),
+        ({"kv_cache_bytes": 100}, ResourceError, "too small for one block"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(settings, error, words):

@@ -40,7 +40,7 @@ def test_no_other_partition_is_better(problem):
     ]
     options = {"first_stage_cost": first, "last_stage_cost": last, "max_layers": limits}
     if not possible:
-        with pytest.raises(ResourceError, match="does not hold the model"):
+        with pytest.raises(ResourceError, match="model does not fit"):
             partition_layers(costs, num_stages, **options)
         return
     layers = partition_layers(costs, num_stages, **options)

@@ -68,7 +68,7 @@ def test_memory_limits_the_layers_of_a_stage():
     first, last = max_layers_by_memory(plan, little)
     assert 1 <= first < 4
     assert 1 <= last < 4
-    with pytest.raises(ResourceError, match="does not hold the model"):
+    with pytest.raises(ResourceError, match="model does not fit"):
         tune_partition(plan, Hardware(num_cpu_cores=2, memory_bytes=2 * layer_bytes), _measured())
 
 

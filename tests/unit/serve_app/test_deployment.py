@@ -66,7 +66,7 @@ def test_prefixes_route_where_there_is_a_choice() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"min_replicas": 2}, "min_replicas means nothing without max_replicas"),
+        ({"min_replicas": 2}, "min_replicas needs max_replicas"),
         ({"num_replicas": 3, "max_replicas": 2}, "num_replicas = 3, max_replicas = 2"),
         ({"min_replicas": 3, "max_replicas": 2}, "min_replicas = 3"),
         ({"max_replicas": 2, "target_ongoing_requests": 0}, "target_ongoing_requests"),

@@ -100,5 +100,5 @@ def test_free_text_is_searched_for_calls(client: openai.OpenAI, prefix: str) -> 
 
 
 def test_tools_of_a_model_whose_calls_are_not_known_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"not known.*tool_call_parser"):
+    with pytest.raises(RequestError, match=r"unknown.*tool_call_parser"):
         ChatRequest(messages=HELLO, tools=TOOLS).sampling_params(1024, MessageSyntax())

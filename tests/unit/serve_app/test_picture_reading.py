@@ -58,7 +58,7 @@ def test_a_request_more_than_may_be_read_is_told_to_come_back() -> None:
         for task in slow:
             with pytest.raises(RequestError, match="not a public one"):
                 await task
-        with pytest.raises(RequestError, match="no image"):
+        with pytest.raises(RequestError, match="not an image"):
             await preparer.conversation(_of(BAD))
 
     asyncio.run(run())

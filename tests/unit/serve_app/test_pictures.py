@@ -99,12 +99,12 @@ def test_the_model_says_that_it_takes_images_and_counts_their_tokens(http: httpx
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (part(b"no image"), "no image"),
+        (part(b"no image"), "not an image"),
         (part(picture()[:100]), "broken or truncated"),
         ({"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data"}}, "not allowed"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "address"),
         ({"type": "image_url", "image_url": {"url": "data:image/png,raw"}}, "base64"),
-        (part(picture(size=(1, 1000))), "too long for its width"),
+        (part(picture(size=(1, 1000))), "aspect ratio"),
     ],
 )
 def test_a_bad_picture_is_refused_beside_good_ones(http: httpx.Client, bad: dict[str, Any], words: str) -> None:
