@@ -270,7 +270,7 @@ def test_bare_parameters_that_may_be_texts_or_not_are_not_held(tokenizer: Tokeni
 
 
 def test_the_documents_own_syntax_is_one(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    document = (Path(raypp.__file__).parents[1] / "docs" / "serving.md").read_text()
+    document = (Path(raypp.__file__).parents[1] / "docs" / "tool_calls.md").read_text()
     [code] = re.findall(r"^```python\n# my_syntax.py\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
     module: dict[str, Any] = {}
     exec(code, module)
