@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File
 
 _ROOT = Path(__file__).parents[1]
 _START = "README.md"
@@ -40,6 +39,19 @@ def linked_files(path: str, text: str) -> list[str]:
     return [file for file in linked if (_ROOT / file).is_file()]
 
 
+def files_beside(pages: Iterable[str]) -> set[str]:
+    """Return the files that the start page and other pages link to and so on from there, without those pages."""
+    there, left = set(pages), {_START}
+    left |= there
+    read = set[str]()
+    while left:
+        path = left.pop()
+        read.add(path)
+        if path.endswith(".md"):
+            left |= {*linked_files(path, (_ROOT / path).read_text(encoding="utf-8"))} - read
+    return read - there
+
+
 def site_links(path: str, text: str) -> str:
     """Return a Markdown file with its links as they must be in the site, which has no pages for folders."""
     folder = posixpath.dirname(path)
@@ -58,16 +70,11 @@ def site_links(path: str, text: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the start page and whatever pages link to outside docs/, and so on from there."""
-    there = {repository_path(file.src_uri) for file in files}
-    left = [*there, _START]
-    while left:
-        path = left.pop()
-        if path not in there:
-            there.add(path)
-            files.append(File.generated(config, site_path(path), abs_src_path=str(_ROOT / path)))
-        if path.endswith(".md"):
-            left += linked_files(path, (_ROOT / path).read_text(encoding="utf-8"))
+    """Add the start page and whatever pages link to outside docs/."""
+    from mkdocs.structure.files import File
+
+    for path in sorted(files_beside(repository_path(file.src_uri) for file in files)):
+        files.append(File.generated(config, site_path(path), abs_src_path=str(_ROOT / path)))
     return files
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 from repository import ROOT, name_of, project_files
+from site_pages import files_beside, repository_path, site_links, site_path
 
 import raypp.errors
 
@@ -36,6 +37,22 @@ def test_the_site_is_built_where_git_does_not_look() -> None:
     assert (CONFIG["docs_dir"], CONFIG["site_dir"]) == ("docs", "build/site")
     assert "/build/" in (ROOT / ".gitignore").read_text().splitlines()
     assert CONFIG["theme"]["font"] is False
+
+
+def test_links_out_of_docs_are_followed_in_the_site() -> None:
+    for path, there in {
+        "README.md": "index.md",
+        "docs/design/README.md": "design/README.md",
+        "a/b": "source/a/b",
+    }.items():
+        assert (site_path(path), repository_path(there)) == (there, path)
+    linked = files_beside(name_of(path) for path in project_files(".md") if name_of(path).startswith("docs/"))
+    assert {"README.md", "CONTRIBUTING.md", "benchmarks/REPORT.md", "configs/serve.yaml"} <= linked
+    text = "[a](../README.md#b) [c](../tests) [d](https://e.f)"
+    assert site_links("docs/a.md", text) == "[a](index.md#b) c [d](https://e.f)"
+    image = "docs/images/timeline.png"
+    for form in ("![a]({})", '<img src="{}">', '<source media="m" srcset="{}">'):
+        assert site_links("README.md", form.format(image)) == form.format("images/timeline.png")
 
 
 def test_every_error_class_has_its_meaning_cause_and_cure() -> None:
