@@ -1,4 +1,5 @@
-# demo, test, soak, lint and bench work on a fresh machine: each first installs raypp into .venv, once.
+# demo, test, soak, lint and bench work on a fresh machine: each first installs raypp into .venv, once. For demo that is
+# what text needs; for the others, and for `make install` after it, everything.
 # PYTHON chooses the interpreter that .venv is made from: make demo PYTHON=python3.12
 # WORKERS is the number of processes for tests without Ray; 0, one after the other, where engines would share a GPU.
 
@@ -6,14 +7,29 @@ PYTHON ?= python3
 WORKERS ?= logical
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+INSTALLED_DEMO := .venv/.installed_demo
 INSTALLED_DOCS := .venv/.installed_docs
+PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 .PHONY: install demo test soak lint bench docs clean
 
 install: $(INSTALLED)
 
-demo: $(INSTALLED)
-	$(BIN)/raypp generate tiny --num-stages 2 --prompt "def main(" --max-tokens 64
+define NEXT
+
+That was `tiny`, a small model that comes with raypp, on two stages. Next:
+
+  make install                                   the rest: server, structured outputs, notebook, development tools
+  .venv/bin/raypp serve tiny --num-stages 2      a server with OpenAI's API; its page is at http://localhost:8000/
+  .venv/bin/raypp generate MODEL --prompt TEXT   your model: a directory, or a Hugging Face id such as Qwen/Qwen3-0.6B
+  examples/README.md, README.md                  short programs to begin with; where everything else is
+endef
+export NEXT
+
+# Its processes import the same files, and the first to do so compiles them for all.
+demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(INSTALLED_DEMO))
+	unset PYTHONDONTWRITEBYTECODE; $(BIN)/raypp generate tiny --num-stages 2 --prompt "def main(" --max-tokens 64
+	@echo "$$NEXT"
 
 # Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
 # others leave behind. Files without Ray begin in their order, which has the long ones in front. A worker that a hanging
@@ -45,13 +61,24 @@ docs: $(INSTALLED_DOCS)
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "raypp needs Python 3.11 or newer; '$(PYTHON)' is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable ".[dev]"
 	@touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	$(PIP) --editable ".[docs]"
 	@touch $@
+
+# Without the libraries for structured outputs: xgrammar brings Triton, which is as large as torch. Bytecode is not made of
+# every file, which takes half a minute, but by the run, of what it imports.
+$(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	sed -n '/^dependencies = /,/^]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml \
+	  | grep -vE '^(xgrammar|llguidance)' > .venv/demo.txt
+	$(PIP) --no-compile --requirement .venv/demo.txt
+	$(PIP) --no-compile --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "raypp needs Python 3.11 or newer; '$(PYTHON)' is not. Name another: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv

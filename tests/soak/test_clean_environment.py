@@ -19,4 +19,12 @@ def test_a_fresh_clone_generates_text(tmp_path: Path, note: Callable[[str], None
     done = subprocess.run(["make", "demo"], cwd=clone, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     note(f"`make demo` in a fresh clone: {time.monotonic() - started:.0f} s")
-    assert done.stdout.strip().splitlines()[-1].strip(), "it prints the text"
+    text, _, what_is_next = done.stdout.partition("\nThat was `tiny`")
+    assert "def main(" in text
+    assert "make install" in what_is_next
+    listed = subprocess.run(
+        [clone / ".venv/bin/python", "-m", "pip", "list"], env=environment, capture_output=True, text=True, timeout=120
+    ).stdout
+    installed = {line.split()[0].lower() for line in listed.splitlines() if line}
+    assert "raypp" in installed
+    assert not installed & {"triton", "matplotlib", "playwright", "schemathesis", "pytest"}
