@@ -40,7 +40,7 @@ def split_arguments(arguments: Mapping[str, Any]) -> tuple[EngineConfig, HttpSet
     if config_file is not None:
         return EngineConfig.from_toml(config_file, **engine), http_settings(HttpSettings, http)
     if "model" not in engine:
-        raise ConfigError("no model is named", expected="model=M", hint="model=tiny ships with raypp")
+        raise ConfigError("no model is named", expected="model=M", hint="model=tiny comes with raypp")
     return EngineConfig.from_flat(**engine), http_settings(HttpSettings, http)
 
 

@@ -192,7 +192,7 @@ class EncoderGroup:
         if all(encoder.is_gone for encoder in self._encoders):
             error = EncoderDiedError(
                 "the encoders have failed, and images cannot be encoded",
-                hint="make a new engine; why they died is in the log",
+                hint="start a new engine; the log says why they died",
             )
             self._fail(self._shares.give_up(), error)
             return

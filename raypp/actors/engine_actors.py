@@ -222,10 +222,10 @@ class EngineHandle:
             if self._placement is not None and not in_time(
                 partial(remove_placement_group, self._placement.group), timeout_s
             ):
-                logger.warning("Ray did not say whether the engine's resources are free again")
+                logger.warning("Ray did not confirm that the engine's resources are free again")
 
     def _end_processes(self) -> None:
-        """See to it that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
+        """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
         timeout_s = self._plan.config.faults.close_timeout_s
         driver = [self._driver_process] if self._driver_process is not None else []
         processes = [*driver, *self._stage_processes, *self._encoder_processes]

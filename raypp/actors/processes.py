@@ -72,6 +72,6 @@ def end_here(processes: Sequence[LocalProcess], timeout_s: float) -> None:
     """Wait until processes of this machine have ended; end those that take too long. They were told to end already."""
     left = await_end(processes, timeout_s * _PATIENCE)
     for process in left:
-        logger.warning("process %d of an engine did not end when told to, and is killed", process.pid)
+        logger.warning("process %d of an engine did not exit when asked to, and is killed", process.pid)
         process.kill()
     await_end(left, timeout_s * (1 - _PATIENCE))

@@ -86,7 +86,7 @@ class RayThread:
         """
         if (name := self._dead_server()) is not None:
             raise EngineDeadError(
-                f"Ray's {name} died, and the engine with it", hint="make a new engine: it starts another Ray"
+                f"Ray's {name} died, and the engine with it", hint="start a new engine: it starts another Ray"
             )
 
     def stop(self, timeout_s: float) -> bool:

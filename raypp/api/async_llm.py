@@ -304,7 +304,7 @@ class AsyncLLM:
     def _frontend_here(self) -> Frontend:
         """Return the frontend, which lives on the loop of the first call."""
         if self._is_closed:
-            raise EngineDeadError("the engine was closed", hint="make a new one")
+            raise EngineDeadError("the engine was closed", hint="start a new engine")
         loop = asyncio.get_running_loop()
         if self._frontend is None:
             self._frontend, self._loop = Frontend(self._engine), loop

@@ -107,7 +107,7 @@ class ParamsChecker:
                 request_id=request_id,
                 got=number,
                 expected=f"at most max_logprobs = {self._max_logprobs}",
-                hint="ask for fewer, or make the engine with a larger max_logprobs (-1: no limit)",
+                hint="ask for fewer, or start the engine with a larger max_logprobs (-1: no limit)",
                 param=name,
             )
         return None if wanted is None else min(wanted, self._vocab_size)

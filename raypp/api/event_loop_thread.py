@@ -132,4 +132,4 @@ class _Work(Generic[T]):
 
 
 def _closed() -> EngineDeadError:
-    return EngineDeadError("the engine was closed", hint="make a new one")
+    return EngineDeadError("the engine was closed", hint="start a new engine")

@@ -183,7 +183,7 @@ class Frontend:
         self._watchdog.cancel()
         if self._death is None:
             self._client.send(CloseClient())
-        self._die(EngineDeadError("the engine was closed", hint="make a new one"))
+        self._die(EngineDeadError("the engine was closed", hint="start a new engine"))
         self._client.close()
 
     def _check_alive(self) -> None:

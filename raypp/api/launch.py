@@ -125,8 +125,8 @@ def open_engine(
         raise
     if sampling_defaults:
         _LOG.warning(
-            "where a request says nothing else, %s, as the model's generation_config.json has it; "
-            'generation_config="none" keeps raypp\'s own defaults',
+            "default sampling parameters of the model's generation_config.json: %s; "
+            'generation_config="none" keeps those of raypp',
             ", ".join(f"{name}={value}" for name, value in sampling_defaults.items()),
         )
     return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)

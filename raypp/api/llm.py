@@ -95,7 +95,7 @@ class LLM:
                 "the engine has no tokenizer",
                 got="skip_tokenizer_init=True",
                 expected="an engine with one",
-                hint="make the engine without skip_tokenizer_init",
+                hint="start the engine without skip_tokenizer_init",
             )
         return self._engine.tokenizer.transformers_tokenizer
 
@@ -184,7 +184,7 @@ class LLM:
                 "beam_width is larger than the engine's log-probabilities allow",
                 got=params.beam_width,
                 expected=f"at most {most // 2}, half of max_logprobs = {most}",
-                hint="make the engine with a larger max_logprobs (-1: no limit)",
+                hint="start the engine with a larger max_logprobs (-1: no limit)",
                 param="beam_width",
             )
         prepared = engine.preparer.prompts(listed)

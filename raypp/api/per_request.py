@@ -46,14 +46,14 @@ def request_ids(given: Sequence[str] | None, num_requests: int) -> list[str]:
                 "a request_id is not a name",
                 got=repr(request_id)[:80],
                 expected="a non-empty str without NUL characters",
-                hint="left out, it is made up",
+                hint="leave it out, and one is generated",
             )
     if len(ids) != num_requests or len(set(ids)) != num_requests:
         raise RequestError(
             "request_ids do not fit the prompts",
             got=repr(ids)[:80],
             expected=f"{num_requests} different ones",
-            hint="left out, they are made up",
+            hint="leave them out, and they are generated",
         )
     return ids
 

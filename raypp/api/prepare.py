@@ -157,7 +157,7 @@ class RequestPreparer:
                 f"{what} needs a tokenizer, and the engine was started with skip_tokenizer_init",
                 got=what,
                 expected='{"prompt_token_ids": [...]}',
-                hint="make the engine without skip_tokenizer_init",
+                hint="start the engine without skip_tokenizer_init",
             )
         return self._tokenizer
 

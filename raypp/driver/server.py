@@ -313,7 +313,7 @@ class DriverServer:
     def _forget_gone_clients(self) -> None:
         for client in self._gone:
             requests = self._close(client)
-            logger.warning("a client vanished; its %d requests are aborted", len(requests))
+            logger.warning("a client disconnected; its %d requests are aborted", len(requests))
             self._work.append(self._abort_all(requests))
         self._gone.clear()
 

@@ -120,7 +120,7 @@ class EncoderWorker(Generic[BatchT]):
             self._check_device()
             if len(packed.indices) == 1:
                 item = items[packed.indices[0]]
-                logger.warning("a image of %s patches cannot be encoded: %s", len(item.patches), error)
+                logger.warning("an image of %s patches cannot be encoded: %s", len(item.patches), error)
                 faults.append(ItemFault(item.key, _fault_of(item, error)))
                 return []
         encoded = []
