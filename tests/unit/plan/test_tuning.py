@@ -79,7 +79,7 @@ def test_measuring_finds_times_that_add_up():
     assert measured.layer_ms > 0
     assert measured.lm_head_ms > 0
     assert measured.embedding_ms > 0
-    assert measured.every_stage_ms > -measured.layer_ms, "noise at most"
+    assert measured.every_stage_ms > -6 * measured.layer_ms, "a difference of times: noise of a busy machine at most"
     stages = measured.step_costs().of_stages([3, 3])
     assert all(ms > 0 for ms in stages)
 
