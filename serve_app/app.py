@@ -59,7 +59,6 @@ def build_application(
     # The app itself refuses what is too much, with Retry-After and the reason; Serve's own limits only hold further
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
-    drain_s = 0.0 if settings.max_replicas is None else settings.drain_timeout_s
     deployed = serve.deployment(
         name="engine",
         **_number_of_replicas(config, settings),
@@ -70,7 +69,7 @@ def build_application(
         health_check_period_s=settings.health_check_period_s,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=drain_s + 2 * config.faults.close_timeout_s,
+        graceful_shutdown_timeout_s=end_timeout_s(config, settings),
     )
     # Nothing is given to ingress: the app is made in the replica, once there is an engine to make it around.
     encoder = None
@@ -82,6 +81,12 @@ def build_application(
         ).bind()
     application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory, encoder)
     return application
+
+
+def end_timeout_s(config: EngineConfig, settings: HttpSettings) -> float:
+    """Return how many seconds a replica has for its running requests and its own end, before Serve kills it."""
+    drain_s = 0.0 if settings.max_replicas is None else settings.drain_timeout_s
+    return drain_s + 2 * config.faults.close_timeout_s
 
 
 def _number_of_replicas(config: EngineConfig, settings: HttpSettings) -> dict[str, Any]:

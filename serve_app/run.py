@@ -17,10 +17,13 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
-from serve_app.app import build_application
+from serve_app.app import build_application, end_timeout_s
 from serve_app.proxy_answers import ENVIRONMENT
-from serve_app.running_serve import RunningServe, end_serve, start_serve
+from serve_app.running_serve import RunningServe, delete_application, end_serve, start_serve
 from serve_app.stop_signals import StopSignals
+
+_DELETE_S = 10.0
+"""For Serve to notice that an application's replicas have ended."""
 
 
 def run_server(
@@ -83,7 +86,8 @@ def _serve(
         while stop.received is None:
             stop.wait()
     finally:
-        _take_down(address.app_name, started_serve=running is None)
+        end_s = end_timeout_s(config, settings) if stop.has_started else 0.0
+        _take_down(address.app_name, started_serve=running is None, timeout_s=end_s)
         if not stop.has_started and stop.received is not None:
             stop.exit()  # the thread may wait for minutes; a Ray that was started here ends with this process
 
@@ -131,15 +135,23 @@ class _Starting:
             self._stop.wake()
 
 
-def _take_down(app_name: str, *, started_serve: bool) -> None:
-    """Remove the application, and Ray Serve if it was started for it and serves nothing else by now."""
+def _take_down(app_name: str, *, started_serve: bool, timeout_s: float) -> None:
+    """Remove the application, and Ray Serve if it was started for it and serves nothing else by now.
+
+    Args:
+        app_name: The application.
+        started_serve: Whether Serve was started for it.
+        timeout_s: How long running requests and the replicas may take; 0 for an application that never served.
+    """
     running = RunningServe.of_this_cluster()
     if running is None:
         return
-    if started_serve and set(running.apps) <= {app_name}:
+    ends_serve = started_serve and set(running.apps) <= {app_name}
+    if timeout_s or not ends_serve:
+        # Serve's own end kills its proxies first, and with them the connections of running requests.
+        delete_application(app_name, timeout_s + _DELETE_S)
+    if ends_serve:
         end_serve()
-    else:
-        serve.delete(app_name)
 
 
 def _check_port(host: str, port: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -18,6 +19,7 @@ from raypp.errors import ConfigError
 from serve_app.proxy_answers import ENVIRONMENT
 
 _END_S = 30.0  # as Ray's own
+_POLL_S = 0.1
 _ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,22 @@ def end_serve(timeout_s: float = _END_S) -> None:
     except GetTimeoutError:
         logger.warning("Ray Serve does not end within %g s", timeout_s)
     _set_global_client(None)  # type: ignore[no-untyped-call]
+
+
+def delete_application(name: str, timeout_s: float) -> None:
+    """Remove an application once its answers have ended, which the proxies carry meanwhile.
+
+    Args:
+        name: Of the application.
+        timeout_s: How long that may take; then it is left to end by itself, and a warning says so.
+    """
+    serve.delete(name, _blocking=False)
+    deadline_s = time.monotonic() + timeout_s
+    while (running := RunningServe.of_this_cluster()) is not None and name in running.apps:
+        if time.monotonic() > deadline_s:
+            logger.warning("the application %s does not end within %g s", name, timeout_s)
+            return
+        time.sleep(_POLL_S)
 
 
 @dataclass(frozen=True)

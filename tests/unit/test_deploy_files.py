@@ -18,10 +18,10 @@ from referencing import Registry
 from referencing.jsonschema import DRAFT7
 
 from raypp.actors import cluster
-from raypp.cli.main import Doors, main
+from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
-from serve_app import app, running_serve
+from serve_app import app, run, running_serve
 from serve_app.http_app import OPEN_PATHS
 from serve_app.proxy_answers import ENVIRONMENT, HEALTH_TIMEOUT_S
 from serve_app.settings import split_arguments
@@ -57,7 +57,7 @@ def served(*arguments: str) -> tuple[EngineConfig, HttpSettings, HttpAddress]:
     def serve(config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Any) -> None:
         calls.append((config, settings, address))
 
-    assert main(arguments, doors=Doors(serve=serve)) == 0
+    assert main(arguments, entry_points=EntryPoints(serve=serve)) == 0
     return calls[0]
 
 
@@ -73,9 +73,8 @@ def seconds(duration: str) -> int:
 
 def seconds_to_stop() -> float:
     """Return how long the end of a server may take: of its replica, and then of Ray Serve and of Ray."""
-    config, settings = split_arguments({"model": "tiny"})
-    replica = app.build_application(config, settings)._bound_deployment._deployment_config
-    return replica.graceful_shutdown_timeout_s + running_serve._END_S + cluster._STOP_S
+    replica_s = app.end_timeout_s(*split_arguments({"model": "tiny"}))
+    return replica_s + run._DELETE_S + running_serve._END_S + cluster._STOP_S
 
 
 # deploy/install.sh
