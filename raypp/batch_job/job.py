@@ -33,6 +33,7 @@ class BatchJob:
     def __init__(self, settings: JobSettings, open_engine: OpenEngine) -> None:
         self.settings = settings
         self._open_engine = open_engine
+        self._is_new = False  # whether this run began the job
 
     async def run(
         self, say: Callable[[str], None] = print, on_engine_started: Callable[[], None] = lambda: None
@@ -71,6 +72,10 @@ class BatchJob:
             if progress.num_failed_before + progress.num_failed:
                 say(f"errors are in {self.settings.errors_path}")
         finally:
+            if (
+                self._is_new and files.is_empty
+            ):  # nothing was answered: what could not start, say for a misspelt model, is no job yet
+                self.settings.manifest_path.unlink(missing_ok=True)
             files.close()
 
     def _take_up(self, scanned: ScannedInput, files: AnswerFiles) -> tuple[npt.NDArray[np.bool_], int]:
@@ -92,6 +97,7 @@ class BatchJob:
                 hint="name another output, or start anew with --overwrite",
             )
         manifest.write(path)
+        self._is_new = True
         return scanned.is_blank.copy(), 0
 
 

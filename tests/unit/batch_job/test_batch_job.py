@@ -20,7 +20,7 @@ from raypp.batch_job import job
 from raypp.batch_job.job import BatchJob
 from raypp.batch_job.window import Window
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from raypp.errors import ConfigError, EngineDeadError, ModelLoadError, QueueFullError, RequestError
 from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.from_outputs import ResponseHead
@@ -442,6 +442,18 @@ def test_another_job_may_not_go_on(tmp_path: Path) -> None:
     assert len(texts(tmp_path)) == 3
     run(tmp_path, ShoutingEngine(), overwrite=True)
     assert len(texts(tmp_path)) == 4
+
+
+def test_a_job_whose_engine_never_started_may_be_corrected(tmp_path: Path) -> None:
+    write_input(tmp_path, 3)
+
+    async def open_nothing(config: EngineConfig) -> ShoutingEngine:
+        raise ModelLoadError("there is no model 'tinny'")
+
+    with pytest.raises(ModelLoadError):
+        asyncio.run(BatchJob(make_settings(tmp_path, model="tinny"), open_nothing).run(print))
+    run(tmp_path, ShoutingEngine())
+    assert len(texts(tmp_path)) == 3
 
 
 def test_errors_of_one_job_are_in_one_file(tmp_path: Path) -> None:
