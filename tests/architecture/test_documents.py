@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from code_blocks import blocks_of
+from code_blocks import blocks_of, documents
 from code_blocks import commands as commands_of
 from repository import ROOT, name_of, package_modules, project_files
 
-LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)")
+LINK = re.compile(r"""(?:\]\(| src="| srcset=")(?!https?://|#|mailto:)([^)#\s"]+)""")
 
 DOCUMENTS = project_files(".md")
 
@@ -154,9 +154,9 @@ def test_performance_is_one_page() -> None:
     assert len((ROOT / "docs/performance.md").read_text().splitlines()) <= 150
 
 
-def test_lines_of_records_and_figures_are_short() -> None:
+def test_lines_of_documents_are_short() -> None:
     """Tables and code blocks may be longer."""
-    pages = [*(ROOT / "docs/design").glob("*.md"), ROOT / "docs/performance.md", ROOT / "benchmarks/REPORT.md"]
+    pages = [*documents(), *(ROOT / "docs/design").glob("*.md"), ROOT / "benchmarks/REPORT.md"]
     too_long = [
         f"{name_of(page)}: {line[:60]}"
         for page in pages
