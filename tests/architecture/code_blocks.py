@@ -6,6 +6,7 @@ tests/soak/test_docs_run.py runs it. Whatever the comment, commands are parsed a
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import importlib
@@ -51,6 +52,10 @@ _UNCHECKED = (
     *("useradd", "wait", "wc", "which", "install", "printf"),
 )
 """Programs whose arguments are not looked at. Any other name is taken for a misspelt one."""
+OTHERS_OPTIONS = {"--model", "--model_args", "--profile", "--seconds", "--corpus", "--shm-size"}
+"""Of lm-eval, Compose, tools/train_tiny.py and Docker."""
+OWN_VARIABLES = ("RAYPP_LOG_LEVEL", "RAYPP_SERVICE", "RAYPP_SERVICE_HOST")
+"""Those that are no settings; the latter are Kubernetes'."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,29 @@ def problems(block: Block) -> list[str]:
     except (ValueError, SyntaxError, yaml.YAMLError) as error:  # those of JSON and TOML are ValueErrors
         return [f"{type(error).__name__}: {error}"]
     return []
+
+
+def names_in_text(text: str) -> list[str]:
+    """Return the commands, options, variables and metrics between backticks that raypp does not have."""
+    from raypp.cli.main import _parser
+    from raypp.config.options import VARIABLES
+
+    groups = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    options = {name: {*parser._option_string_actions} for name, parser in groups[0].choices.items()}
+    all_options = {option for of_command in options.values() for option in of_command} | OTHERS_OPTIONS
+    metrics = (ROOT / "serve_app/metrics.py").read_text()
+    found = []
+    for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+        words = span.split()
+        named = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if words[:1] == ["raypp"] and len(words) > 1 and not words[1].startswith("-"):
+            found += [span] if words[1] not in options or named - options[words[1]] else []
+        elif words and words[0].startswith("--") and named - all_options:
+            found.append(span)
+        found += [name for name in re.findall(r"RAYPP_[A-Z_]*[A-Z]", span) if name not in {*VARIABLES, *OWN_VARIABLES}]
+        series = re.findall(r"(?<!\w)(?:ray_)?(raypp_[a-z_]+?)(?:_total|_bucket)?\b", span)
+        found += [name for name in series if f'"{name}"' not in metrics]
+    return found
 
 
 def _check_json(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from code_blocks import Block, blocks_of, commands, documents, problems
+from code_blocks import Block, blocks_of, commands, documents, names_in_text, problems
 from repository import ROOT, name_of
 
 
@@ -13,6 +13,18 @@ from repository import ROOT, name_of
 def test_code_blocks_of(document: Path) -> None:
     wrong = [f"{block.name}: {problem}" for block in blocks_of(document) for problem in problems(block)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("document", documents(), ids=name_of)
+def test_commands_options_and_metrics_in_the_text_of(document: Path) -> None:
+    assert not names_in_text(document.read_text())
+
+
+def test_names_that_raypp_does_not_have_are_found() -> None:
+    right = ("raypp info M --num-stages 2", "--max-model-len", "RAYPP_MAX_MODEL_LEN=1", "ray_raypp_requests_running")
+    wrong = ("raypp inform", "raypp info --full-x", "--max-model-length", "RAYPP_MAX_MODEL", "raypp_requests_total")
+    assert names_in_text("".join(f"`{name}` " for name in right)) == []
+    assert len(names_in_text("".join(f"`{name}` " for name in wrong))) == len(wrong)
 
 
 def block(language: str, text: str, **said: str) -> Block:
