@@ -61,8 +61,10 @@ docs: $(INSTALLED_DOCS)
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
+# pip compiles one file after the other. Some packages hold templates that are no Python; they stay as they are.
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable ".[dev]"
+	$(PIP) --no-compile --editable ".[dev]"
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)

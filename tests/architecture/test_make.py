@@ -65,7 +65,9 @@ def test_demo_installs_what_text_needs_and_says_what_is_next(checkout: Checkout)
 
 def test_install_adds_the_rest_and_demo_then_needs_no_more(checkout: Checkout) -> None:
     checkout.make("demo")
-    assert "--editable .[dev]" in checkout.make("install")[0]
+    calls, _ = checkout.make("install")
+    assert "--editable .[dev]" in calls
+    assert "compileall" in calls, "also of what demo left uncompiled"
     os.utime(checkout.folder / ".venv/.installed", (1, 1))
     assert "--editable .[dev]" in checkout.make("demo")[0], "what changed since is installed, as install does it"
     assert "pip" not in checkout.make("demo")[0]
