@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -92,6 +93,14 @@ def installed(clone: Path, wheel: Path, note: Callable[[str], None]) -> Path:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     note(f"deploy/install.sh from the wheel, a server, and its end: {time.monotonic() - begun:.0f} s")
     return into
+
+
+def test_the_wheel_has_the_packages_and_nothing_else(clone: Path, wheel: Path) -> None:
+    """Where git is there, setuptools-scm has a say in what goes in; tests/unit/test_wheel.py builds without."""
+    command = ["git", "ls-files", "raypp", "serve_app"]
+    tracked = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    with zipfile.ZipFile(wheel) as opened:
+        assert {name for name in opened.namelist() if ".dist-info/" not in name} == set(tracked)
 
 
 def test_the_wheel_works_where_nothing_else_is(installed: Path, wheel: Path, tmp_path: Path) -> None:
