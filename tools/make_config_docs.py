@@ -6,13 +6,13 @@ python tools/make_config_docs.py --check    exits 1 if it is not current
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import sys
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+from generated_pages import write_or_check
 from pydantic.fields import FieldInfo
 
 from raypp.config.http_settings import HttpAddress, HttpSettings
@@ -91,17 +91,5 @@ def _limit(item: object) -> str:
     return " and ".join(f"{symbol} {getattr(item, name)}" for name, symbol in symbols.items() if hasattr(item, name))
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page is not current")
-    if parser.parse_args().check:
-        is_current = PATH.exists() and PATH.read_text(encoding="utf-8") == render()
-        print(f"{PATH.name} is {'current' if is_current else 'not current: run python tools/make_config_docs.py'}")
-        return 0 if is_current else 1
-    PATH.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {PATH: lambda _: render()}))

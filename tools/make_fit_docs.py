@@ -6,9 +6,10 @@ python tools/make_fit_docs.py --check    exits 1 if it is not current
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from generated_pages import write_or_check
 
 from raypp.cli.fit_text import fit_lines
 from raypp.config.engine_config import EngineConfig
@@ -125,17 +126,5 @@ def _config(model: str, num_stages: int) -> EngineConfig:
     return EngineConfig.from_flat(directory, num_stages=num_stages)
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if the page is not current")
-    if parser.parse_args().check:
-        is_current = PATH.exists() and PATH.read_text(encoding="utf-8") == render()
-        print(f"{PATH.name} is {'current' if is_current else 'not current: run python tools/make_fit_docs.py'}")
-        return 0 if is_current else 1
-    PATH.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {PATH: lambda _: render()}))

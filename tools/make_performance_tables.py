@@ -9,7 +9,6 @@ new run change the file names below, or the figures in the file; a further engin
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -17,6 +16,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from generated_pages import write_or_check
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/performance.md", "benchmarks/REPORT.md", "README.md")
@@ -187,27 +188,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def main() -> int:
-    """Write or check the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 if a table is not current")
-    is_check = parser.parse_args().check
-    status = 0
-    for name in PAGES:
-        path = ROOT / name
-        text = path.read_text(encoding="utf-8")
-        try:
-            filled = fill(text, TABLES)
-        except ValueError as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return 1
-        if is_check and filled != text:
-            print(f"{name} is not current: run python tools/make_performance_tables.py")
-            status = 1
-        elif filled != text:
-            path.write_text(filled, encoding="utf-8")
-    return status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(__doc__, {ROOT / name: lambda text: fill(text, TABLES) for name in PAGES}))
