@@ -81,6 +81,8 @@ if [[ $device == cuda ]]; then
 fi
 
 if $system; then
+  run runuser --user raypp -- "$into/bin/raypp" --version ||
+    fail "the user raypp cannot run $into; is $python in a folder that others may read? PYTHON=... names another"
   for command in raypp ray serve; do
     # /usr/local/bin is on the path of login shells as well, which KubeRay starts Ray in.
     run ln --symbolic --force "$into/bin/$command" "/usr/local/bin/$command"
