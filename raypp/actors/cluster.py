@@ -142,6 +142,8 @@ def _prepare(address: str) -> RayThread:
 
 
 def _connect(address: str, is_wanted: Callable[[], bool]) -> str:
+    tokens = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    tokens.addFilter(_is_not_about_tokens)
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
     try:
         with gcs_waits_can_end(is_wanted) if address == "local" else nullcontext():
@@ -255,6 +257,11 @@ def _own_sigterm_handler() -> Iterator[None]:
         logger.removeFilter(_is_not_about_sigterm)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _exit if before in (signal.SIG_DFL, None) else before)
+
+
+def _is_not_about_tokens(record: logging.LogRecord) -> bool:
+    """Return False for Ray's warning that a cluster asks for a token: that is how it should be."""
+    return "authentication is enabled" not in record.getMessage()
 
 
 def _is_not_about_sigterm(record: logging.LogRecord) -> bool:

@@ -74,7 +74,12 @@ class EngineConfig(Section):
         except OSError as error:
             raise ConfigError("the configuration file cannot be read", got=error) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{os.fspath(path)} is not valid TOML", got=error) from error
+            raise ConfigError(
+                f"{os.fspath(path)} is not valid TOML",
+                got=error,
+                expected="tables such as [parallel], and lines such as num_stages = 2 below them",
+                hint='text is in quotes, as in model = "tiny"; docs/configuration.md shows a file',
+            ) from error
         check_sections(sections)
         for section, values in _by_section(settings).items():
             sections.setdefault(section, {}).update(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -155,7 +156,12 @@ def _resolve(
             got="a file" if directory.is_file() else "no such directory, and no Hugging Face id",
             expected=expected,
         )
-    return _download(model, expected, patterns, revision)
+    try:
+        return _download(model, expected, patterns, revision)
+    except ModelLoadError as error:
+        if nearest := difflib.get_close_matches(model, embedded, n=1, cutoff=0.5):
+            error.hint = f"did you mean {nearest[0]}?"
+        raise
 
 
 def _embedded_model(model: str) -> Path:

@@ -38,6 +38,7 @@ _UNCHECKED = (
         "ray",
         "rm",
         "seq",
+        "sudoedit",
         "set",
         "sleep",
         "source",
