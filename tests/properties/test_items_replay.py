@@ -199,5 +199,5 @@ def test_pictures_without_an_encoder_are_refused():
     run = ItemDrive(small_limits(max_item_tokens=0), random.Random(0))
     items = PromptItems((item_of(2),), (1,), merge_size=1)
     run.make_items = lambda num_prompt: items  # type: ignore[method-assign]
-    with pytest.raises(RequestError, match="may hold"):
+    with pytest.raises(RequestError, match="stage_embedding_bytes allows"):
         Drive.add(run)

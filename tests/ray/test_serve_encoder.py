@@ -95,7 +95,7 @@ def test_a_picture_at_fault_is_named(gate, deployed, path):
     [item] = items.items
     narrow = EncoderItem.of(np.ascontiguousarray(item.patches[:, :-1]), item.grid_thw, item.num_tokens)
     asyncio.run(gate.pass_on([narrow]))  # its request will be told
-    with pytest.raises(Exception, match="cannot take the picture") as caught:
+    with pytest.raises(Exception, match="cannot take the image") as caught:
         deployed.encode.remote([narrow]).result()
     assert isinstance(caught.value, RequestError) or "RequestError" in str(caught.value)
 
