@@ -164,7 +164,7 @@ def test_a_picture_that_cannot_be_encoded_fails_its_own_request(engine, client, 
     bad, good = client.add(prompt, broken), client.add(prompt, items)
     client.wait([bad, good])
     assert isinstance(client.errors[bad], RequestError)
-    assert "picture" in str(client.errors[bad])
+    assert "an image" in str(client.errors[bad])
     assert len(client.tokens[good]) == GREEDY.max_tokens
     assert client.stats()["encoders"]["num_up"] == 1
 
