@@ -21,7 +21,7 @@ MAX_BUBBLE = 0.25
 STEP_MS = 5.0
 QUICK_S = 1.35 * NUM_STEPS * STEP_MS / 1e3
 """A burst that takes no longer, its way to the driver and back included, has hardly any bubbles."""
-DEADLINE_S = 60.0
+DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
