@@ -83,7 +83,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         return EngineConfig.from_toml(args.config, **sections)
     if "model" not in of_model:
         raise ConfigError("no model is named", expected="raypp COMMAND MODEL", hint="the model tiny comes with raypp")
-    return EngineConfig.from_flat(**sections)  # type: ignore[arg-type]
+    return EngineConfig.from_sections(sections)
 
 
 def _metavar(setting: Setting) -> str:

@@ -59,7 +59,7 @@ class EngineConfig(Section):
         Raises:
             ConfigError: an unknown name (the nearest valid one is said), or a value that cannot be.
         """
-        return cls._from_sections(_by_section({"model": model, **settings}))
+        return cls.from_sections(_by_section({"model": model, **settings}))
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], **settings: object) -> EngineConfig:
@@ -83,7 +83,7 @@ class EngineConfig(Section):
         check_sections(sections)
         for section, values in _by_section(settings).items():
             sections.setdefault(section, {}).update(values)
-        return cls._from_sections(sections)
+        return cls.from_sections(sections)
 
     def with_settings(self, **settings: object) -> EngineConfig:
         """Return a copy with some settings, given flat, replaced.
@@ -94,7 +94,7 @@ class EngineConfig(Section):
         sections = self.model_dump()
         for section, values in _by_section(settings).items():
             sections[section].update(values)
-        return self._from_sections(sections)
+        return self.from_sections(sections)
 
     def to_toml(self) -> str:
         """Return the configuration as TOML that `from_toml` reads back; settings that are None are left out."""
@@ -105,7 +105,12 @@ class EngineConfig(Section):
         return self.model_dump_json(indent=2)
 
     @classmethod
-    def _from_sections(cls, sections: Mapping[str, Mapping[str, object]]) -> EngineConfig:
+    def from_sections(cls, sections: Mapping[str, Mapping[str, object]]) -> EngineConfig:
+        """Return the configuration of settings by section, named as the sections have them.
+
+        Raises:
+            ConfigError: as `from_flat`.
+        """
         if "model" not in sections.get("model", {}):
             raise ConfigError("no model is named", expected="model.model", hint='e.g. "tiny", which ships with raypp')
         try:

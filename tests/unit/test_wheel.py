@@ -12,22 +12,14 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from repository import ROOT, project_files
 
-ROOT = Path(__file__).parents[2]
 MAX_BYTES = 16_000_000
 """Nearly all of it is the weights of the models that come with raypp."""
 
 
 def tracked_files() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=30,
-    ).stdout
-    return sorted({name for name in listed.split("\0") if name and (ROOT / name).is_file()})
+    return [str(path.relative_to(ROOT)) for path in project_files()]
 
 
 def in_image_context(name: str) -> bool:
