@@ -23,6 +23,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Weights
 from raypp.ops.sample.draw import sample
 from raypp.ops.sample.tables import AdjustedLogits, DrawTables
+from raypp.ops.weight import Weight
 
 ROWS = (1, 16, 32, 64, 128, 256)
 BYTES_PER_US = 4.3e6  # what an H200 reads in long stretches
@@ -310,11 +311,11 @@ def measure_layers(shape: Shape, context: int = 640) -> Figures:
         }
         own.append(
             (
-                kernels.norm_linear(ones, EPS, w["qkv"]),
+                kernels.norm_linear(ones, EPS, Weight(w["qkv"])),
                 kernels.attention(heads),
-                kernels.add_linear(w["output"]),
-                kernels.norm_gated_linear(ones, EPS, w["gate_up"]),
-                kernels.add_linear(w["down"]),
+                kernels.add_linear(Weight(w["output"])),
+                kernels.norm_gated_linear(ones, EPS, Weight(w["gate_up"])),
+                kernels.add_linear(Weight(w["down"])),
             )
         )
         library.append(LibraryLayer(shape, w, heads, decode))

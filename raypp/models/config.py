@@ -16,6 +16,7 @@ from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_ten
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.generation_config import GENERATION_CONFIG
+from raypp.models.quantization import Quantization
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -42,6 +43,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """The experts of sparse layers: each token goes through some of many small MLPs, which its router chooses."""
+
+    num_experts: int  # E
+    num_chosen: int  # by token
+    intermediate_size: int  # of one expert
+    normalizes: bool  # whether the weights of a token's experts add up to 1
+    dense_layers: frozenset[int] = frozenset()  # layers with one MLP of `ModelConfig.intermediate_size` instead
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only language model's architecture and sizes."""
 
@@ -65,6 +77,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]  # ascending
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
     vision: VisionConfig | None = None  # None: it reads text alone
+    experts: ExpertConfig | None = None  # None: all layers are dense
+    quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
 
     @property
     def num_deepstack_layers(self) -> int:

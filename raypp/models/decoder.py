@@ -25,6 +25,7 @@ from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead, Projection
 from raypp.ops.rotary import Rotation
+from raypp.ops.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,10 +181,12 @@ class DecoderModel:
         if support is not None:
             self._final_norm = kernels.norm(norm_weight, config.rms_norm_eps)
         if support is not None and support.gives_lm_head:
-            self._plain_lm_head = kernels.lm_head(weight)
+            self._plain_lm_head = kernels.lm_head(Weight(weight))
             return
         # A tied head counts as shared on any stage, so that a model computes the same however it is cut.
-        self._lm_head = kernels.lm_head(weight, norm_weight, config.rms_norm_eps, is_shared=config.tie_word_embeddings)
+        self._lm_head = kernels.lm_head(
+            Weight(weight), norm_weight, config.rms_norm_eps, is_shared=config.tie_word_embeddings
+        )
 
     def _lm_head_weight(self, whole: WeightReader) -> torch.Tensor:
         config = self._config

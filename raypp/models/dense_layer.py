@@ -16,6 +16,7 @@ from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import KernelSet
 from raypp.ops.rotary import Rotation
+from raypp.ops.weight import Weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,9 +24,9 @@ class AttentionWeights:
     """What a checkpoint holds below a layer's `self_attn.`. Queries, keys and values are one product."""
 
     heads: Heads
-    qkv: torch.Tensor  # [(Hq + 2 Hk) * D, K]
+    qkv: Weight  # [(Hq + 2 Hk) * D, K]
     qkv_bias: torch.Tensor | None
-    output: torch.Tensor  # [H, Hq * D]
+    output: Weight  # [H, Hq * D]
     output_bias: torch.Tensor | None
 
 
@@ -48,9 +49,9 @@ def read_attention(config: ModelConfig, weights: WeightReader, num_inputs: int) 
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
     return AttentionWeights(
         heads=Heads(config.num_heads, config.num_kv_heads, head_dim, norm),
-        qkv=weights.stacked(("q_proj.weight", "k_proj.weight", "v_proj.weight"), rows, num_inputs),
+        qkv=weights.weight(("q_proj", "k_proj", "v_proj"), rows, num_inputs),
         qkv_bias=qkv_bias,
-        output=weights.tensor("o_proj.weight", hidden, q_size),
+        output=weights.weight(("o_proj",), (hidden,), q_size),
         output_bias=output_bias,
     )
 
@@ -72,8 +73,8 @@ class GatedMLP:
         if config.mlp_bias:
             gate_up_bias = mlp.stacked(("gate_proj.bias", "up_proj.bias"), rows)
             down_bias = mlp.tensor("down_proj.bias", hidden)
-        gate_up = mlp.stacked(("gate_proj.weight", "up_proj.weight"), rows, hidden)
-        down = mlp.tensor("down_proj.weight", hidden, intermediate)
+        gate_up = mlp.weight(("gate_proj", "up_proj"), rows, hidden)
+        down = mlp.weight(("down_proj",), (hidden,), intermediate)
         self._gate_up = kernels.norm_gated_linear(norm_weight, config.rms_norm_eps, gate_up, gate_up_bias)
         self._down = kernels.add_linear(down, down_bias)
 

@@ -83,7 +83,7 @@ class DraftHead:
             else target.head_embedding()
         )
         fc_bias = weights.tensor("fc.bias", hidden) if config.has_fc_bias else None
-        self._fc = kernels.linear(weights.tensor("fc.weight", hidden, config.fc_inputs), fc_bias)
+        self._fc = kernels.linear(weights.weight(("fc",), (hidden,), config.fc_inputs), fc_bias)
         self._read_layer(weights.below(config.layer_prefix))
         self._logits = self._read_lm_head(weights)
         self._draft_to_target = _draft_to_target(config, weights) if config.maps_vocabulary else None
@@ -120,7 +120,7 @@ class DraftHead:
     def _read_lm_head(self, weights: WeightReader) -> Callable[[torch.Tensor], torch.Tensor]:
         config, kernels = self.config, self._kernels
         vocab_size, hidden, eps = config.layer.vocab_size, config.layer.hidden_size, config.layer.rms_norm_eps
-        own = weights.tensor("lm_head.weight", vocab_size, hidden) if config.has_lm_head else None
+        own = weights.weight(("lm_head",), (vocab_size,), hidden) if config.has_lm_head else None
         if config.kind == "eagle":  # what it guesses is normalized already
             return self._target.project if own is None else kernels.linear(own)
         norm_weight = weights.tensor("norm.weight", hidden)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import file_of_tensor, lacks_file
+from raypp.ops.weight import Weight
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -232,6 +233,18 @@ class WeightReader:
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor of integers, int64."""
         return self._source.get(self._prefix + name, shape, torch.int64).to(self.device)
+
+    def weight(self, modules: Sequence[str], rows: Sequence[int], num_inputs: int) -> Weight:
+        """Return the weights of linear layers of the same inputs as one product, one below the other.
+
+        Args:
+            modules: Their names, such as `gate_proj` and `up_proj`.
+            rows: The outputs of each.
+            num_inputs: K.
+        """
+        if len(modules) == 1:
+            return Weight(self.tensor(f"{modules[0]}.weight", rows[0], num_inputs))
+        return Weight(self.stacked([f"{module}.weight" for module in modules], rows, num_inputs))
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""

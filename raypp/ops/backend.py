@@ -19,6 +19,8 @@ import torch
 
 from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.rotary import Rotation
+from raypp.ops.routing import Routing
+from raypp.ops.weight import Weight
 
 
 class Projection(Protocol):
@@ -47,6 +49,13 @@ class JoinedProjection(Protocol):
 
     def __call__(self, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return [T, N]. Shapes: token_ids [T] int32 or int64; states [T, H] contiguous."""
+
+
+class Experts(Protocol):
+    """The sparse MLP of a layer: norm, router, the products of each token's experts, their weighted sum."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
 
 
 class Attention(Protocol):
@@ -95,7 +104,7 @@ class KernelSet(Protocol):
         self,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> Projection:
         """Return x -> norm(x) W^T + b. Shapes: norm_weight [K]; weight [N, K]; bias [N].
@@ -111,7 +120,7 @@ class KernelSet(Protocol):
         embedding: torch.Tensor,
         norm_weights: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> JoinedProjection:
         """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b.
@@ -120,23 +129,38 @@ class KernelSet(Protocol):
         belongs to the projection from then on and may be changed.
         """
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b. Shapes: weight [N, K]; bias [N]."""
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
         """Return x -> silu(gate) * up of norm(x) W^T + b. Shapes: norm_weight [K]; weight [2 I, K], the gate first.
 
         The weight belongs to the projection from then on and may be changed.
         """
 
-    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b. Shapes: weight [H, K]; bias [H]."""
+
+    def experts(
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        routing: Routing,
+    ) -> Experts:
+        """Return hidden -> hidden + sum of w_e down_e(silu(gate_e(x)) * up_e(x)) over a token's experts, x = norm(hidden).
+
+        The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H];
+        router [E, H]; gate_up [E, 2 I, H], the gate first; down [E, H, I].
+        """
 
     def lm_head(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         *,

@@ -47,6 +47,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.weight import Weight
 from raypp.specdec.table_bytes import row_tokens_width
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,7 +136,7 @@ def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
     for columns, norm_weight in zip(folded.chunk(2, 1), norm_weights, strict=True):
         fold_norm(columns, norm_weight)
     kernel_set = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
-    got = kernel_set.joined_norms_linear(embedding, norm_weights, 1e-5, weight.clone(), bias)(token_ids, states)
+    got = kernel_set.joined_norms_linear(embedding, norm_weights, 1e-5, Weight(weight.clone()), bias)(token_ids, states)
     kernels.assert_close(got, reference.linear(joined, folded, bias=bias), 4)
     reads = input_type_in_8_bits(num_tokens, is_normed=True)
     if reads is not None:
@@ -143,7 +144,7 @@ def check_joined_norms(dtype: torch.dtype, num_tokens: int, size: int) -> None:
         if reads in NARROW:
             kernels.assert_narrowed(joined, torch.cat(sides, 1), reads)
         folded, scale = quantize_rows(folded)
-        in_8_bits = kernel_set.in_8_bits().joined_norms_linear(embedding, norm_weights, 1e-5, weight, bias)
+        in_8_bits = kernel_set.in_8_bits().joined_norms_linear(embedding, norm_weights, 1e-5, Weight(weight), bias)
         expected = reference.linear(joined.to(dtype), folded, scale=scale, bias=bias)
         kernels.assert_close(in_8_bits(token_ids, states), expected, 4)
 
@@ -393,8 +394,8 @@ def check_products_in_8_bits(dtype: torch.dtype, num_outputs: int, num_inputs: i
     folded = weight.clone()
     fold_norm(folded, norm_weight)
     quantized, scale = quantize_rows(folded)
-    in_8_bits = plain.in_8_bits().norm_linear(norm_weight, 1e-6, weight.clone())
-    as_given = plain.norm_linear(norm_weight, 1e-6, weight.clone())
+    in_8_bits = plain.in_8_bits().norm_linear(norm_weight, 1e-6, Weight(weight.clone()))
+    as_given = plain.norm_linear(norm_weight, 1e-6, Weight(weight.clone()))
     for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, MAX_ROWS_IN_8_BITS, MAX_ROWS_IN_8_BITS + 1, MAX_ROWS, MAX_ROWS + 1):
         x = random.normal(num_rows, num_inputs)
         normalized = reference.rms_norm(x, None, 1e-6)
@@ -417,7 +418,7 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
     fold_norm(folded, norm_weight)
     (gate_weight, gate_scale), (down_weight, down_scale) = quantize_rows(folded), quantize_rows(down)
     in_8_bits = plain.in_8_bits()
-    gated, add = in_8_bits.norm_gated_linear(norm_weight, 1e-6, gate_up), in_8_bits.add_linear(down)
+    gated, add = in_8_bits.norm_gated_linear(norm_weight, 1e-6, Weight(gate_up)), in_8_bits.add_linear(Weight(down))
     for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, 8, 17, MAX_ROWS_IN_8_BITS):
         x, residual = random.normal(num_rows, hidden), random.normal(num_rows, hidden)
         normalized = reference.rms_norm(x, None, 1e-6)
@@ -432,7 +433,7 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         random.assert_close(add(inner, residual.clone()), expected, 4)
         scales = hidden**-0.5, 2e3
         inner = torch.cat([random.normal(intermediate, hidden, scale=scale) for scale in scales])
-        huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, inner)
+        huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, Weight(inner))
         assert add(huge(x), residual).isfinite().all()  # the smaller range is not left
 
 
@@ -443,8 +444,8 @@ def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: 
     weight, norm_weight = random.normal(vocab_size, hidden, scale=hidden**-0.5), 1 + random.normal(hidden, scale=0.1)
     folded = weight.clone()
     fold_norm(folded, norm_weight)
-    plain, shared = kernels.lm_head(weight), kernels.lm_head(weight, norm_weight, 1e-6, is_shared=True)
-    normed = kernels.lm_head(weight.clone(), norm_weight, 1e-6)
+    plain, shared = kernels.lm_head(Weight(weight)), kernels.lm_head(Weight(weight), norm_weight, 1e-6, is_shared=True)
+    normed = kernels.lm_head(Weight(weight.clone()), norm_weight, 1e-6)
     for num_rows in row_counts:
         x = random.normal(num_rows, hidden)
         exact = reference.linear(x.float(), weight)
@@ -466,10 +467,10 @@ def check_products_of_no_rows(dtype: torch.dtype) -> None:
     weight, norm = torch.ones(48, 32, dtype=dtype, device=DEVICE), torch.ones(32, dtype=dtype, device=DEVICE)
     x, residual = norm.new_zeros(0, 32), norm.new_zeros(0, 48)
     for of_set in (kernels, kernels.in_8_bits()):
-        assert of_set.linear(weight)(x).shape == (0, 48)
-        assert of_set.norm_linear(norm, 1e-6, weight)(x).shape == (0, 48)
-        assert of_set.norm_gated_linear(norm, 1e-6, weight)(x).shape == (0, 24)
-        assert of_set.add_linear(weight)(x, residual).shape == (0, 48)
+        assert of_set.linear(Weight(weight))(x).shape == (0, 48)
+        assert of_set.norm_linear(norm, 1e-6, Weight(weight))(x).shape == (0, 48)
+        assert of_set.norm_gated_linear(norm, 1e-6, Weight(weight))(x).shape == (0, 24)
+        assert of_set.add_linear(Weight(weight))(x, residual).shape == (0, 48)
 
 
 def check_sampling(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:

@@ -25,6 +25,7 @@ from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm
 from raypp.ops.device_kernels import choose_kernels
+from raypp.ops.weight import Weight
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -327,11 +328,11 @@ def _decode_chain(kernels, num_layers, num_rows, hidden=1024, intermediate=3072,
         layers.append(
             [
                 (
-                    made.norm_linear(norm_weight, 1e-6, weights["qkv"].clone()),
+                    made.norm_linear(norm_weight, 1e-6, Weight(weights["qkv"].clone())),
                     made.attention(layer_heads),
-                    made.add_linear(weights["output"]),
-                    made.norm_gated_linear(norm_weight, 1e-6, weights["gate_up"].clone()),
-                    made.add_linear(weights["down"]),
+                    made.add_linear(Weight(weights["output"])),
+                    made.norm_gated_linear(norm_weight, 1e-6, Weight(weights["gate_up"].clone())),
+                    made.add_linear(Weight(weights["down"])),
                 )
                 for made in (device_kernels, TorchKernels(BF16))
             ]

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.backend import Experts
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.linear import Linear
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.rms_norm import RMSNorm
 from raypp.ops.kv_cache import cache_rows, write_kv_cache
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
+from raypp.ops.routing import Routing
+from raypp.ops.weight import Weight
 
 
 class TorchKernels:
@@ -40,7 +43,7 @@ class TorchKernels:
         self,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> NormLinear:
         """Return x -> norm(x) W^T + b."""
@@ -55,30 +58,42 @@ class TorchKernels:
         embedding: torch.Tensor,
         norm_weights: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> JoinedNormsLinear:
         """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
         token_norm, state_norm = (RMSNorm(norm_weight, eps) for norm_weight in norm_weights)
         return JoinedNormsLinear(embedding, token_norm, state_norm, self.linear(weight, bias))
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Linear:
         """Return x -> x W^T + b."""
-        return Linear(weight, bias, may_pack=self._packs_weights)
+        return Linear(weight.dequantized(self._dtype), bias, may_pack=self._packs_weights)
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> NormGatedLinear:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
         return NormGatedLinear(RMSNorm(norm_weight, eps), self.linear(weight, bias))
 
-    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddLinear:
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddLinear:
         """Return (x, residual) -> residual + x W^T + b."""
         return AddLinear(self.linear(weight, bias))
 
+    def experts(
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        routing: Routing,
+    ) -> Experts:
+        """Return the sparse MLP of a layer."""
+        raise NotImplementedError
+
     def lm_head(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         *,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import AddedProjection, LMHead, Projection
+from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection
 from raypp.ops.cuda import plain_torch
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
 from raypp.ops.cuda.heads import rotation_table
@@ -18,6 +18,8 @@ from raypp.ops.cuda.projection import Weights, fold_norm, partial_floats, projec
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.linear_in_float32 import linear_in_float32
 from raypp.ops.rotary import Rotation
+from raypp.ops.routing import Routing
+from raypp.ops.weight import Weight
 
 
 class CudaKernels:
@@ -67,12 +69,13 @@ class CudaKernels:
         self,
         norm_weight: torch.Tensor,
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> Projection:
         """Return x -> norm(x) W^T + b."""
-        fold_norm(weight, norm_weight)
-        return self._projection(Weights(weight, bias, eps))
+        matrix = self._matrix(weight)
+        fold_norm(matrix, norm_weight)
+        return self._projection(Weights(matrix, bias, eps))
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return the norm of rows by itself."""
@@ -83,44 +86,59 @@ class CudaKernels:
         embedding: torch.Tensor,
         norm_weights: tuple[torch.Tensor, torch.Tensor],
         eps: float,
-        weight: torch.Tensor,
+        weight: Weight,
         bias: torch.Tensor | None = None,
     ) -> JoinedNormsLinear:
         """Return (token_ids, states) -> (norm(embedding[token_ids]) beside norm(states)) W^T + b."""
-        for columns, norm_weight in zip(weight.chunk(2, 1), norm_weights, strict=True):
+        matrix = self._matrix(weight)
+        for columns, norm_weight in zip(matrix.chunk(2, 1), norm_weights, strict=True):
             fold_norm(columns, norm_weight)
-        return JoinedNormsLinear(embedding, eps, self._projection(Weights(weight, bias)), self._device)
+        return JoinedNormsLinear(embedding, eps, self._projection(Weights(matrix, bias)), self._device)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Projection:
+    def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b."""
-        return self._projection(Weights(weight, bias))
+        return self._projection(Weights(self._matrix(weight), bias))
 
     def norm_gated_linear(
-        self, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
-        fold_norm(weight, norm_weight)
-        return self._projection(Weights(weight, bias, eps, is_gated=True))
+        matrix = self._matrix(weight)
+        fold_norm(matrix, norm_weight)
+        return self._projection(Weights(matrix, bias, eps, is_gated=True))
 
-    def add_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> AddedProjection:
+    def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b."""
-        return self._projection(Weights(weight, bias)).add
+        return self._projection(Weights(self._matrix(weight), bias)).add
+
+    def experts(
+        self,
+        norm_weight: torch.Tensor,
+        eps: float,
+        router: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        routing: Routing,
+    ) -> Experts:
+        """Return the sparse MLP of a layer."""
+        raise NotImplementedError
 
     def lm_head(
         self,
-        weight: torch.Tensor,
+        weight: Weight,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         *,
         is_shared: bool = False,
     ) -> LMHead:
         """Return x -> norm(x) W^T, or x W^T, in float32."""
+        matrix = self._matrix(weight)
         if norm_weight is None:
-            return self._projection(Weights(weight), is_float32=True)
+            return self._projection(Weights(matrix), is_float32=True)
         if is_shared:
-            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(weight), is_float32=True))
-        fold_norm(weight, norm_weight)
-        return self._projection(Weights(weight, norm_eps=eps), is_float32=True)
+            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(matrix), is_float32=True))
+        fold_norm(matrix, norm_weight)
+        return self._projection(Weights(matrix, norm_eps=eps), is_float32=True)
 
     def attention(self, heads: Heads) -> LayerAttention:
         """Return the attention of a layer with these heads."""
@@ -145,6 +163,9 @@ class CudaKernels:
         """Plan the prefill rows."""
         assert self._attention, "no layer has been made"
         self._attention[0].plan(batch, ring_entry)
+
+    def _matrix(self, weight: Weight) -> torch.Tensor:
+        return weight.dequantized(self._dtype)
 
     def _projection(self, weights: Weights, *, is_float32: bool = False) -> CudaProjection:
         in_8_bits = quantize(weights) if self._has_8_bits else None

@@ -1,0 +1,116 @@
+"""A weight matrix in the form in which a checkpoint stores it: floats, 8-bit floats with scales, 4-bit integers.
+
+    plain   data [N, K] in 16 or 32 bits
+    fp8     data [N, K] float8_e4m3fn       value = data * scale
+    int4    data [N, K / 2] uint8           value = (data - zero) * scale; input 2i is the low half of byte i
+
+A block of outputs and inputs shares a scale: 128 x 128, or one output and a group of inputs, or one output and all of
+them. The weights of E experts have one more dimension in front. Each kernel set makes products of these forms, see
+`raypp.ops.backend`; `dequantized` says what they mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+WeightKind = Literal["plain", "fp8", "int4"]
+
+_MIDDLE = 8
+"""The zero of 4-bit integers that have none of their own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A matrix of N outputs and K inputs, or E of them. R = ceil(N / rows) and C = ceil(K / columns) blocks."""
+
+    data: torch.Tensor  # [..., N, K], or [..., N, K / 2] for int4
+    scale: torch.Tensor | None = None  # [..., R, C] floats; None: plain
+    zero: torch.Tensor | None = None  # [..., R, C] uint8, of int4; None: 8
+    block: tuple[int, int] = (1, 1)  # rows (outputs) and columns (inputs) that share a scale and a zero
+    order: torch.Tensor | None = None  # [..., K] int64: column j belongs to input order[j]; None: as they come
+
+    @property
+    def kind(self) -> WeightKind:
+        """The form of `data`."""
+        if self.data.dtype == torch.uint8:
+            return "int4"
+        return "fp8" if self.data.dtype == torch.float8_e4m3fn else "plain"
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self.data.shape[-2]
+
+    @property
+    def num_inputs(self) -> int:
+        """K."""
+        return self.data.shape[-1] * (2 if self.data.dtype == torch.uint8 else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all its tensors."""
+        tensors = (self.data, self.scale, self.zero, self.order)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrix, [..., N, K], in `dtype`; plain data of that type are returned as they are."""
+        if self.scale is None:
+            return self.data.to(dtype)
+        values = self.data
+        if self.kind == "int4":
+            values = torch.stack((values & 15, values >> 4), -1).flatten(-2)
+        values = values.float()
+        if self.kind == "int4":
+            values -= _MIDDLE if self.zero is None else self._spread(self.zero.float())
+        matrix = (values * self._spread(self.scale.float())).to(dtype)
+        if self.order is None:
+            return matrix
+        order = self.order.unsqueeze(-2).expand(matrix.shape)
+        return torch.empty_like(matrix).scatter_(-1, order, matrix)
+
+    def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
+        """Return a number per block as one per element."""
+        rows, columns = self.block
+        by_row = by_block if rows == 1 else by_block.repeat_interleave(rows, -2)[..., : self.num_outputs, :]
+        return by_row.repeat_interleave(columns, -1)[..., : self.num_inputs]
+
+
+def stacked_weights(weights: Sequence[Weight]) -> Weight:
+    """Return weights of the same inputs one below the other, as one product. They have one kind and one order.
+
+    Where a weight ends within a block of outputs, each output gets a scale of its own.
+    """
+    first, rows = weights[0], weights[0].block[0]
+    if len(weights) == 1:
+        return first
+    assert len({(weight.kind, weight.num_inputs, weight.zero is None) for weight in weights}) == 1
+    if any(weight.num_outputs % rows for weight in weights[:-1]) or len({weight.block for weight in weights}) > 1:
+        weights = [_by_output(weight) for weight in weights]
+        first = weights[0]
+
+    def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [part for part in parts if part is not None]
+        return torch.cat(there, -2) if there else None
+
+    return replace(
+        first,
+        data=torch.cat([weight.data for weight in weights], -2),
+        scale=joined([weight.scale for weight in weights]),
+        zero=joined([weight.zero for weight in weights]),
+    )
+
+
+def _by_output(weight: Weight) -> Weight:
+    """Return a weight whose blocks are one output high."""
+    rows, columns = weight.block
+
+    def spread(by_block: torch.Tensor | None) -> torch.Tensor | None:
+        if by_block is None or rows == 1:
+            return by_block
+        return by_block.repeat_interleave(rows, -2)[..., : weight.num_outputs, :].contiguous()
+
+    return replace(weight, scale=spread(weight.scale), zero=spread(weight.zero), block=(1, columns))
