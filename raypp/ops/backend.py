@@ -152,7 +152,7 @@ class KernelSet(Protocol):
         down: Weight,
         routing: Routing,
     ) -> Experts:
-        """Return hidden -> hidden + sum of w_e down_e(silu(gate_e(x)) * up_e(x)) over a token's experts, x = norm(hidden).
+        """Return x -> x + sum of w_e down_e(silu(gate_e(n)) * up_e(n)) over a token's experts e, with n = norm(x).
 
         The host never knows the routing, so a CUDA graph can hold it at every decode size. Shapes: norm_weight [H];
         router [E, H]; gate_up [E, 2 I, H], the gate first; down [E, H, I].

@@ -28,7 +28,7 @@ def choose_experts(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor
     Shapes: logits [T, E] of any float type. Of equal logits the expert with the lower number comes first.
     """
     probabilities = torch.softmax(logits.float(), -1)
-    ranked = torch.sort(_hashed(logits) if routing.is_even else probabilities, -1, descending=True, stable=True)
+    ranked = torch.sort(_hashed(logits) if routing.is_even else probabilities, dim=-1, descending=True, stable=True)
     experts = ranked.indices[:, : routing.num_chosen]
     weights = probabilities.gather(1, experts)
     return experts, weights / weights.sum(-1, keepdim=True) if routing.normalizes else weights
