@@ -52,7 +52,7 @@ class StageGroup:
             }
             if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
                 options["runtime_env"] = SEES_ALL_GPUS
-            actor = ray.remote(StageActor).options(**options)
+            actor = ray.remote(_named(stage_index)).options(**options)
             spec = plan.stage_spec(stage_index)
             self._actors.append(actor.remote(spec, plan.model, factory, _node_share(plan, placement, place)))
         self._runs: list[Any] = []
@@ -214,3 +214,8 @@ def _value_of(ref: Any) -> Any:
         return ray.get(ref)
     except ray.exceptions.RayError:
         return None
+
+
+def _named(stage_index: int) -> type[StageActor]:
+    """Return the actor's class under a name with the stage's index, which `ps` and Ray's tools show."""
+    return type(f"{StageActor.__name__}{stage_index}", (StageActor,), {})

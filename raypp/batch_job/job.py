@@ -72,9 +72,7 @@ class BatchJob:
             if progress.num_failed_before + progress.num_failed:
                 say(f"errors are in {self.settings.errors_path}")
         finally:
-            if (
-                self._is_new and files.is_empty
-            ):  # nothing was answered: what could not start, say for a misspelt model, is no job yet
+            if self._is_new and files.is_empty:  # what could not start, say for a misspelt model, is no job yet
                 self.settings.manifest_path.unlink(missing_ok=True)
             files.close()
 
@@ -169,9 +167,11 @@ class _Run:
             raise (others or failures.exceptions)[0] from None
 
     async def _answer_line(self, line: Line, answerer: Answerer, window: Window) -> None:
+        self._progress.num_running += 1
         try:
             answer = await answerer.answer(line)
         finally:
+            self._progress.num_running -= 1
             window.leave(line.num_bytes)
         self._write(line.index, answer)
 

@@ -41,6 +41,7 @@ class Progress:
         self.num_failed_before = num_failed_before
         self.num_done = 0  # in this run
         self.num_failed = 0
+        self.num_running = 0  # at the engine now; their tokens count when they are done
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self._clock = clock
@@ -88,8 +89,9 @@ class Progress:
         done = self.num_done_before + self.num_done
         left = f"{duration(self.num_left / lines_per_s)} left" if lines_per_s else "time left unknown"
         return (
-            f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %), {lines_per_s:,.1f} lines/s, "
-            f"{tokens_per_s:,.0f} tokens/s, {self.num_failed_before + self.num_failed:,} failed, {left}"
+            f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %), {self.num_running:,} running, "
+            f"{lines_per_s:,.1f} lines/s, {tokens_per_s:,.0f} tokens/s, "
+            f"{self.num_failed_before + self.num_failed:,} failed, {left}"
         )
 
     def summary(self) -> str:
@@ -129,7 +131,9 @@ class Reporter:
             return
         _, tokens_per_s = progress.rates()
         num_failed = progress.num_failed_before + progress.num_failed
-        self._bar.set_postfix_str(f"{tokens_per_s:,.0f} tokens/s, {num_failed:,} failed", refresh=False)
+        self._bar.set_postfix_str(
+            f"{progress.num_running:,} running, {tokens_per_s:,.0f} tokens/s, {num_failed:,} failed", refresh=False
+        )
         self._bar.update(progress.num_done_before + progress.num_done - self._bar.n)
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Campaign:
             process.send_signal(signal.SIGTERM if kind == "stop" else signal.SIGKILL)
             process.communicate(timeout=DEADLINE_S)
             return f"exit code {process.returncode} after {time.monotonic() - started:.2f} s"
-        name = "StageActor" if kind == "stage" else "DriverActor"
+        name = "StageActor1" if kind == "stage" else "DriverActor"  # the title says which stage
         victim = wait_for(lambda: actors_below(os.getpid(), name), f"a {name}")[-1]
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)

@@ -25,7 +25,8 @@ def test_rates_and_time_left() -> None:
     for _ in range(90):
         progress.count(Answer(b"", num_prompt_tokens=3, num_output_tokens=20))
     clock.now_s += 10
-    assert progress.line() == "190/1,000 lines (19 %), 9.0 lines/s, 180 tokens/s, 10 failed, 1 min 30 s left"
+    progress.num_running = 3
+    assert progress.line() == "190/1,000 lines (19 %), 3 running, 9.0 lines/s, 180 tokens/s, 10 failed, 1 min 30 s left"
     clock.now_s += 100
     progress.count(Answer(b"", is_error=True))
     assert progress.rates() == pytest.approx((0.01, 0.0))  # the fast beginning is long ago
