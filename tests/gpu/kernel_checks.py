@@ -23,13 +23,17 @@ from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
+from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
 from raypp.ops.cuda.quantize import quantize_rows
+from raypp.ops.cuda.router_kernels import Routed, arrange, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
+from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
 from raypp.ops.sample.adjust import adjusted
@@ -705,3 +709,76 @@ def check_rows_without_a_best(vocab_size: int) -> None:
         assert 0 <= drawn[1] < vocab_size
         assert torch.equal(drawn[4:], sample(logits, draws_of, rows, rows, truncation)[4:])
         assert sample(logits, draws_of, rows, rows, truncation)[[0, 2, 3]].tolist() == [-1, -1, -1]
+
+
+def check_experts(
+    dtype: torch.dtype,
+    num_tokens: int,
+    shape: ExpertShape,
+    cut: ExpertCut | None = None,
+    *,
+    normalizes: bool = True,
+    same_experts: bool = False,
+) -> None:
+    """The sparse MLP equals its twin; a row of no numbers changes no other; the bits are the same every time."""
+    kernels = Kernels(dtype, seed=num_tokens)
+    experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
+    x, norm_weight = kernels.normal(num_tokens, hidden), 1 + kernels.normal(hidden, scale=0.1)
+    router = kernels.normal(experts, hidden, scale=4 * hidden**-0.5)
+    if same_experts:
+        x = x[:1].repeat(num_tokens, 1)
+    gate_up = kernels.normal(experts, 2 * intermediate, hidden, scale=hidden**-0.5)
+    down = kernels.normal(experts, hidden, intermediate, scale=intermediate**-0.5)
+    arguments = (norm_weight, 1e-6, router, gate_up, down, Routing(shape.num_chosen, normalizes))
+    layer = CudaExperts(*arguments, kernels.device, kernels.workspace)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        return layer(rows.clone()) if cut is None else layer.run(rows.clone(), cut)
+
+    expected = reference.experts(x, *arguments)
+    got = run(x)
+    assert got.isfinite().all()
+    assert got.dtype == dtype
+    # A token whose experts are nearly equally likely may go through others.
+    error = (got.float() - expected).abs().amax(1) if num_tokens else torch.zeros(1)
+    assert (error > 4 * TOLERANCE[dtype]).sum() <= (0 if dtype == torch.float32 else num_tokens // 20), error
+    if IS_GPU:  # the interpreter runs one program after the other
+        assert torch.equal(got, run(x))
+    assert not num_tokens or torch.equal(kernels.workspace.counters, torch.zeros_like(kernels.workspace.counters))
+    if num_tokens > 1:
+        spoilt = x.clone()
+        spoilt[0] = torch.nan
+        assert torch.equal(run(spoilt)[1:], got[1:])
+
+
+def check_routing(num_tokens: int, num_experts: int, routing: Routing) -> None:
+    """Experts and weights equal those of the twin, ties and hashes of bits included: nothing is rounded here."""
+    kernels = Kernels(torch.float16, seed=num_experts)
+    size = 64
+    x = (kernels.normal(num_tokens, size) > 0).to(torch.float16) * 2 - 1  # its root mean square is 1
+    router = (kernels.normal(num_experts, size) * 2).round() / 64
+    router[num_experts // 2] = router[0]  # equally likely
+    got = route(x, router, 0.0, routing, kernels.device, kernels.workspace)
+    expected = choose_experts(x.float() @ router.float().T, routing)
+    assert torch.equal(got.experts.long(), expected[0])
+    torch.testing.assert_close(got.weights, expected[1], atol=1e-6, rtol=1e-5)
+
+
+def check_arrangement(num_tokens: int, num_experts: int, num_chosen: int, tile_rows: int, spread: int) -> None:
+    """Each pair is in one place, pairs of an expert are side by side in order, and tiles cover them."""
+    kernels = Kernels(torch.float16, seed=spread)
+    x, norm_weight = kernels.normal(num_tokens, 40), kernels.normal(40)
+    experts = torch.randint(0, spread, (num_tokens, num_chosen), device=DEVICE, dtype=torch.int32)
+    routed = Routed(experts, torch.zeros_like(experts, dtype=torch.float32))
+    got = arrange(x, norm_weight, 1e-6, routed, num_experts, tile_rows, kernels.device)
+    kernels.assert_close(got.normed, reference.rms_norm(x, norm_weight, 1e-6), 4)
+    of_pair = experts.flatten()
+    assert torch.equal(got.pairs.long(), torch.sort(of_pair, stable=True).indices)
+    expected, at = [], 0
+    for expert in range(num_experts):
+        end = at + int((of_pair == expert).sum())
+        expected += [[expert, first, min(tile_rows, end - first)] for first in range(at, end, tile_rows)]
+        at = end
+    tiles = got.tiles.T.tolist()
+    assert tiles[: len(expected)] == expected
+    assert all(tile[0] == -1 for tile in tiles[len(expected) :])

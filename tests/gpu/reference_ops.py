@@ -8,6 +8,7 @@ import torch
 
 from raypp.ops.attention import Heads
 from raypp.ops.cuda.plain_torch import rms_norm, silu_and_mul
+from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.sample.adjust import BANNED
 
 
@@ -171,3 +172,26 @@ def linear(
     if residual is not None:
         y += residual.float()
     return y.to(x.dtype)
+
+
+def experts(
+    hidden: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    routing: Routing,
+) -> torch.Tensor:
+    """Return hidden + the weighted sum of each token's experts, [T, H] float32; token by token in float32.
+
+    Shapes: hidden [T, H]; norm_weight [H]; router [E, H]; gate_up [E, 2 I, H]; down [E, H, I].
+    """
+    normed = rms_norm(hidden.float(), norm_weight, eps)
+    chosen, weights = choose_experts(normed @ router.float().T, routing)
+    out = hidden.float().clone()
+    for token, (own, own_weights) in enumerate(zip(chosen.tolist(), weights, strict=True)):
+        for expert, weight in zip(own, own_weights, strict=True):
+            y = silu_and_mul((normed[token] @ gate_up[expert].float().T)[None])
+            out[token] += weight * (y @ down[expert].float().T)[0]
+    return out

@@ -20,17 +20,20 @@ from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm
 from raypp.ops.device_kernels import choose_kernels
+from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 BLOCK_SIZE = 16
 HEADS_8B = (32, 8, 128)
+EXPERT_SHAPES = [ExpertShape(512, 192, 60, 4), ExpertShape(2048, 768, 128, 8), ExpertShape(1024, 3584, 8, 2)]
 needs_flashinfer = pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer-python is not installed")
 
 
@@ -88,6 +91,32 @@ def test_decode_from_projection(heads, query_len, num_rows, has_norm):
     rng = random.Random(num_rows)
     seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
     checks.check_fused_decode(BF16, seq_lens, query_len, *heads, has_norm)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 16, 40, 128, 700])
+@pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
+def test_experts(shape, num_tokens):
+    checks.check_experts(BF16, num_tokens, shape)
+
+
+@pytest.mark.parametrize("tile_rows", [0, 8, 16, 64])
+def test_cuts_of_experts(tile_rows):
+    cut = ExpertCut(tile_rows, Tuning(16, 64), Tuning(16, 64))
+    for same_experts in (False, True):
+        checks.check_experts(BF16, 33, EXPERT_SHAPES[0], cut, normalizes=False, same_experts=same_experts)
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 300, 2000])
+def test_routing(num_tokens, is_even):
+    for num_experts, num_chosen in ((8, 2), (60, 4), (128, 8), (512, 10)):
+        checks.check_routing(num_tokens, num_experts, Routing(num_chosen, True, is_even))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300, 3000])
+def test_arrangement(num_tokens):
+    for num_experts, num_chosen, tile_rows, spread in ((8, 2, 64, 8), (60, 4, 16, 7), (128, 8, 16, 128)):
+        checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])

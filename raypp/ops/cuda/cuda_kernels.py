@@ -11,6 +11,7 @@ from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.backend import AddedProjection, Experts, LMHead, Projection
 from raypp.ops.cuda import plain_torch
 from raypp.ops.cuda.between_products import join_norms, narrow, rms_norm, silu_and_mul
+from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
@@ -121,7 +122,8 @@ class CudaKernels:
         routing: Routing,
     ) -> Experts:
         """Return the sparse MLP of a layer."""
-        raise NotImplementedError
+        matrices = self._matrix(gate_up), self._matrix(down)
+        return CudaExperts(norm_weight, eps, router, *matrices, routing, self._device, self._workspace)
 
     def lm_head(
         self,

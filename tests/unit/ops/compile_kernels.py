@@ -21,9 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
 from raypp.ops.cuda import between_products, decode_attention, heads, projection, row_inputs_kernel
+from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
+from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
 from raypp.ops.sample.tables import (
@@ -142,6 +144,13 @@ def call_all(workspace: Workspace) -> None:
                 x = torch.empty(rows, weights.num_inputs, dtype=x_type)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
+    router, down = torch.empty(128, 2048, dtype=BF16), torch.empty(128, 2048, 768, dtype=BF16, device="meta")
+    gate_up = torch.empty(128, 1536, 2048, dtype=BF16, device="meta")
+    for is_even in (False, True):
+        routing = Routing(8, normalizes=True, is_even=is_even)
+        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        for rows in (1,) if is_even else (1, 8, 64, 512, 2048, 8192):
+            layer(torch.empty(rows, 2048, dtype=BF16))
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     for most in (1, 1000):
         queries = (lengths, 32, most)

@@ -13,9 +13,11 @@ import kernel_checks as checks
 import torch
 
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
+from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import choose_projection
 from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
+from raypp.ops.routing import Routing
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
 EXACT = torch.float16 if checks.IS_GPU else torch.float32
@@ -171,6 +173,44 @@ def test_lm_head():
     checks.check_lm_head(EXACT, 48, 64, (0, 1, 2, 3, checks.MAX_ROWS + 1))
 
 
+@pytest.mark.parametrize(
+    ("num_experts", "routing"),
+    [(3, Routing(1, True)), (5, Routing(4, False)), (60, Routing(6, True)), (60, Routing(6, True, is_even=True))],
+)
+def test_routing(num_experts, routing):
+    for num_tokens in (1, 11):
+        checks.check_routing(num_tokens, num_experts, routing)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "tile_rows", "spread"),
+    [(1, 5, 2, 8, 5), (20, 3, 1, 4, 3), (9, 60, 6, 8, 60), (40, 5, 2, 16, 1), (7, 4, 3, 1, 2)],
+)
+def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
+    checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
+
+
+FEW, TILES = ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), ExpertCut(8, Tuning(16, 32), Tuning(16, 32))
+
+
+@pytest.mark.parametrize("cut", [FEW, TILES, None], ids=["few", "tiles", "chosen"])
+@pytest.mark.parametrize(
+    ("num_tokens", "shape"),
+    [
+        (1, ExpertShape(64, 48, 5, 2)),
+        (2, ExpertShape(96, 40, 3, 1)),
+        (3, ExpertShape(100, 24, 12, 6)),
+        (0, ExpertShape(64, 48, 5, 2)),
+    ],
+)
+def test_experts(num_tokens, shape, cut):
+    checks.check_experts(EXACT, num_tokens, shape, cut)
+
+
+def test_experts_that_all_tokens_choose():
+    checks.check_experts(EXACT, 9, ExpertShape(64, 40, 3, 2), TILES, normalizes=False, same_experts=True)
+
+
 def test_products_of_no_rows():
     checks.check_products_of_no_rows(EXACT)
 
@@ -208,4 +248,6 @@ def test_half_precision():
     checks.check_projection(half, 2, 24, 96, Tuning(4, 64), is_gated=True, has_8_bits=True)
     checks.check_projection(half, 5, 24, 96, Tuning(16, 32, 2), has_residual=True, has_8_bits=True)
     checks.check_projection(half, 9, 24, 96, Tuning(16, 32), is_gated=True, has_8_bits=True)
+    checks.check_experts(half, 3, ExpertShape(64, 48, 5, 2), FEW)
+    checks.check_experts(half, 3, ExpertShape(64, 48, 5, 2), TILES)
     checks.check_sampling(half, 4, 600)

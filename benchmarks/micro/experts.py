@@ -1,0 +1,298 @@
+"""Checks the kernels of experts on a GPU, and times them by the tokens of a step: whole, one by one, and other cuts.
+
+    python benchmarks/micro/experts.py                                     Qwen3-30B-A3B's shapes, about two minutes
+    python benchmarks/micro/experts.py --shape 235b --tokens 1 32 --cuts   other shapes, some sizes, more cuts
+
+Times are medians in microseconds per layer, of a CUDA graph of layers that have weights of their own, so that the
+second-level cache does not help. `floor` is what the chosen experts' weights take at 4.3 TB/s. A part that fails says
+why and does not stop the others. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from graph_timer import require_gpu, time_us
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from report import print_report
+
+from raypp.ops.cuda import expert_products as products
+from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
+from raypp.ops.cuda.experts import CudaExperts
+from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.projection import Tuning
+from raypp.ops.cuda.router_kernels import arrange, route
+from raypp.ops.routing import Routing, choose_experts
+
+SHAPES = {
+    "30b": ExpertShape(2048, 768, 128, 8),
+    "235b": ExpertShape(4096, 1536, 128, 8),
+    "mixtral": ExpertShape(4096, 14336, 8, 2),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
+TUNED = (1, 4, 8, 32, 128, 2048)
+BYTES_PER_US = 4.3e6
+LAYER_BYTES = 12 << 30  # of all layers that are timed
+EPS = 1e-6
+BF16 = torch.bfloat16
+Figures = dict[str, Any]
+
+
+def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[CudaExperts]:
+    """Return layers with random weights."""
+    cuda = torch.device("cuda")
+    device, workspace = Device.of(cuda), Workspace(cuda)
+    torch.manual_seed(seed)
+
+    def normal(*size: int, scale: float = 0.02) -> torch.Tensor:
+        return torch.empty(size, device=cuda, dtype=BF16).normal_(0, scale)
+
+    experts, hidden, intermediate = shape.num_experts, shape.hidden, shape.intermediate
+    return [
+        CudaExperts(
+            1 + normal(hidden),
+            EPS,
+            normal(experts, hidden),
+            normal(experts, 2 * intermediate, hidden),
+            normal(experts, hidden, intermediate),
+            Routing(shape.num_chosen, normalizes=True),
+            device,
+            workspace,
+        )
+        for _ in range(num_layers)
+    ]
+
+
+def reference(layer: CudaExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return what these experts should give, in float32, expert by expert."""
+    x = hidden.float()
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * layer._norm_weight.float()
+    out = x.clone()
+    for expert in range(len(layer._down)):
+        tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
+        if len(tokens):
+            gate, up = (normed[tokens] @ layer._gate_up[expert].float().T).chunk(2, -1)
+            y = (torch.nn.functional.silu(gate) * up) @ layer._down[expert].float().T
+            out.index_add_(0, tokens, y * weights[tokens, ranks][:, None])
+    return out
+
+
+def check(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> str:
+    """Return how far the kernels are from the reference."""
+    hidden = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=BF16)
+    routed = route(hidden, layer._router, EPS, layer._routing, layer._device, layer._workspace)
+    x = hidden.float()
+    x *= torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+    expected, shares = choose_experts(x @ layer._router.float().T, layer._routing)
+    same = (routed.experts.long().sort(1).values == expected.sort(1).values).all(1)
+    share_error = (routed.weights.sort(1).values - shares.sort(1).values)[same].abs().max().item()
+    want = reference(layer, hidden, routed.experts, routed.weights)
+    norm = (want - hidden.float()).square().mean().sqrt()
+    cut = choose_cut(num_tokens, shape, layer._device)
+    errors = []
+    for _ in range(2):
+        got = layer.run(hidden.clone(), cut).float()
+        errors.append((got - want).square().mean().sqrt().item())
+    again = layer.run(hidden.clone(), cut).float()
+    return (
+        f"{num_tokens} tokens: {int((~same).sum())} routed otherwise, weights off by {share_error:.1e}; "
+        f"rms error {errors[0]:.2e} of {norm:.2e} (bf16 rounding of the sum alone: "
+        f"{(want.bfloat16().float() - want).square().mean().sqrt():.2e}), at most {(got - want).abs().max():.2e}; "
+        f"finite {bool(got.isfinite().all())}, repeats {bool(torch.equal(got, again))}"
+    )
+
+
+def attempt(name: str, call: Callable[[], Any]) -> Any:
+    """Return what a call returns; None, and say why, if it fails."""
+    try:
+        return call()
+    except Exception as error:
+        print(f"   {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if "CUDA error" in str(error):
+            traceback.print_exc()
+        return None
+
+
+def parts(layer: CudaExperts, hidden: torch.Tensor, cut: ExpertCut) -> dict[str, Callable[[], object]]:
+    """Return each launch by itself."""
+    norm, chosen, device = (layer._norm_weight, EPS), layer._routing.num_chosen, layer._device
+    routing = partial(route, hidden, layer._router, EPS, layer._routing, device, layer._workspace)
+    routed = routing()
+    if not cut.tile_rows:
+        gate_up = partial(products.gate_up_few, hidden, *norm, layer._gate_up, routed, cut.gate_up, device)
+        down = partial(products.down_few, gate_up(), hidden, layer._down, routed, cut.down, device)
+        return {"route": routing, "gate_up": gate_up, "down": down}
+    arranging = partial(arrange, hidden, *norm, routed, len(layer._down), cut.tile_rows, device)
+    arranged = arranging()
+    gate_up = partial(products.gate_up_tiles, layer._gate_up, arranged, chosen, cut.gate_up, device)
+    down = partial(products.down_tiles, gate_up(), layer._down, arranged, chosen, cut.down, device)
+    total = partial(products.sum_of_experts, down(), routed, hidden.clone(), device)
+    return {"route": routing, "arrange": arranging, "gate_up": gate_up, "down": down, "sum": total}
+
+
+def time_layers(layers: Sequence[CudaExperts], hidden: torch.Tensor, cut: ExpertCut) -> float:
+    """Return microseconds per layer."""
+    return round(time_us([partial(layer.run, hidden.clone(), cut) for layer in layers]), 2)
+
+
+def measure(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> Figures:
+    """Return and print the times for a number of tokens."""
+    hidden = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=BF16)
+    cut = choose_cut(num_tokens, shape, layers[0]._device)
+    routed = route(hidden, layers[0]._router, EPS, layers[0]._routing, layers[0]._device, layers[0]._workspace)
+    distinct = routed.experts.unique().numel()
+    weights = 3 * shape.hidden * shape.intermediate
+    floor = distinct * weights * layers[0]._down.element_size() / BYTES_PER_US
+    us = time_layers(layers, hidden, cut)
+    flops = 2 * num_tokens * shape.num_chosen * weights
+    by_part = {}
+    for name in parts(layers[0], hidden, cut):
+        calls = [parts(layer, hidden, cut)[name] for layer in layers]
+        by_part[name] = attempt(name, lambda calls=calls: round(time_us(calls), 2))
+    print(
+        f"{num_tokens:5d} tokens: {us:8.2f} us, floor {floor:7.2f} ({distinct} experts; {floor / us:4.0%}), "
+        f"{flops / us / 1e6:6.1f} TFLOP/s; " + ", ".join(f"{name} {time}" for name, time in by_part.items()),
+        flush=True,
+    )
+    return {"us": us, "floor": round(floor, 2), "parts": by_part}
+
+
+def candidates(num_tokens: int, shape: ExpertShape, device: Device) -> list[ExpertCut]:
+    """Return cuts to try: those of one product with the chosen one of the other."""
+    chosen = choose_cut(num_tokens, shape, device)
+    found = [chosen]
+    rows_mean = num_tokens * shape.num_chosen / shape.num_experts
+    if num_tokens <= 4:
+        few = chosen
+        if chosen.tile_rows:
+            few = ExpertCut(0, Tuning(4, 1024, num_stages=2), Tuning(4, 256, num_stages=3))
+            found.append(few)
+        for outputs, inputs in ((1, 2048), (2, 1024), (2, 2048), (4, 512), (8, 512), (8, 256)):
+            found += [replace(few, gate_up=Tuning(outputs, inputs, num_stages=stages)) for stages in (1, 2, 3)]
+        for outputs, inputs in ((1, 1024), (2, 256), (2, 512), (4, 256), (4, 128), (8, 128), (8, 256)):
+            found += [replace(few, down=Tuning(outputs, inputs, num_stages=stages)) for stages in (1, 3)]
+    if num_tokens >= 2 and rows_mean <= 16:
+        rows = [16, 32] if rows_mean > 1 else [8, 16]
+        for tile_rows in rows:
+            cut = ExpertCut(tile_rows, Tuning(64, 64, num_stages=4), Tuning(64, 128, num_stages=4))
+            found.append(cut)
+            if tile_rows == rows[0]:
+                gate_ups = [(32, 64, 4, 4), (32, 128, 4, 4), (64, 64, 3, 4), (64, 64, 6, 4), (64, 128, 3, 4)]
+                gate_ups += [(128, 64, 3, 4), (128, 64, 4, 8), (64, 256, 2, 4)]
+                for outputs, inputs, stages, warps in gate_ups:
+                    found.append(replace(cut, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+                downs = [(64, 64, 4, 4), (64, 128, 3, 4), (64, 256, 2, 4), (64, 256, 3, 4), (128, 64, 4, 4)]
+                downs += [(128, 128, 3, 4), (128, 128, 3, 8), (32, 256, 3, 4)]
+                for outputs, inputs, stages, warps in downs:
+                    found.append(replace(cut, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+    if rows_mean >= 32:
+        for tile_rows in (64, 128):
+            base = replace(chosen, tile_rows=tile_rows)
+            for outputs, inputs, stages, warps in ((128, 64, 3, 8), (64, 64, 4, 4), (64, 64, 4, 8), (128, 32, 4, 8)):
+                found.append(replace(base, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+            for outputs, inputs, stages, warps in ((128, 64, 3, 8), (128, 64, 4, 4), (64, 64, 4, 4), (256, 64, 3, 8)):
+                found.append(replace(base, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+    return list(dict.fromkeys(found))
+
+
+def compile_some(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
+    """Launch kernels once with few experts, so that they lie in Triton's cache."""
+    layers: dict[ExpertShape, CudaExperts] = {}
+    for shape, num_tokens, cut in jobs:
+        small = replace(shape, num_experts=shape.num_chosen)
+        layer = layers.get(small) or layers.setdefault(small, random_experts(small, 1)[0])
+        hidden = torch.zeros(min(num_tokens, 16), shape.hidden, device="cuda", dtype=BF16)
+        try:
+            layer.run(hidden, cut)
+            torch.cuda.synchronize()
+        except Exception:
+            continue  # it will show up later
+
+
+def tune(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> Figures:
+    """Time cuts, and print the best ones."""
+    hidden = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=BF16)
+    device, results = layers[0]._device, []
+    chosen = choose_cut(num_tokens, shape, device)
+    for cut in candidates(num_tokens, shape, device):
+        us = attempt(cut_name(cut), lambda cut=cut: time_layers(layers, hidden, cut))
+        if us is not None:
+            results.append((us, cut_name(cut) + (" (chosen)" if cut == chosen else "")))
+    results.sort()
+    print(f"cuts for {num_tokens} tokens:", flush=True)
+    for us, name in results:
+        print(f"   {us:9.2f} {name}", flush=True)
+    return {name: us for us, name in results}
+
+
+def cut_name(cut: ExpertCut) -> str:
+    """Return a cut in a few characters: outputs x inputs, stages, warps."""
+
+    def name(tuning: Tuning) -> str:
+        return f"{tuning.outputs}x{tuning.inputs} s{tuning.num_stages} w{tuning.num_warps}"
+
+    return f"rows {cut.tile_rows}, gate_up {name(cut.gate_up)}, down {name(cut.down)}"
+
+
+def library_tflops(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> str:
+    """Return what torch's grouped product reaches for the first product alone."""
+    pairs = num_tokens * shape.num_chosen
+    x = torch.randn(pairs, shape.hidden, device="cuda", dtype=BF16)
+    ends = torch.arange(1, shape.num_experts + 1, device="cuda", dtype=torch.int32) * (pairs // shape.num_experts)
+    us = time_us([lambda: torch._grouped_mm(x, layer._gate_up.transpose(1, 2), offs=ends)] * 2)
+    return f"torch's grouped product, {num_tokens} tokens: {us:.1f} us, " + (
+        f"{4 * pairs * shape.hidden * shape.intermediate / us / 1e6:.0f} TFLOP/s"
+    )
+
+
+def main() -> None:
+    """Check, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="30b")
+    parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
+    parser.add_argument("--cuts", type=int, nargs="*", default=list(TUNED), help="numbers of tokens to try cuts for")
+    args = parser.parse_args()
+    require_gpu()
+    started = time.monotonic()
+    shape = SHAPES[args.shape]
+    device = Device.of(torch.device("cuda"))
+    jobs = [(shape, n, choose_cut(n, shape, device)) for n in args.tokens]
+    jobs += [(shape, n, cut) for n in args.cuts for cut in candidates(n, shape, device)]
+    num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        pool.map(compile_some, [jobs[index::num_processes] for index in range(num_processes)])
+    print(f"compiled {len(jobs)} cuts in {time.monotonic() - started:.0f} s", flush=True)
+    layer_bytes = 2 * 3 * shape.hidden * shape.intermediate * shape.num_experts
+    with torch.inference_mode():
+        layers = random_experts(shape, max(2, math.floor(LAYER_BYTES / layer_bytes)))
+        print(f"{torch.cuda.get_device_name()}, {len(layers)} layers of {args.shape}", flush=True)
+        for num_tokens in args.tokens:
+            print(attempt(f"check of {num_tokens}", partial(check, layers[0], num_tokens, shape)), flush=True)
+        figures: Figures = {}
+        for num_tokens in args.tokens:
+            some = layers if num_tokens <= 256 else layers[:2]
+            figures[f"{num_tokens} tokens"] = attempt(str(num_tokens), partial(measure, some, num_tokens, shape))
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+        for num_tokens in args.cuts:
+            some = layers if num_tokens <= 256 else layers[:2]
+            figures[f"cuts for {num_tokens}"] = attempt(str(num_tokens), partial(tune, some, num_tokens, shape))
+            print(f"{time.monotonic() - started:.0f} s", flush=True)
+        print(attempt("library", partial(library_tflops, layers[0], 8192, shape)), flush=True)
+    print_report("experts", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Which experts each token goes through, and the list of what each expert has to do: two launches.
+
+    route     the router's product with the norm folded in, split along its inputs; the last program of some tokens to
+              finish adds the parts in their order, and chooses the experts
+    arrange   sorts the pairs (token, one of its experts) by expert, cuts them into tiles, and normalizes the tokens
+
+A pair's number is token * k + rank. Nothing is counted by atomics: the order is that of the numbers, every time.
+
+Twins: `raypp.ops.routing.choose_experts`, and `arrange` of tests/gpu/reference_ops.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.routing import Routing
+
+_MAX_SPLITS = 16
+_SPLIT_INPUTS = 256  # loaded at once, before the tokens are there
+_MOST_SORTED_AT_ONCE = 4096
+_MOST_PROGRAMS = 1024  # that normalize tokens
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Each token's experts, the most likely first."""
+
+    experts: torch.Tensor  # [T, k] int32
+    weights: torch.Tensor  # [T, k] float32
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The pairs by expert, in tiles of one expert each, and the tokens normalized."""
+
+    normed: torch.Tensor  # [T, H]
+    pairs: torch.Tensor  # [T * k] int32: numbers of pairs, those of an expert side by side
+    tiles: torch.Tensor  # [3, most tiles] int32: expert (-1: no tile), first place in `pairs`, number of pairs
+    tile_rows: int  # the most pairs of a tile
+
+
+def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Return how many tiles there can be at most, however the pairs are spread over experts."""
+    return (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
+
+
+def route(
+    x: torch.Tensor, router: torch.Tensor, eps: float, routing: Routing, device: Device, workspace: Workspace
+) -> Routed:
+    """Return the experts of each token by its norm.
+
+    Shapes: x [T, H] contiguous, T at least 1; router [E, H] of x's type, with the norm's weight folded in.
+    """
+    (num_tokens, num_inputs), num_experts, chosen = x.shape, len(router), routing.num_chosen
+    tile_tokens = 8 if num_tokens <= 256 else 16 if num_tokens <= 1024 else 32
+    padded_experts = max(16, triton.next_power_of_2(num_experts))
+    strip_experts = min(64, padded_experts)
+    num_tiles, num_strips = triton.cdiv(num_tokens, tile_tokens), padded_experts // strip_experts
+    inputs = min(_SPLIT_INPUTS if tile_tokens == 8 else 128, max(16, triton.next_power_of_2(num_inputs)))
+    most_splits = max(1, 2 * device.num_processors // (num_tiles * num_strips))
+    num_splits = min(_MAX_SPLITS, triton.next_power_of_2(most_splits + 1) // 2, triton.cdiv(num_inputs, inputs))
+    floats = (num_tiles * num_splits * tile_tokens, padded_experts + 1)  # logits, and sums of squares behind all
+    partial = torch.empty(floats, dtype=torch.float32, device=x.device)
+    experts = torch.empty(num_tokens, chosen, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_tokens, chosen, dtype=torch.float32, device=x.device)
+    assert num_tiles <= workspace.counters.numel()
+    _route[(num_strips, num_splits, num_tiles)](
+        x,
+        router,
+        eps,
+        partial,
+        partial.numel() - num_tiles * num_splits * tile_tokens,
+        workspace.counters,
+        experts,
+        weights,
+        num_tokens,
+        num_inputs,
+        EXPERTS=num_experts,
+        CHOSEN=chosen,
+        CHOSEN_PADDED=triton.next_power_of_2(chosen),
+        NORMALIZES=routing.normalizes,
+        IS_HASHED=routing.is_even,
+        TOKENS=tile_tokens,
+        STRIP=strip_experts,
+        STRIPS=num_strips,
+        SPLITS=num_splits,
+        INPUTS=inputs,
+        IS_EVEN=num_inputs % (inputs * num_splits) == 0,
+        OVERLAPS=device.has_dependent_launch,
+        num_warps=4,
+        num_stages=3,
+        **device.launch_options,
+    )
+    return Routed(experts, weights)
+
+
+def arrange(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    routed: Routed,
+    num_experts: int,
+    tile_rows: int,
+    device: Device,
+) -> Arranged:
+    """Return what the products need. Shapes: x [T, H] contiguous, T at least 1; norm_weight [H]."""
+    num_tokens, size = x.shape
+    num_pairs = routed.experts.numel()
+    num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
+    normed = torch.empty_like(x)
+    pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
+    tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _arrange[(max(num_experts, min(num_tokens, _MOST_PROGRAMS)),)](
+        x,
+        norm_weight,
+        eps,
+        normed,
+        size,
+        num_tokens,
+        routed.experts,
+        num_pairs,
+        pairs,
+        tiles,
+        num_tiles,
+        EXPERTS=num_experts,
+        EXPERTS_PADDED=triton.next_power_of_2(num_experts + 1),
+        TILE_ROWS=tile_rows,
+        AT_ONCE=min(_MOST_SORTED_AT_ONCE, max(32, triton.next_power_of_2(num_pairs))),
+        BLOCK=block,
+        OVERLAPS=device.has_dependent_launch,
+        num_warps=min(8, max(4, block // 512)),
+        **device.launch_options,
+    )
+    return Arranged(normed, pairs, tiles, tile_rows)
+
+
+@triton.jit
+def _load(pointer, inside, IS_EVEN: tl.constexpr):
+    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
+    if IS_EVEN:
+        return tl.load(pointer)
+    return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def _hashed(logits, expert):
+    """Return `raypp.ops.routing._hashed` of logits [T, E]: int64, not negative."""
+    mixed = logits.to(tl.uint32, bitcast=True) + ((expert + 1).to(tl.uint32) * 0x9E3779B9)[None, :]
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
+    mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B
+    return (mixed ^ (mixed >> 16)).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "squares_offset"])
+def _route(
+    x,
+    router,
+    eps,
+    partial,
+    squares_offset,
+    counters,
+    experts,
+    weights,
+    num_tokens,
+    num_inputs,
+    EXPERTS: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    CHOSEN_PADDED: tl.constexpr,
+    NORMALIZES: tl.constexpr,
+    IS_HASHED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STRIP: tl.constexpr,
+    STRIPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    PADDED: tl.constexpr = STRIP * STRIPS
+    strip, split, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    expert = strip * STRIP + tl.arange(0, STRIP)
+    token = tile * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, INPUTS)
+    # Past the end, experts and tokens are computed again, and not used.
+    cell = tl.minimum(expert, EXPERTS - 1)[:, None] * num_inputs + column[None, :]
+    x_cell = tl.minimum(token, num_tokens - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
+    first = split * split_inputs
+    last = tl.minimum(first + split_inputs, num_inputs)
+    inside = (first + column < last)[None, :]
+    first_piece = _load(router + cell + first, inside, IS_EVEN)
+    start(OVERLAPS)
+    value = _load(x + x_cell + first, inside, IS_EVEN)
+    squares = tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
+    total = tl.dot(first_piece, tl.trans(value))
+    for begin in range(first + INPUTS, last, INPUTS):
+        inside = (begin + column < last)[None, :]
+        value = _load(x + x_cell + begin, inside, IS_EVEN)
+        piece = _load(router + cell + begin, inside, IS_EVEN)
+        squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
+        total = tl.dot(piece, tl.trans(value), total)
+
+    row = tl.arange(0, TOKENS)
+    part = (tile * SPLITS + split) * TOKENS + row
+    tl.store(partial + part[:, None] * PADDED + expert[None, :], tl.trans(total))
+    if strip == 0:
+        tl.store(partial + squares_offset + part, squares)
+    if arrives_last(counters + tile, STRIPS * SPLITS):
+        index = tl.arange(0, PADDED)
+        logits = tl.zeros((TOKENS, PADDED), tl.float32)
+        squares = tl.zeros((TOKENS,), tl.float32)
+        for other in tl.static_range(SPLITS):  # written out, so that the parts come at once
+            part = (tile * SPLITS + other) * TOKENS + row
+            logits += tl.load(partial + part[:, None] * PADDED + index[None, :], cache_modifier=".cg")
+            squares += tl.load(partial + squares_offset + part, cache_modifier=".cg")
+        logits *= tl.rsqrt(squares / num_inputs + eps)[:, None]
+        is_expert = (index < EXPERTS)[None, :]
+        logits = tl.where(is_expert, logits, float("-inf"))
+        likely = tl.exp(logits - tl.max(logits, 1)[:, None])
+        likely /= tl.sum(likely, 1)[:, None]
+        ranked = tl.where(is_expert, _hashed(logits, index), -1) if IS_HASHED else tl.where(is_expert, likely, -1.0)
+        rank = tl.arange(0, CHOSEN_PADDED)
+        found = tl.zeros((TOKENS, CHOSEN_PADDED), tl.int32)
+        weight = tl.zeros((TOKENS, CHOSEN_PADDED), tl.float32)
+        for place in range(CHOSEN):
+            best = tl.minimum(tl.argmax(ranked, 1), EXPERTS - 1)  # of no numbers any; of equal ones the lower expert
+            is_best = index[None, :] == best[:, None]
+            found = tl.where(rank[None, :] == place, best[:, None], found)
+            share = tl.sum(tl.where(is_best, likely, 0.0), 1)
+            weight = tl.where(rank[None, :] == place, share[:, None], weight)
+            ranked = tl.where(is_best, -1, ranked)
+        if NORMALIZES:
+            weight /= tl.sum(weight, 1)[:, None]
+        pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
+        mask = (token < num_tokens)[:, None] & (rank < CHOSEN)[None, :]
+        tl.store(experts + pair, found, mask=mask)
+        tl.store(weights + pair, weight, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "num_tiles"])
+def _arrange(
+    x,
+    norm_weight,
+    eps,
+    normed,
+    size,
+    num_tokens,
+    experts,
+    num_pairs,
+    pairs,
+    tiles,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    start(OVERLAPS)
+    for token in range(expert, num_tokens, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64) * size + column
+        value = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
+        value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
+        tl.store(normed + row, value.to(normed.dtype.element_ty), mask=inside)
+    if expert < EXPERTS:
+        other = tl.arange(0, EXPERTS_PADDED)
+        index = tl.arange(0, AT_ONCE)
+        counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
+        for begin in range(0, num_pairs, AT_ONCE):
+            of_pair = tl.load(experts + begin + index, mask=begin + index < num_pairs, other=EXPERTS)
+            counts += tl.histogram(of_pair, EXPERTS_PADDED)
+        num_before = tl.sum(tl.where(other < expert, counts, 0), 0)
+        num_own = tl.sum(tl.where(other == expert, counts, 0), 0)
+        own_tiles = tl.where(other < EXPERTS, (counts + TILE_ROWS - 1) // TILE_ROWS, 0)
+        tiles_before = tl.sum(tl.where(other < expert, own_tiles, 0), 0)
+        num_own_tiles = (num_own + TILE_ROWS - 1) // TILE_ROWS
+        some = tl.arange(0, 32)
+        for begin in range(0, num_own_tiles, 32):
+            number = begin + some
+            mask = number < num_own_tiles
+            tile = tiles + tiles_before + number
+            tl.store(tile, tl.zeros((32,), tl.int32) + expert, mask=mask)
+            tl.store(tile + num_tiles, num_before + number * TILE_ROWS, mask=mask)
+            tl.store(tile + 2 * num_tiles, tl.minimum(num_own - number * TILE_ROWS, TILE_ROWS), mask=mask)
+        if expert == EXPERTS - 1:  # the rest of the tiles
+            for begin in range(tiles_before + num_own_tiles, num_tiles, 32):
+                tl.store(tiles + begin + some, tl.full((32,), -1, tl.int32), mask=begin + some < num_tiles)
+        place = num_before
+        for begin in range(0, num_pairs, AT_ONCE):
+            pair = begin + index
+            is_own = (tl.load(experts + pair, mask=pair < num_pairs, other=EXPERTS) == expert).to(tl.int32)
+            tl.store(pairs + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own > 0)
+            place += tl.sum(is_own, 0)
