@@ -25,7 +25,8 @@ _SMALLEST = 2**30 // 200  # what two decimals show of a GiB
 
 def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of an answer, as `raypp.plan.fit_description.describe_fit` gives it."""
-    model, num_stages = f"{fit['model']} ({fit['architecture']}, {fit['dtype']})", len(fit["stages"])
+    types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
+    model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
     yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
     yield ""
     yield from _answer(fit)

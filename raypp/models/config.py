@@ -16,6 +16,7 @@ from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_ten
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.generation_config import GENERATION_CONFIG
+from raypp.models.kv_cache_scheme import has_fp8_kv_cache
 from raypp.models.quantization import Quantization
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
@@ -79,6 +80,7 @@ class ModelConfig:
     vision: VisionConfig | None = None  # None: it reads text alone
     experts: ExpertConfig | None = None  # None: all layers are dense
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
+    has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
 
     @property
     def num_deepstack_layers(self) -> int:
@@ -132,6 +134,7 @@ def load_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(path, fields),
         weight_prefix=family.weight_prefix,
         vision=vision,
+        has_fp8_kv_cache=has_fp8_kv_cache(fields),
     )
 
 

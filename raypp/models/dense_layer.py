@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raypp.models.config import ModelConfig
+from raypp.models.kv_scales import read_kv_scales
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import KernelSet
@@ -48,7 +49,7 @@ def read_attention(config: ModelConfig, weights: WeightReader, num_inputs: int) 
         q_norm, k_norm = (weights.tensor(f"{name}_norm.weight", head_dim) for name in "qk")
         norm = HeadNorm(q_norm, k_norm, config.rms_norm_eps)
     return AttentionWeights(
-        heads=Heads(config.num_heads, config.num_kv_heads, head_dim, norm),
+        heads=Heads(config.num_heads, config.num_kv_heads, head_dim, norm, *read_kv_scales(weights)),
         qkv=weights.weight(("q_proj", "k_proj", "v_proj"), rows, num_inputs),
         qkv_bias=qkv_bias,
         output=weights.weight(("o_proj",), (hidden,), q_size),

@@ -38,6 +38,11 @@ class PickledWeights:
         check_tensor(self._file, name, got, (shape, dtype), holds_floats=is_float)
         return tensor.to(dtype, copy=True)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, None if there is none of that name."""
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tuple(tensor.shape)
+
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
         return self._tensors.keys() - self._read

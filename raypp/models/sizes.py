@@ -32,6 +32,6 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return (config.vocab_size + 1) * config.hidden_size * dtype_bytes
 
 
-def kv_bytes_per_token_per_layer(config: ModelConfig, dtype_bytes: int) -> int:
+def kv_bytes_per_token_per_layer(config: ModelConfig, kv_dtype_bytes: int) -> int:
     """Return the bytes of KV cache that one token takes in one layer."""
-    return 2 * config.num_kv_heads * config.head_dim * dtype_bytes
+    return 2 * config.num_kv_heads * config.head_dim * kv_dtype_bytes

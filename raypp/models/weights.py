@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ class WeightSource(Protocol):
         Raises:
             ModelLoadError: there is none of that name and shape.
         """
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor that a checkpoint may have or not, None if it has none of that name."""
 
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
@@ -65,6 +69,11 @@ class CheckpointWeights:
             raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
         # Never the mapping itself: a file that is replaced later must not change or kill a running engine.
         return tensor.to(dtype, copy=True)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, None if there is none of that name."""
+        file_name = self._file_of_tensor.get(name)
+        return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
 
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
@@ -169,6 +178,10 @@ class DummyWeights:
             chunk.copy_(noise[: len(chunk)])
         return tensor
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return None: what a checkpoint need not have is not there."""
+        return None
+
     def unread(self) -> Collection[str]:
         """Return nothing: what nobody asks for is not there."""
         return ()
@@ -220,19 +233,30 @@ class WeightReader:
         self._source = source
         self._dtype = dtype
         self.device = device
-        self._prefix = prefix
+        self.prefix = prefix
 
     def below(self, prefix: str) -> WeightReader:
         """Return a reader of the tensors below a further prefix."""
-        return WeightReader(self._source, self._dtype, self.device, self._prefix + prefix)
+        return WeightReader(self._source, self._dtype, self.device, self.prefix + prefix)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
-        return self._source.get(self._prefix + name, shape, self._dtype).to(self.device)
+        return self._source.get(self.prefix + name, shape, self._dtype).to(self.device)
+
+    def number(self, name: str) -> float | None:
+        """Return a tensor of one element that the checkpoint may have or not, None if it has none of that name."""
+        shape = self._source.shape_of(self.prefix + name)
+        if shape is None:
+            return None
+        if math.prod(shape) != 1:
+            raise ModelLoadError(
+                f"tensor {self.prefix}{name} is not one number", got=f"shape {list(shape)}", expected="one element"
+            )
+        return float(self._source.get(self.prefix + name, shape, torch.float32))
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor of integers, int64."""
-        return self._source.get(self._prefix + name, shape, torch.int64).to(self.device)
+        return self._source.get(self.prefix + name, shape, torch.int64).to(self.device)
 
     def weight(self, modules: Sequence[str], rows: Sequence[int], num_inputs: int) -> Weight:
         """Return the weights of linear layers of the same inputs as one product, one below the other.
@@ -250,5 +274,5 @@ class WeightReader:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
         stacked = torch.empty(sum(rows), *columns, dtype=self._dtype, device=self.device)
         for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
-            part.copy_(self._source.get(self._prefix + name, (count, *columns), self._dtype))
+            part.copy_(self._source.get(self.prefix + name, (count, *columns), self._dtype))
         return stacked

@@ -28,6 +28,10 @@ class Heads:
     num_kv_heads: int  # Hk, a divisor of Hq
     head_dim: int  # D
     norm: HeadNorm | None = None
+    k_scale: float = 1.0
+    """What keys are divided by before a cache in 8 bits holds them; a cache of more bits holds them as they are."""
+    v_scale: float = 1.0
+    """The same of values."""
 
     @property
     def scale(self) -> float:

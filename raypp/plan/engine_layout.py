@@ -15,6 +15,7 @@ from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.sizes import kv_bytes_per_token_per_layer
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
+from raypp.plan.kv_dtype import choose_kv_dtype
 from raypp.plan.layer_partition import layers_per_stage
 from raypp.plan.speculation_plan import (
     draft_head,
@@ -26,7 +27,7 @@ from raypp.plan.speculation_plan import (
 from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes
 from raypp.stage.stage_spec import DraftHeadSpec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class EngineLayout:
     model_path: Path
     model: ModelConfig
     dtype: str
+    kv_dtype: str  # of the KV cache
     device: str
     num_threads: int  # compute threads of a stage
     ngram_window: int  # 0 without speculation
@@ -48,7 +50,7 @@ class EngineLayout:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a weight, and of an element of the KV cache."""
+        """Bytes of a weight, and of an activation."""
         return DTYPE_BYTES[self.dtype]
 
     @property
@@ -76,11 +78,12 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
     dtype = _dtype(config, model, device)
-    dtype_bytes = DTYPE_BYTES[dtype]
+    kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)
+    dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
     layers = layers_per_stage(config, model, head, dtype_bytes, device)
-    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, dtype_bytes)
+    block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
     weight_bytes = stage_weight_bytes(model, layers, dtype_bytes)
     starts = [sum(layers[:index]) for index in range(num_stages)]
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
@@ -90,7 +93,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     if head is not None:
         head_bytes = draft_head_bytes(head, model, num_stages, dtype_bytes)
         weight_bytes[-1] += head_bytes
-        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, dtype_bytes)
+        stage_block_bytes[-1] += config.cache.block_size * kv_bytes_per_token_per_layer(head.layer, kv_dtype_bytes)
     encoders = plan_encoders(
         config,
         model,
@@ -117,6 +120,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         model_path=model_path,
         model=model,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         device=device,
         num_threads=num_threads,
         ngram_window=window,

@@ -59,6 +59,7 @@ class EnginePlan:
     model_path: str
     model: ModelConfig
     dtype: str
+    kv_dtype: str  # of the KV cache
     device: str
     transport: TransportKind
     max_model_len: int
@@ -74,8 +75,13 @@ class EnginePlan:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a weight, and of an element of the KV cache."""
+        """Bytes of a weight, and of an activation."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def kv_dtype_bytes(self) -> int:
+        """Bytes of an element of the KV cache."""
+        return DTYPE_BYTES[self.kv_dtype]
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -130,6 +136,7 @@ class EnginePlan:
             model_path=self.model_path,
             load_format=self.config.model.load_format,
             dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
             device=self.device,
             seed=self.config.model.seed,
             num_threads=self.num_threads,
@@ -163,6 +170,7 @@ class EnginePlan:
             device=self.device,
             max_model_len=self.max_model_len,
             num_kv_blocks=self.num_blocks,
+            kv_cache_dtype="model" if self.kv_dtype == self.dtype else "fp8",
             layer_partition=[stage.num_layers for stage in self.stages],
             transport=self.transport,
             stage_num_threads=self.num_threads,
@@ -185,6 +193,7 @@ class EnginePlan:
             "model": self.config.model.model,
             "architecture": self.model.architecture,
             "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_dtype,
             "vocab_size": self.model.vocab_size,
             "device": self.device,
             "transport": self.transport,
@@ -267,6 +276,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         model_path=str(layout.model_path),
         model=model,
         dtype=layout.dtype,
+        kv_dtype=layout.kv_dtype,
         device=layout.device,
         transport=_transport(config, layout.device),
         max_model_len=longest_request(config, model, num_blocks),

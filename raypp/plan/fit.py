@@ -64,6 +64,7 @@ class Fit:
             "model": self.config.model.model,
             "architecture": self.layout.model.architecture,
             "dtype": self.layout.dtype,
+            "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,
             "machines": None if self.machines is None else [asdict(machine) for machine in self.machines],
             "num_machines_used": self.num_machines,

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 _NO_GPUS = (0, "", 0, (0, 0))
+_FP8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,11 @@ class Hardware:
     gpu_name: str = ""
     gpu_memory_bytes: int = 0  # of the smallest GPU
     gpu_capability: tuple[int, int] = (0, 0)  # the lowest compute capability; (0, 0): not known
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the GPUs convert and multiply float8_e4m3fn."""
+        return self.gpu_capability >= _FP8_CAPABILITY
 
     def threads_per_stage(self, num_stages: int) -> int:
         """Return the compute threads of each of `num_stages` stages on this machine; the driver needs a core, too."""

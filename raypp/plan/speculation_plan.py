@@ -19,7 +19,6 @@ from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, wides
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
-_FP8_CAPABILITY = (8, 9)  # of GPUs that multiply float8_e4m3fn
 _LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
 _FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
@@ -94,7 +93,7 @@ def draft_head(
 
 def _has_8_bit_weights(config: EngineConfig, hardware: Hardware, device: str, dtype: str) -> bool:
     asked, major_minor = config.speculative.head_weights, hardware.gpu_capability
-    is_possible = device == "cuda" and dtype in ("bfloat16", "float16") and major_minor >= _FP8_CAPABILITY
+    is_possible = device == "cuda" and dtype in ("bfloat16", "float16") and hardware.has_fp8
     if asked == "fp8" and not is_possible:
         raise ConfigError(
             "the draft head's weights cannot be read in 8 bits here",

@@ -84,7 +84,7 @@ def memory_of_stages(
         hardware: Its memory, or the machine's.
         model: Sizes of a step's tensors.
         device: `cpu` or `cuda`.
-        dtype_bytes: Of weights, activations and KV.
+        dtype_bytes: Of weights and activations.
         weight_bytes: Of each stage.
         block_bytes: What a KV block takes on each stage.
         speculation_bytes: What speculation keeps on each stage, weights and KV aside.
@@ -151,7 +151,7 @@ def stage_budget_bytes(
         hardware: Its memory, or the machine's.
         model: Sizes of a step's tensors.
         device: `cpu` or `cuda`.
-        dtype_bytes: Of weights, activations and KV.
+        dtype_bytes: Of weights and activations.
     """
     if device == "cpu":
         return hardware.memory_bytes

@@ -106,7 +106,7 @@ def max_layers_by_memory(plan: EnginePlan, hardware: Hardware) -> list[int]:
     cache = plan.config.cache
     # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
-    kv_bytes = num_blocks * cache.block_size * kv_bytes_per_token_per_layer(model, dtype_bytes)
+    kv_bytes = num_blocks * cache.block_size * kv_bytes_per_token_per_layer(model, plan.kv_dtype_bytes)
     layer_bytes = layer_weight_bytes(model, dtype_bytes) + kv_bytes
     besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
     besides[-1] += plan.stages[-1].draft_head_bytes

@@ -156,7 +156,7 @@ def build_stage(
 
 def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[torch.Tensor]:
     """Return the KV cache of each of the stage's layers, all zeros."""
-    dtype, device = getattr(torch, spec.dtype), torch.device(spec.device)
+    dtype, device = getattr(torch, spec.kv_dtype), torch.device(spec.device)
     return [
         allocate_kv_cache(spec.num_blocks, spec.block_size, config.num_kv_heads, config.head_dim, dtype, device)
         for _ in range(spec.start_layer, spec.end_layer)

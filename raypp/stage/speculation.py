@@ -192,7 +192,7 @@ def _proposer(spec: StageSpec, tokens: torch.Tensor, head: DraftHead | None, blo
         spec.block_size,
         layer.num_kv_heads,
         layer.head_dim,
-        getattr(torch, spec.dtype),
+        getattr(torch, spec.kv_dtype),
         block_tables.device,
     )
     eagle = EagleProposer(head, kv_cache, block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)

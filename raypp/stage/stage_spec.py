@@ -48,7 +48,8 @@ class StageSpec:
     end_layer: int  # exclusive
     model_path: str
     load_format: Literal["auto", "dummy"]
-    dtype: str  # a torch dtype's name
+    dtype: str  # a torch dtype's name, of weights and activations
+    kv_dtype: str  # of the KV cache
     device: str  # a torch device
     seed: int
     num_threads: int

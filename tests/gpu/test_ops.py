@@ -328,7 +328,7 @@ def test_attention_of_a_mixed_step(prefill, has_norm):
     expected_cache = cache.clone()
     q = reference.append_heads(qkv, heads, positions, frequencies, batch.slot_mapping, expected_cache)
     k, v = (side.transpose(1, 2).flatten(0, 1)[batch.slot_mapping] for side in expected_cache)
-    expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads.scale).flatten(1)
+    expected = paged_attention(q, k, v, expected_cache.clone(), batch, heads).flatten(1)
 
     chosen = choose_kernels(CUDA, BF16)
     assert isinstance(chosen, CudaKernels)

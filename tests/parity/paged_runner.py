@@ -30,6 +30,7 @@ class PagedRunner:
         block_size: Tokens per KV block.
         seed: Of the order in which rows own the blocks.
         source: Weights; None: the checkpoint's.
+        kv_dtype: Of the KV caches.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class PagedRunner:
         block_size: int = 4,
         seed: int = 0,
         source: WeightSource | None = None,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         config = load_model_config(path)
         ends = [*cuts, config.num_layers]
@@ -59,7 +61,7 @@ class PagedRunner:
         self._tables = torch.tensor(blocks, dtype=torch.int32).view(len(rows), blocks_per_row)
         self._caches = [
             [
-                allocate_kv_cache(1 + len(blocks), block_size, config.num_kv_heads, config.head_dim, torch.float32, CPU)
+                allocate_kv_cache(1 + len(blocks), block_size, config.num_kv_heads, config.head_dim, kv_dtype, CPU)
                 for _ in range(start, end)
             ]
             for start, end in zip([0, *cuts], ends, strict=True)

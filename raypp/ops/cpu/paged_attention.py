@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from raypp.ops.attention import AttentionBatch
-from raypp.ops.kv_cache import cache_rows, write_kv_cache
+from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.kv_cache import FP8, as_cached, cache_rows, gather_blocks, write_kv_cache
 
 GROUP_BYTES = 2 << 20
 """Gathered KV of a group of decode rows. Larger than a core's cache, and attention waits for memory."""
@@ -58,7 +58,7 @@ class AttentionPlan:
 
 
 def paged_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, batch: AttentionBatch, heads: Heads
 ) -> torch.Tensor:
     """Write the step's keys and values into the cache and return the attention's output, [T, Hq, D].
 
@@ -72,12 +72,13 @@ def paged_attention(
         v: Values of the step's tokens.
         kv_cache: The layer's cache, see `raypp.ops.kv_cache`.
         batch: The step.
-        scale: Multiplies the scores, usually D ** -0.5.
+        heads: The layer's.
     """
     plan = batch.plan
     if plan is None:  # the first layer prepares for all: they differ in nothing that the plan depends on
         plan = batch.plan = plan_attention(
             kv_cache,
+            dtype=q.dtype,
             num_heads=q.shape[1],
             num_decode_rows=batch.num_decode_rows,
             decode_query_len=batch.decode_query_len,
@@ -88,12 +89,13 @@ def paged_attention(
             prefill_seq_lens=batch.prefill_seq_lens,
         )
     assert isinstance(plan, AttentionPlan)
-    return run_attention(q, k, v, kv_cache, plan, scale)
+    return run_attention(q, k, v, kv_cache, plan, heads)
 
 
 def plan_attention(
     kv_cache: torch.Tensor,
     *,
+    dtype: torch.dtype,
     num_heads: int,
     num_decode_rows: int,
     decode_query_len: int,
@@ -103,7 +105,10 @@ def plan_attention(
     prefill_query_lens: list[int],
     prefill_seq_lens: list[int],
 ) -> AttentionPlan:
-    """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host."""
+    """Prepare a step; see `AttentionBatch` for the arguments. Reads lengths from the device, which is the host.
+
+    `dtype` is that of the queries.
+    """
     decode_lens = seq_lens[:num_decode_rows].tolist() if num_decode_rows else []
     num_decode_tokens = num_decode_rows * decode_query_len
     key_rows, value_rows = cache_rows(kv_cache, slot_mapping)
@@ -112,18 +117,30 @@ def plan_attention(
         value_rows=value_rows,
         num_decode_tokens=num_decode_tokens,
         decode_query_len=decode_query_len,
-        decode_groups=_decode_groups(kv_cache, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
+        decode_groups=_decode_groups(kv_cache, dtype, num_heads, decode_query_len, decode_lens, seq_lens, block_tables),
         prefill_rows=_prefill_rows(
-            kv_cache, num_decode_tokens, prefill_query_lens, prefill_seq_lens, block_tables[num_decode_rows:]
+            kv_cache, dtype, num_decode_tokens, prefill_query_lens, prefill_seq_lens, block_tables[num_decode_rows:]
         ),
     )
 
 
 def run_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, heads: Heads
 ) -> torch.Tensor:
     """Write k and v and attend, as `paged_attention` says, over a prepared step."""
+    scales = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
+    k, v = as_cached(k, kv_cache, scales[0]), as_cached(v, kv_cache, scales[1])
     write_kv_cache(kv_cache, k, v, plan.key_rows, plan.value_rows)
+    # A product with the scales is one with the scores, and one with the output.
+    score_scale = heads.scale * scales[0]
+    out = _attend(q, k, v, kv_cache, plan, score_scale)
+    return out if scales[1] == 1.0 else out.mul_(scales[1])
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float
+) -> torch.Tensor:
+    """Return the weighted sum of what the cache holds, [T, Hq, D]; k and v are as it holds them."""
     if len(plan.decode_groups) == 1 and not plan.prefill_rows:
         return _attend_decode(q, kv_cache, plan.decode_query_len, plan.decode_groups[0], scale)
     out = torch.empty_like(q)
@@ -145,13 +162,13 @@ def _attend_decode(
     q: torch.Tensor, kv_cache: torch.Tensor, query_len: int, group: DecodeGroup, scale: float
 ) -> torch.Tensor:
     """Return the output of a group's rows. Shapes: q [R * Q, Hq, D], returned alike."""
-    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    num_kv_heads, _, head_dim = kv_cache.shape[2:]
     num_rows, length = group.num_rows, group.length
-    gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, group.head_blocks)
-    # Other rows may have left infinity or NaN there, and a weight of 0 times that is NaN.
-    gathered.view(-1, head_dim).index_fill_(0, group.behind, 0)
+    gathered = gather_blocks(kv_cache, group.head_blocks)
     if gathered.dtype != group.mask.dtype:
         gathered = gathered.to(group.mask.dtype)
+    # Other rows may have left infinity or NaN there, and a weight of 0 times that is NaN.
+    gathered.view(-1, head_dim).index_fill_(0, group.behind, 0)
     keys, values = gathered.view(2, num_rows * num_kv_heads, length, head_dim).unbind(0)
     # The heads that share a KV head become query rows of one product: nothing is repeated. Views only when Q is 1.
     heads = q.view(num_rows, query_len, num_kv_heads, -1, head_dim).transpose(1, 2)
@@ -168,14 +185,14 @@ def _attend_prefill(
     if row.head_blocks is None:
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
     else:
-        num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
-        gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, row.head_blocks)
+        num_kv_heads, _, head_dim = kv_cache.shape[2:]
+        gathered = gather_blocks(kv_cache, row.head_blocks)
         keys, values = gathered.view(2, num_kv_heads, -1, head_dim)[:, :, : row.seq_len].unbind(0)
     return (
         F.scaled_dot_product_attention(
             q.transpose(0, 1).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
+            keys.to(q.dtype).unsqueeze(0),
+            values.to(q.dtype).unsqueeze(0),
             attn_mask=row.mask,
             is_causal=row.mask is None,
             scale=scale,
@@ -188,6 +205,7 @@ def _attend_prefill(
 
 def _decode_groups(
     kv_cache: torch.Tensor,
+    dtype: torch.dtype,
     num_heads: int,
     query_len: int,
     lens: list[int],
@@ -199,7 +217,8 @@ def _decode_groups(
         return []
     bytes_per_token = 2 * kv_cache.shape[2] * kv_cache.shape[4] * 4
     if max(lens) * len(lens) * bytes_per_token <= GROUP_BYTES or len(lens) == 1:
-        return [_decode_group(kv_cache, num_heads, query_len, max(lens), seq_lens[: len(lens)], block_tables, None)]
+        rows_lens = seq_lens[: len(lens)]
+        return [_decode_group(kv_cache, dtype, num_heads, query_len, max(lens), rows_lens, block_tables, None)]
     groups, members = [], list[int]()
     for row in [*sorted(range(len(lens)), key=lens.__getitem__), None]:
         if members and (row is None or (len(members) + 1) * lens[row] * bytes_per_token > GROUP_BYTES):
@@ -207,6 +226,7 @@ def _decode_groups(
             groups.append(
                 _decode_group(
                     kv_cache,
+                    dtype,
                     num_heads,
                     query_len,
                     lens[members[-1]],
@@ -223,6 +243,7 @@ def _decode_groups(
 
 def _decode_group(
     kv_cache: torch.Tensor,
+    dtype: torch.dtype,
     num_heads: int,
     query_len: int,
     max_len: int,
@@ -241,7 +262,7 @@ def _decode_group(
     else:
         offsets = torch.arange(1 - query_len, 1, dtype=torch.int32, device=kv_cache.device)
         bounds = (seq_lens.view(num_rows, 1) + offsets).unsqueeze(2)
-    mask = _additive_mask(positions < bounds, torch.promote_types(kv_cache.dtype, torch.float32))  # [R, Q, L]
+    mask = _additive_mask(positions < bounds, torch.promote_types(dtype, torch.float32))  # [R, Q, L]
     group_heads = 1 if query_len == 1 else num_heads // num_kv_heads
     mask = mask.view(num_rows, 1, query_len, 1, length).expand(-1, num_kv_heads, -1, group_heads, -1)
     return DecodeGroup(
@@ -277,6 +298,7 @@ def _head_blocks(kv_cache: torch.Tensor, block_tables: torch.Tensor) -> torch.Te
 
 def _prefill_rows(
     kv_cache: torch.Tensor,
+    dtype: torch.dtype,
     first_token: int,
     query_lens: list[int],
     seq_lens: list[int],
@@ -288,7 +310,7 @@ def _prefill_rows(
         if query_len < seq_len:
             head_blocks = _head_blocks(kv_cache, block_tables[index : index + 1, : -(-seq_len // block_size)])
             positions = torch.arange(seq_len, device=kv_cache.device)
-            mask = _additive_mask(positions <= positions[seq_len - query_len :].unsqueeze(1), kv_cache.dtype)
+            mask = _additive_mask(positions <= positions[seq_len - query_len :].unsqueeze(1), dtype)
         rows.append(PrefillRow(start, start + query_len, seq_len, head_blocks, mask))
         start += query_len
     return rows

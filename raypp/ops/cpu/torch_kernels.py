@@ -14,7 +14,7 @@ from raypp.ops.break_point import break_point
 from raypp.ops.cpu.linear import Linear
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.rms_norm import RMSNorm
-from raypp.ops.kv_cache import cache_rows, write_kv_cache
+from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
 from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
@@ -192,7 +192,7 @@ class TorchAttention:
         self._qkv_shape = (-1, num_heads + 2 * num_kv_heads, heads.head_dim)
         self._qk_v_split = (num_heads + num_kv_heads, num_kv_heads)
         self._head_split = (num_heads, num_kv_heads)
-        self._scale = heads.scale
+        self._heads = heads
         self._norm: RMSNorm | None = None
         if norm is not None:  # one weight per head: both norms are one call
             q_weight = norm.q_weight.expand(num_heads, heads.head_dim)
@@ -208,15 +208,16 @@ class TorchAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the output, [T, Hq * D]; see `raypp.ops.backend.Attention`."""
-        q, k, v = self._heads(qkv, by)
-        return _attend(q, k, v, kv_cache, batch, self._scale, out)
+        q, k, v = self._make_heads(qkv, by)
+        return _attend(q, k, v, kv_cache, batch, self._heads, out)
 
     def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Only write the cache."""
-        _, k, v = self._heads(qkv, by)
+        _, k, v = self._make_heads(qkv, by)
+        k, v = as_cached(k, kv_cache, self._heads.k_scale), as_cached(v, kv_cache, self._heads.v_scale)
         write_kv_cache(kv_cache, k, v, *cache_rows(kv_cache, slot_mapping))
 
-    def _heads(self, qkv: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _make_heads(self, qkv: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalized and rotated, and values, each [T, heads, D]."""
         qk, v = qkv.view(self._qkv_shape).split_with_sizes(self._qk_v_split, 1)
         if self._norm is not None:
@@ -232,12 +233,12 @@ def _attend(
     v: torch.Tensor,
     kv_cache: torch.Tensor,
     batch: AttentionBatch,
-    scale: float,
+    heads: Heads,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the output, [T, Hq * D]; in the first rows of `out` if that is given. Its groups depend on lengths."""
     if out is None:
-        return paged_attention(q, k, v, kv_cache, batch, scale).flatten(1)
+        return paged_attention(q, k, v, kv_cache, batch, heads).flatten(1)
     num_tokens = batch.num_tokens
-    out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, scale).flatten(1)
+    out[:num_tokens] = paged_attention(q[:num_tokens], k, v, kv_cache, batch, heads).flatten(1)
     return out

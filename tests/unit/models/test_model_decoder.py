@@ -24,6 +24,9 @@ class RecordingWeights:
         self.num_bytes = {}
         self.shapes = {}
 
+    def shape_of(self, name):
+        return None
+
     def get(self, name, shape, dtype):
         tensor = DummyWeights(3).get(name, shape, dtype)
         self.num_bytes[name], self.shapes[name] = tensor.nbytes, shape

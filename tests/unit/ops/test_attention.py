@@ -13,7 +13,7 @@ from raypp.ops.attention import AttentionBatch, Heads
 from raypp.ops.cpu import paged_attention as attention_module
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cuda.prefill_attention import SdpaPrefill
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import FP8, allocate_kv_cache, as_cached
 
 HEAD_DIM = 8
 SCALE = HEAD_DIM**-0.5
@@ -25,6 +25,7 @@ class Step:
     Args:
         decode_lens: Each decode row's length, this step included.
         prefill: Each prefill row's (tokens of this step, length).
+        kv_dtype: Of the cache; None: as the queries.
     """
 
     def __init__(
@@ -38,15 +39,19 @@ class Step:
         block_size=4,
         dtype=torch.float32,
         seed=0,
+        kv_dtype=None,
+        scales=(1.0, 1.0),
     ):
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        self.heads = Heads(num_heads, num_kv_heads, HEAD_DIM, None, *scales)
         self.seq_lens = [*decode_lens, *(length for _, length in prefill)]
         self.query_lens = [query_len] * len(decode_lens) + [count for count, _ in prefill]
         width = -(-max(self.seq_lens) // block_size)
         blocks = list(range(1, 1 + width * len(self.seq_lens)))
         rng.shuffle(blocks)
         self.tables = torch.tensor(blocks, dtype=torch.int32).view(len(self.seq_lens), width)
-        self.cache = allocate_kv_cache(1 + len(blocks), block_size, num_kv_heads, HEAD_DIM, dtype, torch.device("cpu"))
+        kv_dtype, cpu = kv_dtype or dtype, torch.device("cpu")
+        self.cache = allocate_kv_cache(1 + len(blocks), block_size, num_kv_heads, HEAD_DIM, kv_dtype, cpu)
         self.cache.copy_(torch.randn(self.cache.shape, generator=generator))
         num_tokens = sum(self.query_lens)
         self.q = torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator).to(dtype)
@@ -71,7 +76,7 @@ class Step:
         expected = reference.paged_attention(
             self.q, self.k, self.v, expected_cache, self.query_lens, self.seq_lens, self.tables, SCALE
         )
-        got = paged_attention(self.q, self.k, self.v, self.cache, self.batch, SCALE)
+        got = paged_attention(self.q, self.k, self.v, self.cache, self.batch, self.heads)
         assert torch.equal(self.cache, expected_cache)
         assert got.dtype == self.q.dtype
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
@@ -153,9 +158,9 @@ def test_what_lies_behind_a_rows_length_reaches_nobody(monkeypatch, query_len, g
         step = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)
         plain = Step((9, 30, 4, 17), ((5, 11), (6, 6)), query_len=query_len, dtype=dtype)
         _poison(step)
-        got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, SCALE)
+        got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, step.heads)
         assert got.isfinite().all()
-        expected = paged_attention(plain.q, plain.k, plain.v, plain.cache, plain.batch, SCALE)
+        expected = paged_attention(plain.q, plain.k, plain.v, plain.cache, plain.batch, plain.heads)
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
@@ -178,6 +183,38 @@ def test_a_row_past_its_table_hurts_nobody():
     )
     step.batch.seq_lens[1] = 11
     step.batch.slot_mapping[1] = 0
-    got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, SCALE)
+    got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, step.heads)
     torch.testing.assert_close(got[0], expected[0], atol=2e-6, rtol=2e-6)
     assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 3.0)])
+@pytest.mark.parametrize("prefill", [(), ((5, 5), (4, 11)), ((1, 9),)])
+def test_a_cache_in_8_bits(dtype, scales, prefill):
+    """A step's own tokens, too, are attended to as the cache holds them; what is beyond its range is cut."""
+    step = Step((9, 17), prefill, query_len=2, dtype=dtype, kv_dtype=FP8, scales=scales)
+    step.k[0], step.v[0] = 1e5, -1e5
+
+    def as_read(x, scale):
+        return as_cached(x, step.cache, scale).float() * scale
+
+    exact = torch.stack([side.float() * scale for side, scale in zip(step.cache, scales, strict=True)])
+    expected = reference.paged_attention(
+        step.q.float(),
+        as_read(step.k, scales[0]),
+        as_read(step.v, scales[1]),
+        exact,
+        step.query_lens,
+        step.seq_lens,
+        step.tables,
+        SCALE,
+    )
+    got = paged_attention(step.q, step.k, step.v, step.cache, step.batch, step.heads)
+    assert got.dtype == dtype
+    for side, expected_side, scale in zip(step.cache, exact, scales, strict=True):
+        torch.testing.assert_close(side.float() * scale, expected_side, atol=0, rtol=1e-6)
+    assert float(step.cache.float().abs().max()) == 448.0
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.float(), expected, atol=tolerance * 448 * scales[1], rtol=tolerance)
+    torch.testing.assert_close(got[4:].float(), expected[4:], atol=4 * tolerance, rtol=4 * tolerance)

@@ -33,6 +33,7 @@ def spec(*, max_num_seqs: int = 8, max_drafts: int = 0) -> StageSpec:
         model_path="",
         load_format="dummy",
         dtype="float32",
+        kv_dtype="float32",
         device="cpu",
         seed=0,
         num_threads=1,

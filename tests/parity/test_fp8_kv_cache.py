@@ -1,0 +1,89 @@
+"""A KV cache in 8 bits: the text does not depend on how it is computed, and is near that of a cache in 32 bits.
+
+A token's keys and values are rounded before anybody attends to them, its own step included. So what a row computes is
+the same in one chunk and in many, after a preemption and behind a cached prefix, but for the order of summation.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from eagle_reference import make_head
+from hf_models import make_checkpoint
+from paged_runner import PagedRunner
+
+from raypp.config.engine_config import EngineConfig
+from raypp.ops.kv_cache import FP8
+from raypp.plan.engine_plan import plan_engine
+from raypp.plan.hardware import Hardware
+from raypp.testing import LocalEngine
+from raypp.types import SamplingParams
+
+FIXED = {"kv_cache_dtype": "fp8", "stage_num_threads": 1, "max_model_len": 128, "block_size": 4, "max_num_seqs": 6}
+WAYS = {
+    "chunks": {"max_num_batched_tokens": 16, "min_prefill_chunk_tokens": 3},
+    "two stages, preemption": {"num_stages": 2, "num_kv_blocks": 60},
+    "three stages, cached prefixes": {"num_stages": 3, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 8},
+    "n-grams": {"num_stages": 2, "speculative": {"method": "ngram", "num_speculative_tokens": 3}},
+    "a head": {"num_stages": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("qwen3")
+    make_checkpoint("qwen3", 4, path, min_layers=3)
+    return path
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(1)
+    shared = [rng.randrange(vocab_size) for _ in range(32)]
+    return [
+        *([rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))] for _ in range(3)),
+        *(shared + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 9))] for _ in range(3)),
+    ]
+
+
+def generate(path, times=1, one_by_one=False, **settings):
+    """Return the texts of the last time, and what happened."""
+    plan = plan_engine(EngineConfig.from_flat(str(path), **(FIXED | settings)), Hardware(1))
+    assert plan.kv_dtype == "float8_e4m3fn"
+    engine = LocalEngine(plan)
+    asked, params = prompts(plan.model.vocab_size), SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    for _ in range(times):
+        batches = [[prompt] for prompt in asked] if one_by_one else [asked]
+        texts = [text for batch in batches for text in engine.generate(batch, [params] * len(batch))]
+    engine.scheduler.check_integrity()
+    return texts, engine.stats()
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    texts, _ = generate(checkpoint, one_by_one=True, enable_prefix_caching=False)
+    return texts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_text_does_not_depend_on_the_way(checkpoint, expected, way, tmp_path):
+    settings = dict(WAYS[way])
+    if way == "a head":
+        settings["speculative"] = {"method": "eagle3", "model": str(make_head("eagle3", checkpoint, tmp_path / "head"))}
+    texts, stats = generate(checkpoint, times=2 if "cached" in way else 1, **settings)
+    assert texts == expected
+    assert stats.num_preemptions > 0 or "preemption" not in way
+    assert stats.num_prefix_hit_tokens > 0 or "cached" not in way
+    assert stats.num_prefill_chunks > stats.num_prefills or "chunks" not in way
+
+
+def test_logits_are_near_those_of_32_bits(checkpoint):
+    row = prompts(40)[3]
+    logits = []
+    for kv_dtype in (torch.float32, FP8):
+        runner = PagedRunner(checkpoint, [row], kv_dtype=kv_dtype)
+        logits.append(torch.cat([*runner.step(prefill=[(0, len(row) - 4)]), *runner.step([0], query_len=4)]))
+    exact, rounded = logits
+    error = (exact - rounded).norm() / exact.norm()
+    assert 1e-4 < error < 0.15
