@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +35,7 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import arrange, route
 from raypp.ops.routing import Routing, choose_experts
+from raypp.ops.weight import Weight, WeightKind
 
 SHAPES = {
     "30b": ExpertShape(2048, 768, 128, 8),
@@ -43,9 +43,10 @@ SHAPES = {
     "mixtral": ExpertShape(4096, 14336, 8, 2),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
-TUNED = (1, 4, 8, 32, 128, 2048)
+TUNED = (1, 2, 8, 32, 128, 256, 2048)  # every second one in fewer bits
 BYTES_PER_US = 4.3e6
 LAYER_BYTES = 12 << 30  # of all layers that are timed
+MOST_LAYERS = 12
 EPS = 1e-6
 BF16 = torch.bfloat16
 Figures = dict[str, Any]
@@ -66,8 +67,8 @@ def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[C
             1 + normal(hidden),
             EPS,
             normal(experts, hidden),
-            normal(experts, 2 * intermediate, hidden),
-            normal(experts, hidden, intermediate),
+            random_weight((experts, 2 * intermediate, hidden), shape.kinds[0]),
+            random_weight((experts, hidden, intermediate), shape.kinds[1]),
             Routing(shape.num_chosen, normalizes=True),
             device,
             workspace,
@@ -76,18 +77,41 @@ def random_experts(shape: ExpertShape, num_layers: int, seed: int = 0) -> list[C
     ]
 
 
+def random_weight(shape: tuple[int, int, int], kind: WeightKind) -> Weight:
+    """Return weights of a normal distribution, nearly: FP8 with blocks of 128 x 128, or INT4 with groups of 128."""
+    experts, outputs, inputs = shape
+    if kind == "plain":
+        return Weight(torch.empty(shape, device="cuda", dtype=BF16).normal_(0, 0.02))
+    if kind == "fp8":
+        scale = torch.rand(experts, -(-outputs // 128), -(-inputs // 128), device="cuda") * 4e-3 + 2e-3
+        data = torch.empty(shape, device="cuda", dtype=torch.float8_e4m3fn)
+        for each in data:
+            each.copy_(torch.randn(outputs, inputs, device="cuda", dtype=BF16) * 5)
+        return Weight(data, scale, block=(128, 128))
+    data = torch.randint(0, 256, (experts, outputs, inputs // 2), device="cuda", dtype=torch.uint8)
+    scale = torch.rand(experts, outputs, inputs // 128, device="cuda", dtype=BF16) * 4e-3 + 2e-3
+    return Weight(data, scale, torch.randint_like(scale, 6, 10).to(torch.uint8), (1, 128))
+
+
 def reference(layer: CudaExperts, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return what these experts should give, in float32, expert by expert."""
     x = hidden.float()
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * layer._norm_weight.float()
     out = x.clone()
-    for expert in range(len(layer._down)):
+    for expert in range(len(layer._down.data)):
         tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
         if len(tokens):
-            gate, up = (normed[tokens] @ layer._gate_up[expert].float().T).chunk(2, -1)
-            y = (torch.nn.functional.silu(gate) * up) @ layer._down[expert].float().T
+            gate, up = (normed[tokens] @ widened(layer._gate_up, expert).T).chunk(2, -1)
+            y = (torch.nn.functional.silu(gate) * up) @ widened(layer._down, expert).T
             out.index_add_(0, tokens, y * weights[tokens, ranks][:, None])
     return out
+
+
+def widened(weight: Weight, expert: int) -> torch.Tensor:
+    """Return one expert's matrix in float32."""
+    parts = {name: getattr(weight, name) for name in ("data", "scale", "zero")}
+    parts = {name: None if part is None else part[expert] for name, part in parts.items()}
+    return replace(weight, **parts).dequantized(torch.float32)
 
 
 def check(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> str:
@@ -120,9 +144,7 @@ def attempt(name: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:
-        print(f"   {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-        if "CUDA error" in str(error):
-            traceback.print_exc()
+        print(f"   {name}: {type(error).__name__}: {str(error)[:90]}", flush=True)
         return None
 
 
@@ -135,10 +157,11 @@ def parts(layer: CudaExperts, hidden: torch.Tensor, cut: ExpertCut) -> dict[str,
         gate_up = partial(products.gate_up_few, hidden, *norm, layer._gate_up, routed, cut.gate_up, device)
         down = partial(products.down_few, gate_up(), hidden, layer._down, routed, cut.down, device)
         return {"route": routing, "gate_up": gate_up, "down": down}
-    arranging = partial(arrange, hidden, *norm, routed, len(layer._down), cut.tile_rows, device)
+    kind, next_kind = layer._gate_up.kind, layer._down.kind
+    arranging = partial(arrange, hidden, *norm, routed, len(layer._down.data), cut.tile_rows, kind, device)
     arranged = arranging()
-    gate_up = partial(products.gate_up_tiles, layer._gate_up, arranged, chosen, cut.gate_up, device)
-    down = partial(products.down_tiles, gate_up(), layer._down, arranged, chosen, cut.down, device)
+    gate_up = partial(products.gate_up_tiles, layer._gate_up, arranged, chosen, next_kind, hidden, cut.gate_up, device)
+    down = partial(products.down_tiles, gate_up(), layer._down, arranged, chosen, hidden, cut.down, device)
     total = partial(products.sum_of_experts, down(), routed, hidden.clone(), device)
     return {"route": routing, "arrange": arranging, "gate_up": gate_up, "down": down, "sum": total}
 
@@ -155,7 +178,7 @@ def measure(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> F
     routed = route(hidden, layers[0]._router, EPS, layers[0]._routing, layers[0]._device, layers[0]._workspace)
     distinct = routed.experts.unique().numel()
     weights = 3 * shape.hidden * shape.intermediate
-    floor = distinct * weights * layers[0]._down.element_size() / BYTES_PER_US
+    floor = distinct * (layers[0]._down.num_bytes + layers[0]._gate_up.num_bytes) / shape.num_experts / BYTES_PER_US
     us = time_layers(layers, hidden, cut)
     flops = 2 * num_tokens * shape.num_chosen * weights
     by_part = {}
@@ -170,41 +193,73 @@ def measure(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> F
     return {"us": us, "floor": round(floor, 2), "parts": by_part}
 
 
+def few_cuts(shape: ExpertShape, chosen: ExpertCut) -> list[ExpertCut]:
+    """Return cuts without tiles."""
+    gate_up, down = shape.kinds
+    if gate_up == "plain":
+        cuts = [(1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (8, 512, 4), (8, 256, 4), (4, 1024, 4)]
+        cuts += [(4, 2048, 8), (2, 2048, 8), (1, 2048, 2), (2, 512, 2), (2, 1024, 2), (4, 512, 2), (2, 512, 1)]
+    else:
+        cuts = [(outputs, 128, warps) for outputs in (4, 8, 16, 32, 64) for warps in (1, 2, 4, 8)]
+    found = [
+        replace(chosen, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages))
+        for outputs, inputs, warps in cuts
+        for stages in ((1, 2, 3, 4) if gate_up == "plain" else (1, 3, 5))
+    ]
+    if down == "plain":
+        cuts = [(1, 1024, 4), (2, 256, 4), (2, 512, 4), (4, 256, 4), (4, 128, 4), (8, 128, 4), (8, 256, 4)]
+        cuts += [(1, 256, 2), (2, 256, 2), (4, 256, 8), (2, 256, 8)]
+    else:
+        cuts = [(outputs, 128, warps) for outputs in (1, 2, 4, 8, 16) for warps in (2, 4, 8)]
+    return found + [
+        replace(chosen, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages))
+        for outputs, inputs, warps in cuts
+        for stages in (1, 3, 5)
+    ]
+
+
+def tile_cuts(shape: ExpertShape, chosen: ExpertCut, rows_mean: float) -> list[ExpertCut]:
+    """Return cuts with tiles."""
+    if rows_mean > 24:  # compute counts
+        tile_rows: Sequence[int] = (64, 128)
+        gate_ups = [(128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 4, 4), (64, 64, 4, 8), (128, 32, 4, 8), (64, 128, 3, 4)]
+        downs = [(128, 64, 3, 8), (128, 64, 4, 4), (64, 64, 4, 4), (256, 64, 3, 8), (128, 128, 3, 8), (128, 64, 4, 8)]
+    else:
+        tile_rows = (8, 16, 32) if shape.kinds[0] != "fp8" else (16, 32)
+        tile_rows = tuple(rows for rows in tile_rows if rows_mean <= rows <= 32 * max(1, rows_mean))
+        gate_ups = [(32, 128, 4, 4), (64, 64, 3, 4), (64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 2, 4), (64, 128, 3, 4)]
+        gate_ups += [(128, 64, 3, 4), (128, 64, 4, 8), (64, 256, 2, 4), (128, 128, 2, 8)]
+        downs = [(64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4)]
+        downs += [(128, 64, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 64, 3, 4), (32, 256, 3, 4)]
+    if shape.kinds[0] != "plain":
+        every = [(stages, warps) for stages in (2, 3, 4, 5, 6) for warps in (4, 8)]
+        gate_ups = [(outputs, 128, *each) for outputs in (128,) for each in every]
+        if shape.kinds[0] == "int4":
+            gate_ups += [(outputs, 128, stages, 4) for outputs in (32, 64) for stages in (3, 4, 5)]
+        downs = [(outputs, 128, *each) for outputs in (64, 128, 256) for each in every]
+    found = []
+    for rows in tile_rows:
+        base = replace(chosen, tile_rows=rows)
+        found.append(base)
+        for outputs, inputs, stages, warps in gate_ups:
+            found.append(replace(base, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+        for outputs, inputs, stages, warps in downs:
+            found.append(replace(base, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+    return found
+
+
 def candidates(num_tokens: int, shape: ExpertShape, device: Device) -> list[ExpertCut]:
     """Return cuts to try: those of one product with the chosen one of the other."""
     chosen = choose_cut(num_tokens, shape, device)
     found = [chosen]
-    rows_mean = num_tokens * shape.num_chosen / shape.num_experts
-    if num_tokens <= 4:
-        few = chosen
-        if chosen.tile_rows:
-            few = ExpertCut(0, Tuning(4, 1024, num_stages=2), Tuning(4, 256, num_stages=3))
-            found.append(few)
-        for outputs, inputs in ((1, 2048), (2, 1024), (2, 2048), (4, 512), (8, 512), (8, 256)):
-            found += [replace(few, gate_up=Tuning(outputs, inputs, num_stages=stages)) for stages in (1, 2, 3)]
-        for outputs, inputs in ((1, 1024), (2, 256), (2, 512), (4, 256), (4, 128), (8, 128), (8, 256)):
-            found += [replace(few, down=Tuning(outputs, inputs, num_stages=stages)) for stages in (1, 3)]
-    if num_tokens >= 2 and rows_mean <= 16:
-        rows = [16, 32] if rows_mean > 1 else [8, 16]
-        for tile_rows in rows:
-            cut = ExpertCut(tile_rows, Tuning(64, 64, num_stages=4), Tuning(64, 128, num_stages=4))
-            found.append(cut)
-            if tile_rows == rows[0]:
-                gate_ups = [(32, 64, 4, 4), (32, 128, 4, 4), (64, 64, 3, 4), (64, 64, 6, 4), (64, 128, 3, 4)]
-                gate_ups += [(128, 64, 3, 4), (128, 64, 4, 8), (64, 256, 2, 4)]
-                for outputs, inputs, stages, warps in gate_ups:
-                    found.append(replace(cut, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
-                downs = [(64, 64, 4, 4), (64, 128, 3, 4), (64, 256, 2, 4), (64, 256, 3, 4), (128, 64, 4, 4)]
-                downs += [(128, 128, 3, 4), (128, 128, 3, 8), (32, 256, 3, 4)]
-                for outputs, inputs, stages, warps in downs:
-                    found.append(replace(cut, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
-    if rows_mean >= 32:
-        for tile_rows in (64, 128):
-            base = replace(chosen, tile_rows=tile_rows)
-            for outputs, inputs, stages, warps in ((128, 64, 3, 8), (64, 64, 4, 4), (64, 64, 4, 8), (128, 32, 4, 8)):
-                found.append(replace(base, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
-            for outputs, inputs, stages, warps in ((128, 64, 3, 8), (128, 64, 4, 4), (64, 64, 4, 4), (256, 64, 3, 8)):
-                found.append(replace(base, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
+    few = choose_cut(1, shape, device)
+    tiles = choose_cut(max(num_tokens, 4), shape, device)
+    if num_tokens == 1:
+        found += few_cuts(shape, few)
+    elif num_tokens * shape.num_chosen <= 64:
+        found.append(few)
+    if num_tokens > 1:
+        found += tile_cuts(shape, tiles, num_tokens * shape.num_chosen / shape.num_experts)
     return list(dict.fromkeys(found))
 
 
@@ -232,9 +287,10 @@ def tune(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> Figu
         if us is not None:
             results.append((us, cut_name(cut) + (" (chosen)" if cut == chosen else "")))
     results.sort()
-    print(f"cuts for {num_tokens} tokens:", flush=True)
-    for us, name in results:
-        print(f"   {us:9.2f} {name}", flush=True)
+    print(f"cuts for {num_tokens} tokens, the best, the chosen one and the worst of {len(results)}:", flush=True)
+    for at, (us, name) in enumerate(results):
+        if at < 14 or "chosen" in name or at == len(results) - 1:
+            print(f"   {us:9.2f} {name}", flush=True)
     return {name: us for us, name in results}
 
 
@@ -252,45 +308,56 @@ def library_tflops(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> s
     pairs = num_tokens * shape.num_chosen
     x = torch.randn(pairs, shape.hidden, device="cuda", dtype=BF16)
     ends = torch.arange(1, shape.num_experts + 1, device="cuda", dtype=torch.int32) * (pairs // shape.num_experts)
-    us = time_us([lambda: torch._grouped_mm(x, layer._gate_up.transpose(1, 2), offs=ends)] * 2)
+    us = time_us([lambda: torch._grouped_mm(x, layer._gate_up.data.transpose(1, 2), offs=ends)] * 2)
     return f"torch's grouped product, {num_tokens} tokens: {us:.1f} us, " + (
         f"{4 * pairs * shape.hidden * shape.intermediate / us / 1e6:.0f} TFLOP/s"
     )
+
+
+def measure_kind(shape: ExpertShape, tokens: Sequence[int], tuned: Sequence[int]) -> Figures:
+    """Check and time all numbers of tokens with weights of one kind."""
+    figures: Figures = {}
+    layer = random_experts(shape, 1)[0]
+    layer_bytes = layer._gate_up.num_bytes + layer._down.num_bytes
+    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer_bytes)) - 1)
+    layers = [layer, *random_experts(shape, num_others, 1)]
+    print(f"{torch.cuda.get_device_name()}, {len(layers)} layers in {' and '.join(shape.kinds)}", flush=True)
+    for num_tokens in tokens:
+        print(attempt(f"check of {num_tokens}", partial(check, layer, num_tokens, shape)), flush=True)
+    for num_tokens in tokens:
+        some = layers if num_tokens <= 256 else layers[:2]
+        figures[f"{num_tokens} tokens"] = attempt(str(num_tokens), partial(measure, some, num_tokens, shape))
+    for num_tokens in tuned if shape.kinds[0] == "plain" else tuned[::2]:
+        some = layers if num_tokens <= 256 else layers[:2]
+        figures[f"cuts for {num_tokens}"] = attempt(str(num_tokens), partial(tune, some, num_tokens, shape))
+    if shape.kinds[0] == "plain":
+        print(attempt("library", partial(library_tflops, layer, 8192, shape)), flush=True)
+    return figures
 
 
 def main() -> None:
     """Check, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="30b")
+    parser.add_argument("--kinds", choices=("plain", "fp8", "int4"), nargs="+", default=["plain", "fp8", "int4"])
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
     parser.add_argument("--cuts", type=int, nargs="*", default=list(TUNED), help="numbers of tokens to try cuts for")
     args = parser.parse_args()
     require_gpu()
     started = time.monotonic()
-    shape = SHAPES[args.shape]
     device = Device.of(torch.device("cuda"))
-    jobs = [(shape, n, choose_cut(n, shape, device)) for n in args.tokens]
-    jobs += [(shape, n, cut) for n in args.cuts for cut in candidates(n, shape, device)]
+    shapes = {kind: replace(SHAPES[args.shape], kinds=(kind, kind)) for kind in args.kinds}
+    jobs = [(shape, n, choose_cut(n, shape, device)) for shape in shapes.values() for n in args.tokens]
+    jobs += [(shape, n, cut) for shape in shapes.values() for n in args.cuts for cut in candidates(n, shape, device)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
         pool.map(compile_some, [jobs[index::num_processes] for index in range(num_processes)])
     print(f"compiled {len(jobs)} cuts in {time.monotonic() - started:.0f} s", flush=True)
-    layer_bytes = 2 * 3 * shape.hidden * shape.intermediate * shape.num_experts
     with torch.inference_mode():
-        layers = random_experts(shape, max(2, math.floor(LAYER_BYTES / layer_bytes)))
-        print(f"{torch.cuda.get_device_name()}, {len(layers)} layers of {args.shape}", flush=True)
-        for num_tokens in args.tokens:
-            print(attempt(f"check of {num_tokens}", partial(check, layers[0], num_tokens, shape)), flush=True)
-        figures: Figures = {}
-        for num_tokens in args.tokens:
-            some = layers if num_tokens <= 256 else layers[:2]
-            figures[f"{num_tokens} tokens"] = attempt(str(num_tokens), partial(measure, some, num_tokens, shape))
-        print(f"{time.monotonic() - started:.0f} s", flush=True)
-        for num_tokens in args.cuts:
-            some = layers if num_tokens <= 256 else layers[:2]
-            figures[f"cuts for {num_tokens}"] = attempt(str(num_tokens), partial(tune, some, num_tokens, shape))
-            print(f"{time.monotonic() - started:.0f} s", flush=True)
-        print(attempt("library", partial(library_tflops, layers[0], 8192, shape)), flush=True)
+        figures = {
+            kind: attempt(kind, partial(measure_kind, shape, args.tokens, args.cuts)) for kind, shape in shapes.items()
+        }
+    print(f"{time.monotonic() - started:.0f} s", flush=True)
     print_report("experts", vars(args), figures)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -97,6 +98,18 @@ def test_decode_from_projection(heads, query_len, num_rows, has_norm):
 @pytest.mark.parametrize("shape", EXPERT_SHAPES, ids=str)
 def test_experts(shape, num_tokens):
     checks.check_experts(BF16, num_tokens, shape)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 40, 700])
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [("fp8", (128, 128)), ("fp8", (1, 1 << 20)), ("int4", (1, 128)), ("int4", (1, 32)), ("int4", (1, 64))],
+)
+def test_experts_in_fewer_bits(kind, block, num_tokens):
+    for shape in EXPERT_SHAPES:
+        blocks = tuple((block[0], min(block[1], inputs)) for inputs in (shape.hidden, shape.intermediate))
+        shape = replace(shape, kinds=(kind, kind))
+        checks.check_experts(BF16, num_tokens, shape, blocks=blocks, has_zero=kind == "int4" and block[1] > 32)
 
 
 @pytest.mark.parametrize("tile_rows", [0, 8, 16, 64])

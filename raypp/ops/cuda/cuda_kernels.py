@@ -122,8 +122,8 @@ class CudaKernels:
         routing: Routing,
     ) -> Experts:
         """Return the sparse MLP of a layer."""
-        matrices = self._matrix(gate_up), self._matrix(down)
-        return CudaExperts(norm_weight, eps, router, *matrices, routing, self._device, self._workspace)
+        router = router.to(self._dtype)
+        return CudaExperts(norm_weight, eps, router, gate_up, down, routing, self._device, self._workspace)
 
     def lm_head(
         self,

@@ -6,6 +6,9 @@
     more        gate_up_tiles, down_tiles: a program multiplies a strip of an expert's weight with the pairs of a tile
                 by tensor cores; sum_of_experts adds a token's results in their order
 
+The first way converts weights in fewer bits element by element, exactly. Tensor cores multiply 8 bits with tokens in 8
+bits, and 4 bits as 16 bits: 128 + code is a float whose last bits are the code. Either is scaled by group of inputs.
+
 Experts of `down` are known since the launch before the last: their weights are loaded before the previous kernel has
 finished (see `raypp.ops.cuda.kernel_launch`).
 
@@ -14,6 +17,8 @@ Twin: `experts` of tests/gpu/reference_ops.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,16 +26,38 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import silu
 from raypp.ops.cuda.kernel_launch import Device, start
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.cuda.router_kernels import Arranged, Routed
+from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, in_8_bits, placed
+from raypp.ops.weight import Weight, WeightKind
 
 _SUMMED = 1024  # outputs of a program that adds
+
+
+def has_kernel(weight: Weight, dtype: torch.dtype) -> bool:
+    """Return whether these kernels read a weight as it is, with tokens of this type."""
+    if weight.kind == "plain":
+        return weight.data.dtype == dtype
+    rows, columns = weight.block
+    assert weight.scale is not None
+    is_one = weight.scale.shape[-1] == 1
+    if weight.order is not None or weight.num_inputs % 32:
+        return False
+    if weight.kind == "fp8":
+        return is_one or columns % SCALED == 0
+    return rows == 1 and (is_one or columns in (32, 64) or columns % SCALED == 0)
+
+
+def group_inputs(weight: Weight) -> int:
+    """Return how many inputs a program multiplies at most before it scales; 0: any number."""
+    if weight.kind == "plain":
+        return 0
+    return min(SCALED, weight.block[1]) if weight.num_inputs > weight.block[1] else SCALED
 
 
 def gate_up_few(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    weight: torch.Tensor,
+    weight: Weight,
     routed: Routed,
     tuning: Tuning,
     device: Device,
@@ -39,21 +66,23 @@ def gate_up_few(
 
     Shapes: x [T, H] contiguous; norm_weight [H]; weight [E, 2 I, H] contiguous, the gate first.
     """
-    num_pairs, num_outputs, num_inputs = routed.experts.numel(), weight.shape[1] // 2, weight.shape[2]
+    num_pairs, num_outputs, num_inputs = routed.experts.numel(), weight.num_outputs // 2, weight.num_inputs
     y = torch.empty(num_pairs, num_outputs, dtype=x.dtype, device=x.device)
+    inputs = group_inputs(weight) or tuning.inputs
     _gate_up_few[(triton.cdiv(num_outputs, tuning.outputs), num_pairs)](
         x,
         norm_weight,
         eps,
-        weight,
+        *_tensors(weight),
         routed.experts,
         y,
         num_outputs,
         num_inputs,
+        **_form(weight),
         CHOSEN=routed.experts.shape[1],
         OUTPUTS=tuning.outputs,
-        INPUTS=tuning.inputs,
-        IS_EVEN=num_inputs % tuning.inputs == 0,
+        INPUTS=inputs,
+        IS_EVEN=num_inputs % inputs == 0,
         STAGES=tuning.num_stages,
         OVERLAPS=device.has_dependent_launch,
         num_warps=tuning.num_warps,
@@ -63,28 +92,30 @@ def gate_up_few(
 
 
 def down_few(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, routed: Routed, tuning: Tuning, device: Device
+    x: torch.Tensor, residual: torch.Tensor, weight: Weight, routed: Routed, tuning: Tuning, device: Device
 ) -> torch.Tensor:
     """Return residual + the weighted sum of a token's products, [T, H].
 
     Shapes: x [T * k, I] contiguous; residual [T, H], left as it is; weight [E, H, I] contiguous.
     """
-    (num_tokens, chosen), (_, num_outputs, num_inputs) = routed.experts.shape, weight.shape
+    (num_tokens, chosen), (num_outputs, num_inputs) = routed.experts.shape, (weight.num_outputs, weight.num_inputs)
     y = torch.empty_like(residual)
+    inputs = group_inputs(weight) or tuning.inputs
     _down_few[(triton.cdiv(num_outputs, tuning.outputs), num_tokens)](
         x,
-        weight,
+        *_tensors(weight),
         routed.experts,
         routed.weights,
         residual,
         y,
         num_outputs,
         num_inputs,
+        **_form(weight),
         CHOSEN=chosen,
         CHOSEN_PADDED=triton.next_power_of_2(chosen),
         OUTPUTS=tuning.outputs,
-        INPUTS=tuning.inputs,
-        IS_EVEN=num_inputs % tuning.inputs == 0 and triton.next_power_of_2(chosen) == chosen,
+        INPUTS=inputs,
+        IS_EVEN=num_inputs % inputs == 0 and triton.next_power_of_2(chosen) == chosen,
         STAGES=tuning.num_stages,
         OVERLAPS=device.has_dependent_launch,
         num_warps=tuning.num_warps,
@@ -94,27 +125,42 @@ def down_few(
 
 
 def gate_up_tiles(
-    weight: torch.Tensor, arranged: Arranged, num_chosen: int, tuning: Tuning, device: Device
-) -> torch.Tensor:
-    """Return silu(gate) * up for each pair, [T * k, I], in the order of `arranged.pairs`.
+    weight: Weight,
+    arranged: Arranged,
+    num_chosen: int,
+    next_kind: WeightKind,
+    like: torch.Tensor,
+    tuning: Tuning,
+    device: Device,
+) -> Inputs:
+    """Return silu(gate) * up for each pair, [T * k, I], in the order of `arranged.pairs`, for a weight of `next_kind`.
 
     Shapes: weight [E, 2 I, H] contiguous, the gate first.
+
+    Args:
+        weight: Of the product.
+        arranged: The pairs.
+        num_chosen: k.
+        next_kind: Of the weight that the result is multiplied with. With fp8 a program has 128 outputs.
+        like: A tensor of the tokens' type.
+        tuning: How the work is cut.
+        device: Where it runs.
     """
-    y = torch.empty(len(arranged.pairs), weight.shape[1] // 2, dtype=arranged.normed.dtype, device=weight.device)
-    _launch_tiles(arranged.normed, weight, arranged, y, num_chosen, tuning, device, is_gated=True)
+    y = Inputs.empty(len(arranged.pairs), weight.num_outputs // 2, next_kind, like)
+    _launch_tiles(arranged.normed, weight, arranged, y, num_chosen, next_kind, tuning, device, is_gated=True)
     return y
 
 
 def down_tiles(
-    x: torch.Tensor, weight: torch.Tensor, arranged: Arranged, num_chosen: int, tuning: Tuning, device: Device
+    x: Inputs, weight: Weight, arranged: Arranged, num_chosen: int, like: torch.Tensor, tuning: Tuning, device: Device
 ) -> torch.Tensor:
-    """Return each pair's product, [T * k, H], in the order of their numbers.
+    """Return each pair's product, [T * k, H], in the order of their numbers, in the type of `like`.
 
-    Shapes: x [T * k, I] contiguous, in the order of `arranged.pairs`; weight [E, H, I] contiguous.
+    Shapes: x [T * k, I], in the order of `arranged.pairs`; weight [E, H, I] contiguous.
     """
-    y = torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)
-    _launch_tiles(x, weight, arranged, y, num_chosen, tuning, device, is_gated=False)
-    return y
+    y = Inputs.empty(len(x.values), weight.num_outputs, "plain", like)
+    _launch_tiles(x, weight, arranged, y, num_chosen, "plain", tuning, device, is_gated=False)
+    return y.values
 
 
 def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, device: Device) -> torch.Tensor:
@@ -138,35 +184,54 @@ def sum_of_experts(y: torch.Tensor, routed: Routed, residual: torch.Tensor, devi
     return residual
 
 
+def _tensors(weight: Weight) -> tuple[torch.Tensor, ...]:
+    """Return data, scale and zero; the data where there is none."""
+    return weight.data, *(weight.data if part is None else part for part in (weight.scale, weight.zero))
+
+
+def _form(weight: Weight) -> dict[str, Any]:
+    """Return what kernels are compiled for, of a weight."""
+    rows, columns = weight.block
+    return {"KIND": weight.kind, "BLOCK_OUT": rows, "BLOCK_IN": columns, "HAS_ZERO": weight.zero is not None}
+
+
 def _launch_tiles(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Inputs,
+    weight: Weight,
     arranged: Arranged,
-    y: torch.Tensor,
+    y: Inputs,
     num_chosen: int,
+    next_kind: WeightKind,
     tuning: Tuning,
     device: Device,
     *,
     is_gated: bool,
 ) -> None:
-    num_tiles, (num_outputs, num_inputs) = arranged.tiles.shape[1], (y.shape[1], weight.shape[2])
-    _multiply_tiles[(triton.cdiv(num_outputs, tuning.outputs), num_tiles)](
-        x,
-        weight,
+    num_tiles, (num_outputs, num_inputs) = arranged.tiles.shape[1], (y.values.shape[1], weight.num_inputs)
+    inputs = group_inputs(weight) or tuning.inputs
+    outputs = SCALED if y.scale is not None else tuning.outputs
+    _multiply_tiles[(triton.cdiv(num_outputs, outputs), num_tiles)](
+        x.values,
+        x.values if x.scale is None else x.scale,
+        *_tensors(weight),
         arranged.pairs,
         arranged.tiles,
         num_tiles,
-        y,
+        y.values,
+        y.values if y.scale is None else y.scale,
         num_outputs,
         num_inputs,
+        **_form(weight),
+        NEXT_KIND=next_kind,
         CHOSEN=num_chosen,
         HAS_GATE=is_gated,
-        IS_EARLY=not is_gated and arranged.tile_rows <= 32,
+        IS_EARLY=not is_gated and arranged.tile_rows <= 32 and weight.kind == "plain",
         ROWS=arranged.tile_rows,
-        OUTPUTS=tuning.outputs,
-        INPUTS=tuning.inputs,
-        IS_EVEN=num_inputs % tuning.inputs == 0,
-        IS_EVEN_OUT=num_outputs % tuning.outputs == 0,
+        OUTPUTS=outputs,
+        INPUTS=inputs,
+        SCALED=SCALED,
+        IS_EVEN=num_inputs % inputs == 0,
+        IS_EVEN_OUT=num_outputs % outputs == 0,
         OVERLAPS=device.has_dependent_launch,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -179,7 +244,61 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
     """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
     if IS_EVEN:
         return tl.load(pointer)
-    return tl.load(pointer, mask=inside, other=0.0)
+    other: tl.constexpr = 0 if pointer.dtype.element_ty == tl.uint8 else 0.0
+    return tl.load(pointer, mask=inside, other=other)
+
+
+@triton.jit
+def _scale_and_zero(
+    scale,
+    zero,
+    matrix_row,
+    num_inputs,
+    begin,
+    KIND: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):
+    """Return an output's scale and zero for the group of inputs at `begin`, float32. `matrix_row`: of `scale`."""
+    factor, middle = tl.full(matrix_row.shape, 1.0, tl.float32), tl.full(matrix_row.shape, 8.0, tl.float32)
+    if KIND != "plain":
+        cell = matrix_row * tl.cdiv(num_inputs, BLOCK_IN) + begin // BLOCK_IN
+        factor = tl.load(scale + cell).to(tl.float32)
+        if HAS_ZERO:
+            middle = tl.load(zero + cell).to(tl.float32)
+    return factor, middle
+
+
+@triton.jit
+def _code(piece, zero):
+    """Return 4 bits as float32, less the zero: a float of 2^23 + code has the code in its last bits."""
+    bits = piece.to(tl.int32) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - (8388608.0 + zero)
+
+
+@triton.jit
+def _values(token, begin, column, num_inputs, KIND: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Return a piece of a row of x, float32, and for 4 bits the inputs with odd numbers apart."""
+    if KIND == "int4":
+        inside = begin // 2 + column < num_inputs // 2
+        value = _load(token + begin + 2 * column, inside, IS_EVEN).to(tl.float32)
+        odd_value = _load(token + begin + 2 * column + 1, inside, IS_EVEN).to(tl.float32)
+    else:
+        value = _load(token + begin + column, begin + column < num_inputs, IS_EVEN).to(tl.float32)
+        odd_value = value
+    return value, odd_value
+
+
+@triton.jit
+def _added(total, piece, value, odd_value, scale, zero, KIND: tl.constexpr):
+    """Return total + a piece of the weight times x, element by element. Shapes alike, or 1 where they repeat."""
+    if KIND == "int4":
+        total += (_code(piece & 15, zero) * value + _code(piece >> 4, zero) * odd_value) * scale
+    elif KIND == "fp8":
+        total += piece.to(tl.float32) * scale * value
+    else:
+        total += piece.to(tl.float32) * value
+    return total
 
 
 @triton.jit
@@ -188,10 +307,16 @@ def _gate_up_few(
     norm_weight,
     eps,
     weight,
+    weight_scale,
+    weight_zero,
     experts,
     y,
     num_outputs,
     num_inputs,
+    KIND: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     CHOSEN: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -199,28 +324,44 @@ def _gate_up_few(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
     pair = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS)
+    column = tl.arange(0, INPUTS // PACKED)
     # Past the end, the last output is computed again, and not stored.
-    cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
-    up_offset = num_outputs.to(tl.int64) * num_inputs
+    read_output = tl.minimum(output, num_outputs - 1)
+    row_elements = num_inputs // PACKED
+    cell = read_output.to(tl.int64)[:, None] * row_elements + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * row_elements
     token = x + (pair // CHOSEN) * num_inputs
-    gate = tl.zeros((OUTPUTS, INPUTS), tl.float32)
+    gate = tl.zeros((OUTPUTS, INPUTS // PACKED), tl.float32)
     up = gate
-    squares = tl.zeros((INPUTS,), tl.float32)
+    squares = tl.zeros((INPUTS // PACKED,), tl.float32)
     start(OVERLAPS)
-    of_expert = weight + tl.load(experts + pair).to(tl.int64) * (2 * up_offset)
+    expert = tl.load(experts + pair).to(tl.int64)
+    of_expert = weight + expert * (2 * up_offset)
+    first_scale = expert * tl.cdiv(2 * num_outputs, BLOCK_OUT)
+    gate_row = first_scale + read_output // BLOCK_OUT
+    up_row = first_scale + (num_outputs + read_output) // BLOCK_OUT
     for begin in tl.range(0, num_inputs, INPUTS, num_stages=STAGES):
-        inside = begin + column < num_inputs
-        gate_piece = _load(of_expert + begin + cell, inside[None, :], IS_EVEN)
-        up_piece = _load(of_expert + up_offset + begin + cell, inside[None, :], IS_EVEN)
-        value = _load(token + begin + column, inside, IS_EVEN).to(tl.float32)
-        factor = _load(norm_weight + begin + column, inside, IS_EVEN).to(tl.float32)
+        at = begin // PACKED
+        inside = (at + column < row_elements)[None, :]
+        gate_piece = _load(of_expert + at + cell, inside, IS_EVEN)
+        up_piece = _load(of_expert + up_offset + at + cell, inside, IS_EVEN)
+        value, odd_value = _values(token, begin, column, num_inputs, KIND, IS_EVEN)
+        factor, odd_factor = _values(norm_weight, begin, column, num_inputs, KIND, IS_EVEN)
         squares += value * value
         value *= factor
-        gate += gate_piece.to(tl.float32) * value[None, :]
-        up += up_piece.to(tl.float32) * value[None, :]
+        if KIND == "int4":
+            squares += odd_value * odd_value
+            odd_value *= odd_factor
+        value, odd_value = value[None, :], odd_value[None, :]
+        scale, zero = _scale_and_zero(weight_scale, weight_zero, gate_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
+        up_scale, up_zero = _scale_and_zero(
+            weight_scale, weight_zero, up_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
+        )
+        gate = _added(gate, gate_piece, value, odd_value, scale[:, None], zero[:, None], KIND)
+        up = _added(up, up_piece, value, odd_value, up_scale[:, None], up_zero[:, None], KIND)
     scale = tl.rsqrt(tl.sum(squares, 0) / num_inputs + eps)
     result = silu(tl.sum(gate, 1) * scale) * (tl.sum(up, 1) * scale)
     tl.store(y + pair * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
@@ -230,12 +371,18 @@ def _gate_up_few(
 def _down_few(
     x,
     weight,
+    weight_scale,
+    weight_zero,
     experts,
     weights,
     residual,
     y,
     num_outputs,
     num_inputs,
+    KIND: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
     CHOSEN: tl.constexpr,
     CHOSEN_PADDED: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -244,78 +391,144 @@ def _down_few(
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
     token = tl.program_id(1)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS)
+    column = tl.arange(0, INPUTS // PACKED)
     rank = tl.arange(0, CHOSEN_PADDED)
     is_chosen = rank < CHOSEN
     pair = token * CHOSEN + tl.minimum(rank, CHOSEN - 1)
     # What the launch before the last wrote can be read already, but not from the first-level cache.
     expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
     share = tl.load(weights + pair, mask=is_chosen, other=0.0, cache_modifier=".cg")
-    row = expert[:, None] * num_outputs + tl.minimum(output, num_outputs - 1)[None, :]
-    cell = weight + row[:, :, None] * num_inputs + column[None, None, :]
-    x_cell = x + pair[:, None] * num_inputs + column[None, :]
-    inside = is_chosen[:, None] & (column < num_inputs)[None, :]
-    first_piece = _load(cell, inside[:, None, :], IS_EVEN)
+    read_output = tl.minimum(output, num_outputs - 1)[None, :]
+    row_elements = num_inputs // PACKED
+    cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * row_elements + column[None, None, :]
+    scale_row = expert[:, None] * tl.cdiv(num_outputs, BLOCK_OUT) + read_output // BLOCK_OUT
+    x_row = x + pair[:, None] * num_inputs
+    inside = is_chosen[:, None, None] & (column < row_elements)[None, None, :]
+    first_piece = _load(cell, inside, IS_EVEN)
+    scale, zero = _scale_and_zero(weight_scale, weight_zero, scale_row, num_inputs, 0, KIND, BLOCK_IN, HAS_ZERO)
     start(OVERLAPS)
     before = tl.load(residual + token * num_outputs + output, mask=output < num_outputs, other=0.0).to(tl.float32)
-    value = _load(x_cell, inside, IS_EVEN).to(tl.float32)
-    total = first_piece.to(tl.float32) * value[:, None, :]
+    value, odd_value = _values(x_row, 0, column[None, :], num_inputs, KIND, IS_EVEN)
+    total = tl.zeros((CHOSEN_PADDED, OUTPUTS, INPUTS // PACKED), tl.float32)
+    total = _added(
+        total, first_piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND
+    )
     for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
-        inside = is_chosen[:, None] & (begin + column < num_inputs)[None, :]
-        piece = _load(cell + begin, inside[:, None, :], IS_EVEN)
-        value = _load(x_cell + begin, inside, IS_EVEN).to(tl.float32)
-        total += piece.to(tl.float32) * value[:, None, :]
+        at = begin // PACKED
+        inside = is_chosen[:, None, None] & (at + column < row_elements)[None, None, :]
+        piece = _load(cell + at, inside, IS_EVEN)
+        value, odd_value = _values(x_row, begin, column[None, :], num_inputs, KIND, IS_EVEN)
+        scale, zero = _scale_and_zero(weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO)
+        total = _added(
+            total, piece, value[:, None, :], odd_value[:, None, :], scale[:, :, None], zero[:, :, None], KIND
+        )
     result = before + tl.sum(tl.sum(total, 2) * share[:, None], 0)
     tl.store(y + token * num_outputs + output, result.to(y.dtype.element_ty), mask=output < num_outputs)
+
+
+@triton.jit
+def _tokens(x, x_cell, begin, inside, num_inputs, KIND: tl.constexpr, IS_EVEN: tl.constexpr):
+    """Return a piece of the tokens, and for 4 bits the inputs with odd numbers apart. [ROWS, INPUTS], or half."""
+    if KIND == "int4":
+        value = _load(x + x_cell + begin // 2, inside, IS_EVEN)
+        odd_value = _load(x + x_cell + num_inputs // 2 + begin // 2, inside, IS_EVEN)
+    else:
+        value = _load(x + x_cell + begin, inside, IS_EVEN)
+        odd_value = value
+    return value, odd_value
+
+
+@triton.jit
+def _half_code(code, zero, dtype: tl.constexpr):
+    """Return 4 bits in 16, less the zero: exact."""
+    bits: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
+    offset: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
+    if dtype == tl.float32:  # of Triton's interpreter
+        value = code.to(tl.float32) - zero
+    else:
+        value = (code.to(tl.int16) | bits).to(dtype, bitcast=True) - (offset + zero).to(dtype)
+    return value
+
+
+@triton.jit
+def _multiplied(total, piece, value, odd_value, scale, zero, x_scale, KIND: tl.constexpr):
+    """Return total + a piece of the weight times the tokens, by tensor cores, [OUTPUTS, ROWS]."""
+    if KIND == "plain":
+        total = tl.dot(piece, tl.trans(value), total)
+    elif KIND == "fp8":
+        total += tl.dot(piece, tl.trans(value)) * (scale[:, None] * x_scale[None, :])
+    else:
+        dtype: tl.constexpr = value.dtype
+        part = tl.dot(_half_code(piece & 15, zero[:, None], dtype), tl.trans(value))
+        part = tl.dot(_half_code(piece >> 4, zero[:, None], dtype), tl.trans(odd_value), part)
+        total += part * scale[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _multiply_tiles(
     x,
+    x_scale,
     weight,
+    weight_scale,
+    weight_zero,
     pairs,
     tiles,
     num_tiles,
     y,
+    y_scale,
     num_outputs,
     num_inputs,
+    KIND: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    NEXT_KIND: tl.constexpr,
     CHOSEN: tl.constexpr,
     HAS_GATE: tl.constexpr,
     IS_EARLY: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    SCALED: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_EVEN_OUT: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    PACKED: tl.constexpr = 2 if KIND == "int4" else 1  # inputs of an element
+    HALVES: tl.constexpr = 2 if HAS_GATE else 1
     strip, tile = tl.program_id(0), tl.program_id(1)
     output = strip * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS)
+    column = tl.arange(0, INPUTS // PACKED)
     # Past the end, outputs and rows are computed again, and not stored.
     read_output = output if IS_EVEN_OUT else tl.minimum(output, num_outputs - 1)
-    cell = read_output.to(tl.int64)[:, None] * num_inputs + column[None, :]
-    up_offset = num_outputs.to(tl.int64) * num_inputs
-    inside = (column < num_inputs)[None, :]
+    row_elements = num_inputs // PACKED
+    cell = read_output.to(tl.int64)[:, None] * row_elements + column[None, :]
+    up_offset = num_outputs.to(tl.int64) * row_elements
+    inside = (column < row_elements)[None, :]
     if HAS_GATE:
         start(OVERLAPS)
     # What the launch before the last wrote can be read already, but not from the first-level cache.
-    expert = tl.load(tiles + tile, cache_modifier=".cg")
+    expert = tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64)
     first_row = tl.load(tiles + num_tiles + tile, cache_modifier=".cg")
     num_rows = tl.load(tiles + 2 * num_tiles + tile, cache_modifier=".cg")
     if expert >= 0:
         row = tl.arange(0, ROWS)
-        place = first_row + tl.minimum(row, num_rows - 1)
+        place = (first_row + tl.minimum(row, num_rows - 1)).to(tl.int64)
         pair = tl.load(pairs + place, cache_modifier=".cg").to(tl.int64)
-        matrix = weight + expert.to(tl.int64) * (2 * up_offset if HAS_GATE else up_offset)
-        if HAS_GATE:
-            x_cell = (pair // CHOSEN)[:, None] * num_inputs + column[None, :]
-        else:
-            x_cell = place.to(tl.int64)[:, None] * num_inputs + column[None, :]
+        x_row = pair // CHOSEN if HAS_GATE else place
+        x_cell = x_row[:, None] * num_inputs + column[None, :]
+        x_scale_row = x_scale + x_row * tl.cdiv(num_inputs, SCALED)
+        matrix = weight + expert * (HALVES * up_offset)
+        first_scale = expert * tl.cdiv(HALVES * num_outputs, BLOCK_OUT)
+        scale_row = first_scale + read_output // BLOCK_OUT
+        up_scale_row = first_scale + (num_outputs + read_output) // BLOCK_OUT
         total = tl.zeros((OUTPUTS, ROWS), tl.float32)
         up_total = total
+        of_x = tl.full((ROWS,), 1.0, tl.float32)
         begin_at = 0
         if IS_EARLY:
             begin_at = INPUTS
@@ -325,23 +538,32 @@ def _multiply_tiles(
         elif not HAS_GATE:
             start(OVERLAPS)
         for begin in range(begin_at, num_inputs, INPUTS):
-            inside = (begin + column < num_inputs)[None, :]
-            value = _load(x + x_cell + begin, inside, IS_EVEN)
-            piece = _load(matrix + cell + begin, inside, IS_EVEN)
-            total = tl.dot(piece, tl.trans(value), total)
+            at = begin // PACKED
+            inside = (at + column < row_elements)[None, :]
+            value, odd_value = _tokens(x, x_cell, begin, inside, num_inputs, KIND, IS_EVEN)
+            if KIND == "fp8":
+                of_x = tl.load(x_scale_row + begin // SCALED)
+            scale, zero = _scale_and_zero(
+                weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
+            )
+            piece = _load(matrix + cell + at, inside, IS_EVEN)
+            total = _multiplied(total, piece, value, odd_value, scale, zero, of_x, KIND)
             if HAS_GATE:
-                up_piece = _load(matrix + up_offset + cell + begin, inside, IS_EVEN)
-                up_total = tl.dot(up_piece, tl.trans(value), up_total)
+                up_scale, up_zero = _scale_and_zero(
+                    weight_scale, weight_zero, up_scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
+                )
+                up_piece = _load(matrix + up_offset + cell + at, inside, IS_EVEN)
+                up_total = _multiplied(up_total, up_piece, value, odd_value, up_scale, up_zero, of_x, KIND)
         if IS_EARLY:
             total = tl.dot(first_piece, tl.trans(first_value), total)
-        result = total
-        if HAS_GATE:
-            result = silu(total) * up_total
-            y_row = place.to(tl.int64)
-        else:
-            y_row = pair
-        mask = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
-        y_cell = y_row[:, None] * num_outputs + output[None, :]
+        result = silu(total) * up_total if HAS_GATE else total
+        y_row = place if HAS_GATE else pair
+        in_row = row < num_rows
+        if NEXT_KIND == "fp8":
+            result, of_y = in_8_bits(result, 0)
+            tl.store(y_scale + y_row * tl.cdiv(num_outputs, SCALED) + strip, of_y, mask=in_row)
+        mask = in_row[:, None] & (output < num_outputs)[None, :]
+        y_cell = y_row[:, None] * num_outputs + placed(output, num_outputs, NEXT_KIND)[None, :]
         tl.store(y + y_cell, tl.trans(result.to(y.dtype.element_ty)), mask=mask)
     elif not HAS_GATE:
         start(OVERLAPS)

@@ -8,6 +8,7 @@ import triton
 
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.projection import Tuning
+from raypp.ops.weight import WeightKind
 
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
@@ -21,6 +22,7 @@ class ExpertShape:
     intermediate: int  # I
     num_experts: int  # E
     num_chosen: int  # k
+    kinds: tuple[WeightKind, WeightKind] = ("plain", "plain")  # of gate_up and of down
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,36 @@ def choose_cut(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut
     """Return how the experts of so many tokens are computed."""
     num_pairs = num_tokens * shape.num_chosen
     if num_pairs <= MOST_FEW_PAIRS:
-        rows = max(1, 16 // triton.next_power_of_2(shape.num_chosen))
-        return ExpertCut(0, Tuning(4, 1024, num_stages=2), Tuning(min(8, 2 * rows), 256, num_stages=3))
+        return ExpertCut(0, _few_gate_up(shape.kinds[0]), _few_down(shape))
     rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
-    if rows <= 8:
-        return ExpertCut(16, Tuning(64, 64, num_stages=4), Tuning(64, 128, num_stages=4))
-    if rows <= 32:
-        return ExpertCut(32, Tuning(64, 64, num_stages=4), Tuning(64, 128, num_stages=4))
-    if rows <= 64:
-        return ExpertCut(64, Tuning(64, 64, num_stages=4), Tuning(128, 64, num_stages=4))
-    return ExpertCut(128, Tuning(128, 64, num_warps=8, num_stages=4), Tuning(128, 64, num_warps=8, num_stages=4))
+    tile_rows = (
+        16 if rows <= 8 else 32 if rows <= 16 else 64 if rows <= 32 or shape.kinds != ("plain", "plain") else 128
+    )
+    gate_up, down = shape.kinds
+    return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, True), _tiles(tile_rows, down, False))
+
+
+def _few_gate_up(kind: WeightKind) -> Tuning:
+    """Return how the first product of few pairs is cut."""
+    if kind == "plain":
+        return Tuning(4, 1024, num_stages=2)
+    return Tuning(16, 128, num_warps=4 if kind == "fp8" else 2, num_stages=4)
+
+
+def _few_down(shape: ExpertShape) -> Tuning:
+    """Return how the second product of few pairs is cut; a program has all of a token's experts."""
+    rows = max(1, 32 // triton.next_power_of_2(shape.num_chosen))
+    if shape.kinds[1] == "plain":
+        return Tuning(min(8, rows), 256, num_stages=3)
+    return Tuning(min(16, rows), 128, num_stages=4)
+
+
+def _tiles(tile_rows: int, kind: WeightKind, is_gated: bool) -> Tuning:
+    """Return how a product of tiles is cut."""
+    if kind == "fp8":
+        return Tuning(128, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=3 if is_gated else 4)
+    if kind == "int4":
+        return Tuning(64, 128, num_warps=8 if tile_rows == 64 else 4, num_stages=4)
+    if tile_rows == 128:
+        return Tuning(128, 64, num_warps=8, num_stages=4)
+    return Tuning(64, 64, num_stages=4) if is_gated or tile_rows > 16 else Tuning(64, 128, num_stages=4)

@@ -8,13 +8,26 @@ The launches depend on the number of tokens alone, so a CUDA graph can hold them
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 
-from raypp.ops.cuda.expert_products import down_few, down_tiles, gate_up_few, gate_up_tiles, sum_of_experts
+from raypp.ops.cuda.expert_products import (
+    down_few,
+    down_tiles,
+    gate_up_few,
+    gate_up_tiles,
+    has_kernel,
+    sum_of_experts,
+)
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.router_kernels import arrange, route
 from raypp.ops.routing import Routing
+from raypp.ops.weight import Weight
+
+_LOG = logging.getLogger(__name__)
 
 
 class CudaExperts:
@@ -23,7 +36,7 @@ class CudaExperts:
     Args:
         norm_weight: [H].
         eps: Of the norm.
-        router: [E, H].
+        router: [E, H], of the tokens' type.
         gate_up: [E, 2 I, H], the gate first.
         down: [E, H, I].
         routing: How experts are chosen.
@@ -36,22 +49,21 @@ class CudaExperts:
         norm_weight: torch.Tensor,
         eps: float,
         router: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
         routing: Routing,
         device: Device,
         workspace: Workspace,
     ) -> None:
         self._norm_weight = norm_weight
         self._eps = eps
-        self._router = (router.float() * norm_weight.float()).to(down.dtype)
-        self._gate_up = gate_up.contiguous()
-        self._down = down.contiguous()
+        self._router = (router.float() * norm_weight.float()).to(router.dtype)
+        self._gate_up, self._down = (_readable(weight, router.dtype) for weight in (gate_up, down))
         self._routing = routing
         self._device = device
         self._workspace = workspace
-        num_experts, hidden, intermediate = down.shape
-        self._shape = ExpertShape(hidden, intermediate, num_experts, routing.num_chosen)
+        kinds = (self._gate_up.kind, self._down.kind)
+        self._shape = ExpertShape(down.num_outputs, down.num_inputs, len(down.data), routing.num_chosen, kinds)
         self._cuts: dict[int, ExpertCut] = {}
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -71,7 +83,23 @@ class CudaExperts:
         if not cut.tile_rows:
             y = gate_up_few(hidden, *norm, self._gate_up, routed, cut.gate_up, device)
             return down_few(y, hidden, self._down, routed, cut.down, device)
-        arranged = arrange(hidden, *norm, routed, self._shape.num_experts, cut.tile_rows, device)
-        y = gate_up_tiles(self._gate_up, arranged, chosen, cut.gate_up, device)
-        y = down_tiles(y, self._down, arranged, chosen, cut.down, device)
+        experts, (kind, next_kind) = self._shape.num_experts, self._shape.kinds
+        arranged = arrange(hidden, *norm, routed, experts, cut.tile_rows, kind, device)
+        between = gate_up_tiles(self._gate_up, arranged, chosen, next_kind, hidden, cut.gate_up, device)
+        y = down_tiles(between, self._down, arranged, chosen, hidden, cut.down, device)
         return sum_of_experts(y, routed, hidden, device)
+
+
+def _readable(weight: Weight, dtype: torch.dtype) -> Weight:
+    """Return a weight of a form that the kernels read."""
+    if not has_kernel(weight, dtype):
+        if weight.kind != "plain":
+            _LOG.warning(
+                "experts of %s with scales for blocks of %s%s have no kernels: they are widened to 16 bits",
+                weight.kind,
+                weight.block,
+                "" if weight.order is None else " and inputs in an order of their own",
+            )
+        weight = Weight(weight.dequantized(dtype))
+    scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
+    return replace(weight, data=weight.data.contiguous(), scale=scale, zero=zero)

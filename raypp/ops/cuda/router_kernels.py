@@ -17,8 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.routing import Routing
+from raypp.ops.weight import WeightKind
+
+SCALED = 128
+"""So many inputs in 8 bits share a scale."""
 
 _MAX_SPLITS = 16
 _SPLIT_INPUTS = 256  # loaded at once, before the tokens are there
@@ -35,10 +40,33 @@ class Routed:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """The inputs of a product as its weight's kind wants them.
+
+    plain   as they come
+    fp8     in float8_e4m3fn, with a scale per row and 128 inputs
+    int4    those with even numbers, then those with odd ones
+    """
+
+    values: torch.Tensor  # [n, K]
+    scale: torch.Tensor | None = None  # [n, ceil(K / 128)] float32, of fp8
+
+    @classmethod
+    def empty(cls, num_rows: int, num_inputs: int, kind: WeightKind, like: torch.Tensor) -> Inputs:
+        """Return room for them, in the type of `like` unless the kind has its own."""
+        dtype = torch.float8_e4m3fn if kind == "fp8" else like.dtype
+        values = torch.empty(num_rows, num_inputs, dtype=dtype, device=like.device)
+        if kind != "fp8":
+            return cls(values)
+        num_scales = triton.cdiv(num_inputs, SCALED)
+        return cls(values, torch.empty(num_rows, num_scales, dtype=torch.float32, device=like.device))
+
+
+@dataclass(frozen=True)
 class Arranged:
     """The pairs by expert, in tiles of one expert each, and the tokens normalized."""
 
-    normed: torch.Tensor  # [T, H]
+    normed: Inputs  # [T, H]
     pairs: torch.Tensor  # [T * k] int32: numbers of pairs, those of an expert side by side
     tiles: torch.Tensor  # [3, most tiles] int32: expert (-1: no tile), first place in `pairs`, number of pairs
     tile_rows: int  # the most pairs of a tile
@@ -106,21 +134,26 @@ def arrange(
     routed: Routed,
     num_experts: int,
     tile_rows: int,
+    kind: WeightKind,
     device: Device,
 ) -> Arranged:
-    """Return what the products need. Shapes: x [T, H] contiguous, T at least 1; norm_weight [H]."""
+    """Return what the products need; `kind` is that of the first one's weight.
+
+    Shapes: x [T, H] contiguous, T at least 1; norm_weight [H].
+    """
     num_tokens, size = x.shape
     num_pairs = routed.experts.numel()
     num_tiles = most_tiles(num_pairs, num_experts, tile_rows)
-    normed = torch.empty_like(x)
+    normed = Inputs.empty(num_tokens, size, kind, x)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=x.device)
-    block = triton.next_power_of_2(size)
+    block = max(SCALED, triton.next_power_of_2(size))
     _arrange[(max(num_experts, min(num_tokens, _MOST_PROGRAMS)),)](
         x,
         norm_weight,
         eps,
-        normed,
+        normed.values,
+        x if normed.scale is None else normed.scale,
         size,
         num_tokens,
         routed.experts,
@@ -133,6 +166,8 @@ def arrange(
         TILE_ROWS=tile_rows,
         AT_ONCE=min(_MOST_SORTED_AT_ONCE, max(32, triton.next_power_of_2(num_pairs))),
         BLOCK=block,
+        KIND=kind,
+        SCALED=SCALED,
         OVERLAPS=device.has_dependent_launch,
         num_warps=min(8, max(4, block // 512)),
         **device.launch_options,
@@ -146,6 +181,19 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
     if IS_EVEN:
         return tl.load(pointer)
     return tl.load(pointer, mask=inside, other=0.0)
+
+
+@triton.jit
+def in_8_bits(value, AXIS: tl.constexpr):
+    """Return float32 as float8_e4m3fn, and what to multiply it by: each line along the axis uses the whole range."""
+    scale = tl.maximum(tl.max(tl.abs(value), AXIS), 1e-30) / 448.0
+    return narrowed(value / tl.expand_dims(scale, AXIS), tl.float8e4nv), scale
+
+
+@triton.jit
+def placed(column, size, KIND: tl.constexpr):
+    """Return where an input is; see `Inputs`."""
+    return column // 2 + column % 2 * (size // 2) if KIND == "int4" else column
 
 
 @triton.jit
@@ -224,17 +272,23 @@ def _route(
         logits = tl.where(is_expert, logits, float("-inf"))
         likely = tl.exp(logits - tl.max(logits, 1)[:, None])
         likely /= tl.sum(likely, 1)[:, None]
-        ranked = tl.where(is_expert, _hashed(logits, index), -1) if IS_HASHED else tl.where(is_expert, likely, -1.0)
+        # One number holds the key and the expert, so that finding the largest gives both; the lower of equal experts.
+        key = _hashed(logits, index) if IS_HASHED else likely.to(tl.int32, bitcast=True).to(tl.int64)
+        ranked = tl.where(is_expert, (key << 16) | (PADDED - 1 - index)[None, :], -1)
         rank = tl.arange(0, CHOSEN_PADDED)
         found = tl.zeros((TOKENS, CHOSEN_PADDED), tl.int32)
         weight = tl.zeros((TOKENS, CHOSEN_PADDED), tl.float32)
         for place in range(CHOSEN):
-            best = tl.minimum(tl.argmax(ranked, 1), EXPERTS - 1)  # of no numbers any; of equal ones the lower expert
-            is_best = index[None, :] == best[:, None]
-            found = tl.where(rank[None, :] == place, best[:, None], found)
-            share = tl.sum(tl.where(is_best, likely, 0.0), 1)
+            best = tl.max(ranked, 1)
+            ranked = tl.where(ranked == best[:, None], -1, ranked)
+            # What is no number gives any expert.
+            number = tl.minimum(PADDED - 1 - (best & 0xFFFF), EXPERTS - 1).to(tl.int32)
+            found = tl.where(rank[None, :] == place, number[:, None], found)
+            if IS_HASHED:
+                share = tl.sum(tl.where(index[None, :] == number[:, None], likely, 0.0), 1)
+            else:
+                share = (best >> 16).to(tl.int32).to(tl.float32, bitcast=True)
             weight = tl.where(rank[None, :] == place, share[:, None], weight)
-            ranked = tl.where(is_best, -1, ranked)
         if NORMALIZES:
             weight /= tl.sum(weight, 1)[:, None]
         pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
@@ -249,6 +303,7 @@ def _arrange(
     norm_weight,
     eps,
     normed,
+    normed_scale,
     size,
     num_tokens,
     experts,
@@ -261,6 +316,8 @@ def _arrange(
     TILE_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     expert = tl.program_id(0)
@@ -269,10 +326,16 @@ def _arrange(
     factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
     for token in range(expert, num_tokens, tl.num_programs(0)):
-        row = tl.cast(token, tl.int64) * size + column
-        value = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
+        row = tl.cast(token, tl.int64) * size
+        value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
-        tl.store(normed + row, value.to(normed.dtype.element_ty), mask=inside)
+        if KIND == "fp8":
+            group = tl.arange(0, BLOCK // SCALED)
+            value, scale = in_8_bits(tl.reshape(value, (BLOCK // SCALED, SCALED)), 1)
+            value = tl.reshape(value, (BLOCK,))
+            num_scales = tl.cdiv(size, SCALED)
+            tl.store(normed_scale + tl.cast(token, tl.int64) * num_scales + group, scale, mask=group < num_scales)
+        tl.store(normed + row + placed(column, size, KIND), value.to(normed.dtype.element_ty), mask=inside)
     if expert < EXPERTS:
         other = tl.arange(0, EXPERTS_PADDED)
         index = tl.arange(0, AT_ONCE)
@@ -280,6 +343,7 @@ def _arrange(
         for begin in range(0, num_pairs, AT_ONCE):
             of_pair = tl.load(experts + begin + index, mask=begin + index < num_pairs, other=EXPERTS)
             counts += tl.histogram(of_pair, EXPERTS_PADDED)
+            tl.debug_barrier()  # Triton 3.7 forgets that all must have read the counts before their memory is used
         num_before = tl.sum(tl.where(other < expert, counts, 0), 0)
         num_own = tl.sum(tl.where(other == expert, counts, 0), 0)
         own_tiles = tl.where(other < EXPERTS, (counts + TILE_ROWS - 1) // TILE_ROWS, 0)

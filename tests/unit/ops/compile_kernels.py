@@ -38,6 +38,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
+from raypp.ops.weight import Weight
 
 CPU = torch.device("cpu")
 DEVICE = Device(CPU, num_processors=132, has_dependent_launch=True)
@@ -93,6 +94,16 @@ def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, 
     return projection.Weights(weight, None, norm_eps, is_gated, scale=torch.empty(num_outputs))
 
 
+def experts_of(kind: str, scale_type: torch.dtype, block: tuple[int, int], num_outputs: int, num_inputs: int) -> Weight:
+    """Return the weights of 128 experts in fewer bits that hold nothing."""
+    scale = torch.empty(128, num_outputs // block[0], num_inputs // block[1], dtype=scale_type, device="meta")
+    if kind == "fp8":
+        data = torch.empty(128, num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device="meta")
+        return Weight(data, scale, block=block)
+    data = torch.empty(128, num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
+    return Weight(data, scale, torch.empty_like(scale, dtype=torch.uint8), block)
+
+
 def call_all(workspace: Workspace) -> None:
     """Call each kernel as Qwen3 does, in steps of 1 to 64 rows."""
     layer_heads = Heads(32, 8, 128, HeadNorm(torch.ones(128, dtype=BF16), torch.ones(128, dtype=BF16), 1e-6))
@@ -144,12 +155,18 @@ def call_all(workspace: Workspace) -> None:
                 x = torch.empty(rows, weights.num_inputs, dtype=x_type)
                 residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
                 projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
-    router, down = torch.empty(128, 2048, dtype=BF16), torch.empty(128, 2048, 768, dtype=BF16, device="meta")
-    gate_up = torch.empty(128, 1536, 2048, dtype=BF16, device="meta")
+    router, down = torch.empty(128, 2048, dtype=BF16), Weight(torch.empty(128, 2048, 768, dtype=BF16, device="meta"))
+    gate_up = Weight(torch.empty(128, 1536, 2048, dtype=BF16, device="meta"))
     for is_even in (False, True):
         routing = Routing(8, normalizes=True, is_even=is_even)
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
         for rows in (1,) if is_even else (1, 8, 64, 512, 2048, 8192):
+            layer(torch.empty(rows, 2048, dtype=BF16))
+    routing = Routing(8, normalizes=True)
+    for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
+        gate_up, down = (experts_of(kind, scale_type, block, *shape) for shape in ((1536, 2048), (2048, 768)))
+        layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
+        for rows in (1, 64, 2048):
             layer(torch.empty(rows, 2048, dtype=BF16))
     tables, lengths = torch.zeros(32, 65, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     for most in (1, 1000):

@@ -207,6 +207,23 @@ def test_experts(num_tokens, shape, cut):
     checks.check_experts(EXACT, num_tokens, shape, cut)
 
 
+@pytest.mark.parametrize("cut", [FEW, TILES], ids=["few", "tiles"])
+@pytest.mark.parametrize(
+    ("kinds", "blocks", "has_zero"),
+    [
+        (("fp8", "fp8"), ((128, 128), (128, 128)), False),
+        (("fp8", "fp8"), ((1, 160), (1, 192)), False),  # a scale per output
+        (("int4", "int4"), ((1, 32), (1, 64)), True),
+        (("int4", "int4"), ((1, 160), (1, 128)), False),
+        (("plain", "fp8"), ((1, 1), (192, 192)), False),
+        (("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
+    ],
+)
+def test_experts_in_fewer_bits(kinds, blocks, has_zero, cut):
+    cut = replace(cut, gate_up=Tuning(32, 32), down=Tuning(32, 16))
+    checks.check_experts(EXACT, 2, ExpertShape(160, 192, 3, 2, kinds), cut, blocks=blocks, has_zero=has_zero)
+
+
 def test_experts_that_all_tokens_choose():
     checks.check_experts(EXACT, 9, ExpertShape(64, 40, 3, 2), TILES, normalizes=False, same_experts=True)
 
@@ -250,4 +267,6 @@ def test_half_precision():
     checks.check_projection(half, 9, 24, 96, Tuning(16, 32), is_gated=True, has_8_bits=True)
     checks.check_experts(half, 3, ExpertShape(64, 48, 5, 2), FEW)
     checks.check_experts(half, 3, ExpertShape(64, 48, 5, 2), TILES)
+    int4, blocks = ExpertShape(64, 64, 3, 2, ("int4", "int4")), ((1, 32), (1, 32))
+    checks.check_experts(half, 3, int4, TILES, blocks=blocks, has_zero=True)
     checks.check_sampling(half, 4, 600)
