@@ -20,7 +20,7 @@ from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.draw_kernels import TokenChooser
 from raypp.ops.cuda.heads import append_heads, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.projection import Weights
+from raypp.ops.cuda.projection import Product
 from raypp.ops.sample.draw import sample
 from raypp.ops.sample.tables import AdjustedLogits, DrawTables
 from raypp.ops.weight import Weight
@@ -69,22 +69,22 @@ def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16) * scale
 
 
-def _product_weights(outputs: int, inputs: int, has_norm: bool, has_gate: bool) -> list[Weights]:
+def _product_weights(outputs: int, inputs: int, has_norm: bool, has_gate: bool) -> list[Product]:
     """Return as many weights as it takes that none is still in a cache when it is used again."""
     rows = outputs * (2 if has_gate else 1)
     count = max(2, min(48, math.ceil(COLD_BYTES / (2 * rows * inputs))))
     eps = EPS if has_norm else None
-    return [Weights(_random(rows, inputs, scale=0.02), None, eps, has_gate) for _ in range(count)]
+    return [Product(Weight(_random(rows, inputs, scale=0.02)), None, eps, has_gate) for _ in range(count)]
 
 
-def _library(weights: Weights, device: Device, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+def _library(product: Product, device: Device, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     """Compute a product as the library and separate kernels do."""
     if residual is not None:
-        return residual.addmm_(x, weights.weight.t())
-    if weights.norm_eps is not None:
+        return residual.addmm_(x, product.weight.data.t())
+    if product.norm_eps is not None:
         x = rms_norm(x, None, EPS, device)
-    y = F.linear(x, weights.weight)
-    return silu_and_mul(y, device) if weights.is_gated else y
+    y = F.linear(x, product.weight.data)
+    return silu_and_mul(y, device) if product.is_gated else y
 
 
 def measure_products(shape: Shape) -> Figures:
@@ -109,7 +109,7 @@ def measure_products(shape: Shape) -> Figures:
             else:
                 own_calls = [partial(each.add, x, residual) for each in own]
             library_calls = [partial(_library, each, device, x, residual) for each in weights]
-            floor = weights[0].weight.nbytes / BYTES_PER_US
+            floor = weights[0].weight.num_bytes / BYTES_PER_US
             figures[f"{name} {rows}"] = _row(name, rows, try_us(own_calls), try_us(library_calls), floor)
         del weights, own
     return figures

@@ -37,9 +37,10 @@ from raypp.models.weights import DummyWeights
 from raypp.ops.cuda.cuda_kernels import CudaProjection
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import OwnProduct, input_type_in_8_bits
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, project, quantize
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, project, rounded_to_8_bits
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.weight import Weight
 
 MODELS = Path(__file__).parents[1] / "models"
 BF16 = torch.bfloat16
@@ -120,12 +121,12 @@ def compile_all(jobs: Iterable[tuple[Kind, Tuning]]) -> None:
     workspace.reserve(WORKSPACE_FLOATS)
     weight = torch.ones(1024, 1024, device=torch_device, dtype=BF16)
     for kind, tuning in jobs:
-        weights = Weights(weight, None, 1e-6 if kind.has_norm else None, kind.is_gated)
-        weights = quantize(weights) if kind.in_8_bits else weights
+        product = Product(Weight(weight), None, 1e-6 if kind.has_norm else None, kind.is_gated)
+        product = rounded_to_8_bits(product) if kind.in_8_bits else product
         x = torch.zeros(kind.num_rows, 1024, device=torch_device, dtype=kind.reads)
         residual = torch.zeros_like(x, dtype=BF16) if kind.has_residual else None
         try:
-            project(x, weights, residual, tuning, device, workspace, kind.writes)
+            project(x, product, residual, tuning, device, workspace, kind.writes)
         except Exception as error:
             print(f"   {kind}, {tuning}: {type(error).__name__}: {str(error)[-150:]}", flush=True)
 
@@ -194,18 +195,18 @@ def tune(tuned: Tuned, num_rows: int) -> dict[str, Any]:
     print(f"{num_rows} rows: {figures['as chosen']} us as chosen", flush=True)
     for product, projections in tuned.products.items():
         first = projections[0]
-        weights = quantize(first._weights) if tuned.in_8_bits else None
+        rounded = rounded_to_8_bits(first._product) if tuned.in_8_bits else None
         kept = first._own.get(num_rows)
         chosen, results = None if kept is None else kept.tuning, list[tuple[float, Tuning | None]]()
-        is_gated = first._weights.is_gated
+        is_gated = first._product.is_gated
         for tuning in dict.fromkeys((None, chosen, *candidates(num_rows, is_gated, tuned.in_8_bits))):
-            set_cut(projections, num_rows, tuning, weights)
+            set_cut(projections, num_rows, tuning, rounded)
             try:
                 results.append((round(tuned.time_us(num_rows), 2), tuning))
             except Exception as error:
                 print(f"   {product}, {tuning}: {type(error).__name__}: {str(error)[:150]}", flush=True)
         results.sort(key=lambda result: result[0])
-        set_cut(projections, num_rows, results[0][1], weights)
+        set_cut(projections, num_rows, results[0][1], rounded)
         named = [(us, _name(tuning) + (" (chosen)" if tuning == chosen else "")) for us, tuning in results]
         figures[product] = named
         library = next((us for us, tuning in results if tuning is None), "-")
@@ -215,13 +216,13 @@ def tune(tuned: Tuned, num_rows: int) -> dict[str, Any]:
     return figures
 
 
-def set_cut(projections: list[CudaProjection], num_rows: int, tuning: Tuning | None, in_8_bits: Weights | None) -> None:
+def set_cut(projections: list[CudaProjection], num_rows: int, tuning: Tuning | None, rounded: Product | None) -> None:
     """Compute a product of all layers so; None: by the library."""
     for projection in projections:
         if tuning is None:
             projection._own.pop(num_rows, None)
             continue
-        projection._own[num_rows] = OwnProduct.of(in_8_bits or projection._weights, num_rows, tuning)
+        projection._own[num_rows] = OwnProduct.of(rounded or projection._product, num_rows, tuning)
 
 
 def _name(tuning: Tuning | None) -> str:

@@ -89,7 +89,7 @@ def stacked_weights(weights: Sequence[Weight]) -> Weight:
         return first
     assert len({(weight.kind, weight.num_inputs, weight.zero is None) for weight in weights}) == 1
     if any(weight.num_outputs % rows for weight in weights[:-1]) or len({weight.block for weight in weights}) > 1:
-        weights = [_by_output(weight) for weight in weights]
+        weights = [by_output(weight) for weight in weights]
         first = weights[0]
 
     def joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -104,7 +104,7 @@ def stacked_weights(weights: Sequence[Weight]) -> Weight:
     )
 
 
-def _by_output(weight: Weight) -> Weight:
+def by_output(weight: Weight) -> Weight:
     """Return a weight whose blocks are one output high."""
     rows, columns = weight.block
 

@@ -28,10 +28,11 @@ from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm, project, quantize
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
 from raypp.ops.cuda.quantize import quantize_rows
 from raypp.ops.cuda.router_kernels import Routed, arrange, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
+from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
@@ -69,11 +70,11 @@ class Kernels:
         self.device = Device.of(DEVICE)
         self.workspace = Workspace(DEVICE)
         self.rng = random.Random(seed)
-        self._generator = torch.Generator(DEVICE).manual_seed(seed)
+        self.generator = torch.Generator(DEVICE).manual_seed(seed)
 
     def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
         """Return a random tensor."""
-        return (torch.randn(shape, generator=self._generator, device=DEVICE) * scale).to(self.dtype)
+        return (torch.randn(shape, generator=self.generator, device=DEVICE) * scale).to(self.dtype)
 
     def assert_close(self, got: torch.Tensor, expected: torch.Tensor, scale: float = 1.0) -> None:
         """Compare; `scale` is the size of what was summed."""
@@ -361,31 +362,31 @@ def check_projection(
     kernels.workspace.reserve(1 << 22)
     num_weight_rows = num_outputs * (2 if is_gated else 1)
     x = kernels.normal(num_rows, num_inputs)
-    weights = Weights(
-        kernels.normal(num_weight_rows, num_inputs, scale=num_inputs**-0.5),
+    product = Product(
+        Weight(kernels.normal(num_weight_rows, num_inputs, scale=num_inputs**-0.5)),
         kernels.normal(num_weight_rows) if has_bias else None,
         1e-5 if has_norm else None,
         is_gated,
     )
     if has_8_bits:
-        weights = quantize(weights)
+        product = rounded_to_8_bits(product)
         reads = reads or (dtype if num_rows <= FEW_ROWS else torch.float8_e5m2)
         x = x.to(reads).to(dtype)
     residual = kernels.normal(num_rows, num_outputs) if has_residual else None
     expected = reference.linear(
         x,
-        weights.weight,
-        scale=weights.scale,
-        bias=weights.bias,
+        product.weight.data,
+        scale=None if product.weight.scale is None else product.weight.scale[:, 0],
+        bias=product.bias,
         norm_weight=torch.ones(num_inputs, device=DEVICE) if has_norm else None,
         eps=1e-5,
         is_gated=is_gated,
         residual=residual,
     )
     x = x if reads is None else x.to(reads)
-    got = project(x, weights, residual, tuning, kernels.device, kernels.workspace, dtype)
+    got = project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype)
     kernels.assert_close(got, expected, 4)
-    assert torch.equal(got, project(x, weights, residual, tuning, kernels.device, kernels.workspace, dtype))
+    assert torch.equal(got, project(x, product, residual, tuning, kernels.device, kernels.workspace, dtype))
     assert not kernels.workspace.counters.any()
 
 
@@ -438,6 +439,102 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         inner = torch.cat([random.normal(intermediate, hidden, scale=scale) for scale in scales])
         huge = in_8_bits.norm_gated_linear(norm_weight, 1e-6, Weight(inner))
         assert add(huge(x), residual).isfinite().all()  # the smaller range is not left
+
+
+def random_weight(
+    kernels: Kernels,
+    kind: str,
+    num_outputs: int,
+    num_inputs: int,
+    block: tuple[int, int],
+    *,
+    has_zeros: bool = False,
+    has_order: bool = False,
+) -> Weight:
+    """Return a quantized weight whose products of normal numbers are about 1. A block's inputs may be 0: all."""
+    rows, columns = block[0], block[1] or num_inputs
+    blocks = -(-num_outputs // rows), -(-num_inputs // columns)
+    scale = (0.5 + kernels.normal(*blocks).float().sigmoid()) * num_inputs**-0.5
+    if kind == "fp8":
+        data = kernels.normal(num_outputs, num_inputs).to(torch.float8_e4m3fn)
+        return Weight(data, scale, block=(rows, columns))
+
+    def integers(high: int, *shape: int) -> torch.Tensor:
+        return (torch.rand(shape, device=DEVICE, generator=kernels.generator) * high).to(torch.uint8)
+
+    order = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(0)).to(DEVICE) if has_order else None
+    zero = integers(16, *blocks) if has_zeros else None
+    data = integers(256, num_outputs, num_inputs // 2)
+    return Weight(data, (scale / 4).to(kernels.dtype), zero, (rows, columns), order)
+
+
+def check_quantized_projections(
+    dtype: torch.dtype,
+    weight: Weight,
+    row_counts: Sequence[int],
+    *,
+    has_norm: bool = False,
+    is_gated: bool = False,
+    has_bias: bool = False,
+    has_residual: bool = False,
+    x_scale: float = 1.0,
+) -> None:
+    """Products as the kernel set makes them, against the dequantized weight and x as tensor cores read it."""
+    random = Kernels(dtype, seed=weight.num_outputs)
+    kernels = CudaKernels(DEVICE, dtype, block_size=16, max_query_len=1, num_ring_entries=1)
+    num_outputs, num_inputs = weight.num_outputs // (2 if is_gated else 1), weight.num_inputs
+    bias = random.normal(weight.num_outputs) if has_bias else None
+    norm_weight = 1 + random.normal(num_inputs, scale=0.1)
+    matrix = weight.dequantized(torch.float32)
+    for num_rows in row_counts:
+        x = random.normal(num_rows, num_inputs, scale=x_scale)
+        residual = random.normal(num_rows, num_outputs) if has_residual else None
+        read = x.float()
+        if has_norm:
+            read = reference.rms_norm(read, norm_weight, 1e-6)
+            read = read if num_rows <= FEW_ROWS and weight.kind == "fp8" else read.to(dtype).float()
+        if weight.kind == "fp8" and num_rows > FEW_ROWS:
+            norm = TokenNorm(norm_weight, 1e-6) if has_norm else None
+            quantized, scale = quantize_tokens(x, weight.block[1], random.device, norm)
+            columns = torch.arange(num_inputs, device=DEVICE) // min(weight.block[1], num_inputs)
+            read = quantized.float() * scale[:, columns]
+        expected = reference.linear(
+            read, matrix, bias=bias, is_gated=is_gated, residual=None if residual is None else residual.float()
+        ).to(dtype)
+        if has_residual:
+            assert residual is not None
+            got = kernels.add_linear(weight, bias)(x, residual.clone())
+        elif is_gated:
+            got = kernels.norm_gated_linear(norm_weight, 1e-6, weight, bias)(x)
+        elif has_norm:
+            got = kernels.norm_linear(norm_weight, 1e-6, weight, bias)(x)
+        else:
+            got = kernels.linear(weight, bias)(x)
+        random.assert_close(got, expected, 4 * max(1.0, x_scale))
+
+
+def check_quantized_tokens(dtype: torch.dtype, num_tokens: int, size: int, block: int) -> None:
+    """Tokens in 8 bits: by itself, of its norm, of its gate."""
+    random = Kernels(dtype)
+    weight = random.normal(size)
+    for norm, is_gated in ((None, False), (TokenNorm(weight, 1e-5), False), (None, True)):
+        x = random.normal(num_tokens, size * (2 if is_gated else 1), scale=30.0)
+        value = reference.silu_and_mul(x.float()) if is_gated else x.float()
+        if norm is not None:
+            value = reference.rms_norm(value, weight, 1e-5)
+        if num_tokens:
+            value[0, :block] = 0
+            if not is_gated and norm is None:
+                x[0, :block] = 0
+        quantized, scale = quantize_tokens(x, block, random.device, norm, is_gated=is_gated)
+        block = min(block, size)
+        blocks = torch.nn.functional.pad(value, (0, -size % block)).unflatten(1, (-1, block))
+        expected = (blocks.abs().amax(2) / 448).clamp(min=1e-30)
+        first = 0 if is_gated or norm is not None else None
+        rows = slice(1, None) if first == 0 else slice(None)
+        torch.testing.assert_close(scale[rows], expected[rows], rtol=1e-5, atol=0)
+        columns = torch.arange(size, device=DEVICE) // min(block, size)
+        random.assert_narrowed(quantized[rows], (value / expected[:, columns])[rows], torch.float8_e4m3fn)
 
 
 def check_lm_head(dtype: torch.dtype, vocab_size: int, hidden: int, row_counts: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, fold_norm
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
 from raypp.ops.device_kernels import choose_kernels
 from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
@@ -175,7 +175,8 @@ def test_projections(num_rows, num_outputs, num_inputs, is_gated):
 def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
     """As chosen for a draft head, against the twin with the same rounded weights."""
     rows = num_outputs * (2 if is_gated else 1)
-    shape = Weights(torch.empty(rows, num_inputs, dtype=torch.float8_e4m3fn), is_gated=is_gated, scale=torch.ones(rows))
+    data = torch.empty(rows, num_inputs, dtype=torch.float8_e4m3fn)
+    shape = Product(Weight(data, torch.ones(rows, 1), block=(1, num_inputs)), is_gated=is_gated)
     tuning = choose_projection(num_rows, shape, Device.of(CUDA))
     assert tuning is not None
     for reads in {None, *(input_type_in_8_bits(num_rows, is_normed=is_normed) for is_normed in (True, False))}:
@@ -205,8 +206,8 @@ def test_all_ways_of_a_product_agree(shape):
     norm_weight = 1 + kernels.normal(num_inputs, scale=0.1)
     folded = weight.clone()
     fold_norm(folded, norm_weight)
-    bare = CudaProjection(Weights(weight), kernels.device, kernels.workspace)
-    normed = CudaProjection(Weights(folded, None, 1e-6, is_gated), kernels.device, kernels.workspace)
+    bare = CudaProjection(Product(Weight(weight)), kernels.device, kernels.workspace)
+    normed = CudaProjection(Product(Weight(folded), None, 1e-6, is_gated), kernels.device, kernels.workspace)
     for num_rows in (0, 1, 2, 4, 5, 8, 9, 16, 17, 32, 33, MAX_ROWS, MAX_ROWS + 1, 300):
         x = kernels.normal(num_rows, num_inputs)
         expected = reference.linear(x, weight, norm_weight=norm_weight, eps=1e-6, is_gated=is_gated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from copy import copy
 
 import torch
@@ -15,12 +17,19 @@ from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
-from raypp.ops.cuda.projection import Weights, fold_norm, partial_floats, project, quantize
+from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project, rounded_to_8_bits
+from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection, has_kernel
 from raypp.ops.cuda.step_attention import CudaAttention
+from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.linear_in_float32 import linear_in_float32
 from raypp.ops.rotary import Rotation
 from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
+
+ALL_ROWS = 1 << 30
+"""More rows than any step has."""
+
+_LOG = logging.getLogger(__name__)
 
 
 class CudaKernels:
@@ -74,9 +83,11 @@ class CudaKernels:
         bias: torch.Tensor | None = None,
     ) -> Projection:
         """Return x -> norm(x) W^T + b."""
+        if self._has_kernel(weight):
+            return self._quantized(weight, bias, TokenNorm(norm_weight, eps))
         matrix = self._matrix(weight)
         fold_norm(matrix, norm_weight)
-        return self._projection(Weights(matrix, bias, eps))
+        return self._projection(Product(Weight(matrix), bias, eps))
 
     def norm(self, weight: torch.Tensor, eps: float) -> Norm:
         """Return the norm of rows by itself."""
@@ -94,23 +105,29 @@ class CudaKernels:
         matrix = self._matrix(weight)
         for columns, norm_weight in zip(matrix.chunk(2, 1), norm_weights, strict=True):
             fold_norm(columns, norm_weight)
-        return JoinedNormsLinear(embedding, eps, self._projection(Weights(matrix, bias)), self._device)
+        return JoinedNormsLinear(embedding, eps, self._projection(Product(Weight(matrix), bias)), self._device)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Projection:
         """Return x -> x W^T + b."""
-        return self._projection(Weights(self._matrix(weight), bias))
+        if self._has_kernel(weight):
+            return self._quantized(weight, bias, None)
+        return self._projection(Product(Weight(self._matrix(weight)), bias))
 
     def norm_gated_linear(
         self, norm_weight: torch.Tensor, eps: float, weight: Weight, bias: torch.Tensor | None = None
     ) -> Projection:
         """Return x -> silu(gate) * up of norm(x) W^T + b."""
+        if self._has_kernel(weight):
+            return self._quantized(weight, bias, TokenNorm(norm_weight, eps), is_gated=True)
         matrix = self._matrix(weight)
         fold_norm(matrix, norm_weight)
-        return self._projection(Weights(matrix, bias, eps, is_gated=True))
+        return self._projection(Product(Weight(matrix), bias, eps, is_gated=True))
 
     def add_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> AddedProjection:
         """Return (x, residual) -> residual + x W^T + b."""
-        return self._projection(Weights(self._matrix(weight), bias)).add
+        if self._has_kernel(weight):
+            return self._quantized(weight, bias, None).add
+        return self._projection(Product(Weight(self._matrix(weight)), bias)).add
 
     def experts(
         self,
@@ -136,11 +153,11 @@ class CudaKernels:
         """Return x -> norm(x) W^T, or x W^T, in float32."""
         matrix = self._matrix(weight)
         if norm_weight is None:
-            return self._projection(Weights(matrix), is_float32=True)
+            return self._projection(Product(Weight(matrix)), is_float32=True)
         if is_shared:
-            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Weights(matrix), is_float32=True))
+            return SeparateNorm(self.norm(norm_weight, eps), self._projection(Product(Weight(matrix)), is_float32=True))
         fold_norm(matrix, norm_weight)
-        return self._projection(Weights(matrix, norm_eps=eps), is_float32=True)
+        return self._projection(Product(Weight(matrix), norm_eps=eps), is_float32=True)
 
     def attention(self, heads: Heads) -> LayerAttention:
         """Return the attention of a layer with these heads."""
@@ -169,11 +186,32 @@ class CudaKernels:
     def _matrix(self, weight: Weight) -> torch.Tensor:
         return weight.dequantized(self._dtype)
 
-    def _projection(self, weights: Weights, *, is_float32: bool = False) -> CudaProjection:
-        in_8_bits = quantize(weights) if self._has_8_bits else None
-        projection = CudaProjection(weights, self._device, self._workspace, in_8_bits, is_float32=is_float32)
+    def _has_kernel(self, weight: Weight) -> bool:
+        """Whether a quantized weight is multiplied as it is; others are dequantized."""
+        if weight.kind == "plain":
+            return False
+        if has_kernel(weight) and (weight.kind == "int4" or self._device.has_fp8):
+            return True
+        _log_dequantized(weight.kind, weight.block)
+        return False
+
+    def _quantized(
+        self, weight: Weight, bias: torch.Tensor | None, norm: TokenNorm | None, *, is_gated: bool = False
+    ) -> Fp8Projection | Int4Projection:
+        self._most_own_rows = ALL_ROWS
+        make = Int4Projection if weight.kind == "int4" else Fp8Projection
+        return make(weight, bias, norm, self._device, self._workspace, is_gated=is_gated)
+
+    def _projection(self, product: Product, *, is_float32: bool = False) -> CudaProjection:
+        rounded = rounded_to_8_bits(product) if self._has_8_bits else None
+        projection = CudaProjection(product, self._device, self._workspace, rounded, is_float32=is_float32)
         self._most_own_rows = max(self._most_own_rows, projection.most_own_rows)
         return projection
+
+
+@functools.cache
+def _log_dequantized(kind: str, block: tuple[int, int]) -> None:
+    _LOG.warning("this device has no kernel for %s weights with a scale per %d x %d: they become 16 bits", kind, *block)
 
 
 class LayerAttention:
@@ -247,33 +285,33 @@ class CudaProjection:
     While torch.compile traces it, it is the library's product with plain torch around, which the compiler can fuse.
 
     Args:
-        weights: Of the product.
+        product: What it computes.
         device: Where it runs.
         workspace: For products that are split.
-        in_8_bits: The same in 8 bits, for own kernels; None: they read `weights`.
+        in_8_bits: The same in 8 bits, for own kernels; None: they read `product`.
         is_float32: Whether the result is float32, for products without bias or gate; else it has the weight's type.
     """
 
     def __init__(
         self,
-        weights: Weights,
+        product: Product,
         device: Device,
         workspace: Workspace,
-        in_8_bits: Weights | None = None,
+        in_8_bits: Product | None = None,
         *,
         is_float32: bool = False,
     ) -> None:
-        self._weights = weights
+        self._product = product
         self._device = device
         self._workspace = workspace
         self._is_in_8_bits = in_8_bits is not None
         self._is_float32 = is_float32
         self._own: dict[int, OwnProduct] = {}
         for num_rows in range(1, MAX_ROWS + 1):
-            own = own_product(num_rows, in_8_bits or weights, device)
+            own = own_product(num_rows, in_8_bits or product, device)
             if own is not None:
                 self._own[num_rows] = own
-                workspace.reserve(partial_floats(num_rows, own.weights, own.tuning))
+                workspace.reserve(partial_floats(num_rows, own.product, own.tuning))
 
     @property
     def most_own_rows(self) -> int:
@@ -283,7 +321,7 @@ class CudaProjection:
     def input_type(self, num_rows: int, *, is_normed: bool) -> torch.dtype:
         """Return the type that the inputs of so many rows should have."""
         dtype = input_type_in_8_bits(num_rows, is_normed=is_normed) if self._is_in_8_bits else None
-        return dtype or self._weights.weight.dtype
+        return dtype or self._product.weight.data.dtype
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return norm(x) W^T + b, or its gate, [T, N]; in `out`, float32, if that is given.
@@ -292,33 +330,33 @@ class CudaProjection:
         """
         if torch.compiler.is_compiling():
             return self._plain(x)
-        weights, own, num_rows = self._weights, self._own.get(len(x)), len(x)
-        if weights.norm_eps is not None and (own is None or own.weights.norm_eps is None):
-            x = rms_norm(x, None, weights.norm_eps, self._device, self.input_type(num_rows, is_normed=True))
+        product, own, num_rows = self._product, self._own.get(len(x)), len(x)
+        if product.norm_eps is not None and (own is None or own.product.norm_eps is None):
+            x = rms_norm(x, None, product.norm_eps, self._device, self.input_type(num_rows, is_normed=True))
         if own is not None:
             return self._project(own, x, None, self._output_type(num_rows), out)
-        x = x.to(weights.weight.dtype)
+        x = x.to(product.weight.data.dtype)
         if self._is_float32:
-            return linear_in_float32(x, weights.weight, out)
-        y = F.linear(x, weights.weight, weights.bias)
-        return silu_and_mul(y, self._device) if weights.is_gated else y
+            return linear_in_float32(x, product.weight.data, out)
+        y = F.linear(x, product.weight.data, product.bias)
+        return silu_and_mul(y, self._device) if product.is_gated else y
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N], may be overwritten."""
-        weights = self._weights
+        product = self._product
         if torch.compiler.is_compiling():
-            return residual + F.linear(x, weights.weight, weights.bias)
+            return residual + F.linear(x, product.weight.data, product.bias)
         own = self._own.get(len(x))
         if own is not None:
             return self._project(own, x, residual, residual.dtype)
         # The library adds in the product's own kernel.
-        residual = residual.addmm_(x.to(residual.dtype), weights.weight.t())
-        return residual if weights.bias is None else residual.add_(weights.bias)
+        residual = residual.addmm_(x.to(residual.dtype), product.weight.data.t())
+        return residual if product.bias is None else residual.add_(product.bias)
 
     def _output_type(self, num_rows: int) -> torch.dtype:
-        if self._weights.is_gated:  # the next product has as many rows, and is in 8 bits if this one is
+        if self._product.is_gated:  # the next product has as many rows, and is in 8 bits if this one is
             return self.input_type(num_rows, is_normed=False)
-        return torch.float32 if self._is_float32 else self._weights.weight.dtype
+        return torch.float32 if self._is_float32 else self._product.weight.data.dtype
 
     def _project(
         self,
@@ -331,12 +369,12 @@ class CudaProjection:
         read_as = self.input_type(len(x), is_normed=False)
         if read_as.itemsize == 1 < x.element_size():
             x = narrow(x, read_as, self._device)
-        return project(x, own.weights, residual, own.tuning, self._device, self._workspace, dtype, out)
+        return project(x, own.product, residual, own.tuning, self._device, self._workspace, dtype, out)
 
     def _plain(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self._weights
+        product = self._product
         assert not self._is_float32, "an LM head is never compiled"
-        if weights.norm_eps is not None:
-            x = plain_torch.rms_norm(x, None, weights.norm_eps)
-        y = F.linear(x, weights.weight, weights.bias)
-        return plain_torch.silu_and_mul(y) if weights.is_gated else y
+        if product.norm_eps is not None:
+            x = plain_torch.rms_norm(x, None, product.norm_eps)
+        y = F.linear(x, product.weight.data, product.bias)
+        return plain_torch.silu_and_mul(y) if product.is_gated else y

@@ -27,12 +27,14 @@ class Device:
         num_processors: Streaming multiprocessors.
         has_dependent_launch: Whether kernels overlap as above.
         shared_bytes: The most shared memory that a program may have.
+        has_fp8: Whether it converts and multiplies float8_e4m3fn.
     """
 
     torch_device: torch.device
     num_processors: int
     has_dependent_launch: bool
     shared_bytes: int = 227 << 10  # of compute capability 9.0
+    has_fp8: bool = True
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
@@ -46,6 +48,7 @@ class Device:
             properties.multi_processor_count,
             has_dependent_launch=properties.major >= 9,
             shared_bytes=most,
+            has_fp8=(properties.major, properties.minor) >= (8, 9),
         )
 
     @property

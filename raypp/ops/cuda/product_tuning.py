@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 
 MAX_ROWS = 64
 """With more rows, the library computes."""
@@ -37,17 +38,17 @@ class OwnProduct:
     """How own kernels compute a product.
 
     Args:
-        weights: What they read, without a norm where they do not normalize.
+        product: What they read, without a norm where they do not normalize.
         tuning: How the work is cut.
     """
 
-    weights: Weights
+    product: Product
     tuning: Tuning
 
     @classmethod
-    def of(cls, weights: Weights, num_rows: int, tuning: Tuning) -> OwnProduct:
+    def of(cls, product: Product, num_rows: int, tuning: Tuning) -> OwnProduct:
         """Return a product that normalizes its input itself where rows are few enough."""
-        return cls(weights if num_rows <= FEW_ROWS else replace(weights, norm_eps=None), tuning)
+        return cls(product if num_rows <= FEW_ROWS else replace(product, norm_eps=None), tuning)
 
 
 def input_type_in_8_bits(num_rows: int, *, is_normed: bool = False) -> torch.dtype | None:
@@ -63,84 +64,110 @@ def input_type_in_8_bits(num_rows: int, *, is_normed: bool = False) -> torch.dty
     return torch.float8_e4m3fn if is_normed else torch.float8_e5m2
 
 
-def own_product(num_rows: int, weights: Weights, device: Device) -> OwnProduct | None:
+def own_product(num_rows: int, product: Product, device: Device) -> OwnProduct | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
-    tuning = choose_projection(num_rows, weights, device)
-    return None if tuning is None else OwnProduct.of(weights, num_rows, tuning)
+    tuning = choose_projection(num_rows, product, device)
+    return None if tuning is None else OwnProduct.of(product, num_rows, tuning)
 
 
-def choose_projection(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
+def choose_projection(num_rows: int, product: Product, device: Device) -> Tuning | None:
     """Return how own kernels compute a product with so many rows; None where the library is faster."""
     if num_rows == 1:
-        return _tune_row(weights)
+        return _tune_row(product)
     if num_rows <= FEW_ROWS:
-        return _tune_few(weights)
-    tuning = _tune_strips(num_rows, weights, device)
+        return _tune_few(product)
+    tuning = _tune_strips(num_rows, product, device)
     if tuning is None:
         return None
-    most_stages = device.shared_bytes // shared_bytes(num_rows, weights, replace(tuning, num_stages=1))
+    most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
 
 
-def _tune_strips(num_rows: int, weights: Weights, device: Device) -> Tuning | None:
+def _tune_strips(num_rows: int, product: Product, device: Device) -> Tuning | None:
     """Return the cut of a product by tensor cores; None where the library is faster."""
-    if weights.scale is not None:
-        return _tune_rows_in_8_bits(num_rows, weights, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
-    if weights.is_gated:
+    if product.weight.scale is not None:
+        return _tune_rows_in_8_bits(num_rows, product, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
+    if product.is_gated:
         return Tuning(outputs=32, inputs=256, num_stages=2) if num_rows <= 16 else None
-    if weights.weight.nbytes >= _LARGE_WEIGHT_BYTES:
+    if product.weight.data.nbytes >= _LARGE_WEIGHT_BYTES:
         return None
-    if num_rows <= 32 or (num_rows <= MAX_ROWS and weights.weight.nbytes <= _SMALL_WEIGHT_BYTES):
-        return _tune_rows(num_rows, weights, device)
+    if num_rows <= 32 or (num_rows <= MAX_ROWS and product.weight.data.nbytes <= _SMALL_WEIGHT_BYTES):
+        return _tune_rows(num_rows, product, device)
     return None
 
 
-def _tune_row(weights: Weights) -> Tuning:
+def _tune_row(product: Product) -> Tuning:
     """Return the cut for one row: short rows of the weight are loaded as a whole, before the input is there."""
-    inputs, element_bytes = triton.next_power_of_2(weights.num_inputs), weights.weight.element_size()
+    inputs, element_bytes = triton.next_power_of_2(product.num_inputs), product.weight.data.element_size()
     piece = _PIECE_BYTES // element_bytes
     if inputs * element_bytes > _WHOLE_ROW_BYTES:
         inputs, piece = 4096, _PIECE
-    outputs = max(1, piece // inputs // (2 if weights.is_gated else 1))
+    outputs = max(1, piece // inputs // (2 if product.is_gated else 1))
     return Tuning(outputs=min(outputs, 16), inputs=inputs)
 
 
-def _tune_few(weights: Weights) -> Tuning:
+def _tune_few(product: Product) -> Tuning:
     """Return the cut for few rows: smaller pieces than for one, since every row has sums of its own."""
-    if weights.is_gated:
+    if product.is_gated:
         return Tuning(outputs=8, inputs=256)
-    return Tuning(outputs=4, inputs=512 if weights.num_inputs >= 4096 else 1024)
+    return Tuning(outputs=4, inputs=512 if product.num_inputs >= 4096 else 1024)
 
 
-def _tune_rows_in_8_bits(num_rows: int, weights: Weights, device: Device) -> Tuning:
+def _tune_rows_in_8_bits(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut in 8 bits: strips of at least 64 outputs, wider where there are enough of them.
 
     Others are split along K until every processor has three programs, for half the bytes of 16 bits take half the
     time; with more than 32 rows, one.
     """
-    if weights.is_gated:
+    if product.is_gated:
         return Tuning(outputs=64, inputs=128, num_stages=4)
-    num_programs, num_strips = device.num_processors, triton.cdiv(weights.num_outputs, 64)
+    num_programs, num_strips = device.num_processors, triton.cdiv(product.num_outputs, 64)
     if num_strips >= 3 * num_programs:
         return Tuning(outputs=128, inputs=128, num_stages=3)
     most = (3 if num_rows <= 32 else 1) * num_programs // num_strips
-    num_splits = max(1, min(_MAX_SPLITS, most, weights.num_inputs // 512))
+    num_splits = max(1, min(_MAX_SPLITS, most, product.num_inputs // 512))
     return Tuning(outputs=64, inputs=256, num_splits=num_splits, num_stages=3)
 
 
-def _tune_rows(num_rows: int, weights: Weights, device: Device) -> Tuning:
+def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut: strips of 64 outputs, split along K until every processor has a program, with few rows two.
 
     The parts of a split go through memory, and one program waits for all of them.
     """
     num_programs = device.num_processors
     if num_rows <= 8:
-        if weights.num_outputs > weights.num_inputs:
+        if product.num_outputs > product.num_inputs:
             return Tuning(outputs=32, inputs=128, num_stages=5)
         num_programs *= 2
     inputs, num_stages = (256, 3) if num_rows <= 16 else (128, 4) if num_rows <= 32 else (128, 3)
-    num_pieces = triton.cdiv(weights.num_inputs, inputs)
-    num_splits = min(_MAX_SPLITS, num_programs // triton.cdiv(weights.num_outputs, 64), num_pieces // 2)
-    if num_rows <= 16 and weights.num_outputs > weights.num_inputs:
+    num_pieces = triton.cdiv(product.num_inputs, inputs)
+    num_splits = min(_MAX_SPLITS, num_programs // triton.cdiv(product.num_outputs, 64), num_pieces // 2)
+    if num_rows <= 16 and product.num_outputs > product.num_inputs:
         num_splits = 1
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
+
+
+def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
+    """Return the cut of a product of 8 bits whose x, with more than few rows, has scales of its own."""
+    if num_rows <= FEW_ROWS:
+        return _tune_row(product) if num_rows == 1 else _tune_few(product)
+    if num_rows > MAX_ROWS_IN_8_BITS:
+        inputs = min(128, product.weight.block[1])
+        return Tuning(outputs=64 if product.is_gated else 128, inputs=inputs, num_warps=8, num_stages=3)
+    tuning = _tune_rows_in_8_bits(num_rows, product, device)
+    if product.has_blocks:  # a piece has one scale
+        inputs = min(128, product.weight.block[1])
+        tuning = replace(tuning, inputs=inputs, num_stages=tuning.num_stages * tuning.inputs // inputs)
+    most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1))
+    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
+
+
+def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
+    """Return the cut of a product of 4 bits: strips of 64 outputs, split along K until processors have three."""
+    if product.is_gated:
+        return Int4Tuning(most_rows=64)
+    num_strips = triton.cdiv(product.num_outputs, 64)
+    if num_rows > 128:
+        return Int4Tuning()
+    num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.weight.num_inputs // 512))
+    return Int4Tuning(num_splits=num_splits)

@@ -7,9 +7,12 @@
 One or two rows may be normalized in the same launch. The norm's weight g is folded into the product's weight before
 (`fold_norm`); the kernel sums the squares of x beside the product, and scales the result at the end: norm(x) W^T =
 (x (W * g)^T) / rms(x). With a gate, a program computes an output's gate and up together. The first piece of the weight
-is loaded before the previous kernel has finished (see `raypp.ops.cuda.kernel_launch`). With a weight in 8 bits each
-output is multiplied by its scale. The first way converts the weight element by element, exactly; tensor cores multiply
-it with x in 8 bits, since converting would take longer than reading.
+is loaded before the previous kernel has finished (see `raypp.ops.cuda.kernel_launch`). A quantized weight does not take
+the norm's: the first way multiplies x by it as it is read.
+
+Of a weight in 8 bits each output has a scale, or each block of outputs and inputs. The first way converts the weight
+element by element, exactly; tensor cores multiply it with x in 8 bits, since converting would take longer than reading.
+x may have scales as well: one per row, or as many as the weight has blocks of inputs.
 
 Twin: `linear` of tests/gpu/reference_ops.py.
 """
@@ -25,36 +28,42 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.quantize import quantize_rows
+from raypp.ops.weight import Weight
 
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class Product:
     """What a product needs. N outputs (with a gate 2 N rows of the weight, the gate first), K inputs."""
 
-    weight: torch.Tensor  # [N, K] contiguous
+    weight: Weight  # [N, K] contiguous: plain, or fp8
     bias: torch.Tensor | None = None  # [N]
-    norm_eps: float | None = None  # x, few rows, is normalized first, by a norm whose weight is folded into this one
+    norm_eps: float | None = None  # x is normalized first; only with few rows
     is_gated: bool = False
-    scale: torch.Tensor | None = None  # [N] float32, of a weight in float8_e4m3fn
+    norm_weight: torch.Tensor | None = None  # [K] of that norm; None: folded into the weight
 
     @property
     def num_outputs(self) -> int:
         """N."""
-        return self.weight.shape[0] // (2 if self.is_gated else 1)
+        return self.weight.num_outputs // (2 if self.is_gated else 1)
 
     @property
     def num_inputs(self) -> int:
         """K."""
-        return self.weight.shape[1]
+        return self.weight.num_inputs
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether an output has several scales."""
+        return self.weight.scale is not None and self.weight.block[1] < self.num_inputs
 
 
-def quantize(weights: Weights) -> Weights:
-    """Return these weights in 8 bits; see `raypp.ops.cuda.quantize`."""
-    weight, scale = quantize_rows(weights.weight)
-    return replace(weights, weight=weight, scale=scale)
+def rounded_to_8_bits(product: Product) -> Product:
+    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.cuda.quantize`."""
+    data, scale = quantize_rows(product.weight.data)
+    return replace(product, weight=Weight(data, scale[:, None], block=(1, product.num_inputs)))
 
 
 def fold_norm(weight: torch.Tensor, norm_weight: torch.Tensor) -> None:
@@ -86,69 +95,81 @@ class Tuning:
     num_stages: int = 3
 
 
-def partial_floats(num_rows: int, weights: Weights, tuning: Tuning) -> int:
+def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return how many floats of the workspace `project` needs."""
     if tuning.num_splits == 1:
         return 0
-    num_strips = triton.cdiv(weights.num_outputs, tuning.outputs)
-    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows, weights))
+    num_strips = triton.cdiv(product.num_outputs, tuning.outputs)
+    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows, product))
 
 
-def shared_bytes(num_rows: int, weights: Weights, tuning: Tuning) -> int:
+def shared_bytes(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the shared memory of a program that multiplies by tensor cores, or a little more."""
-    num_rows_read = tuning.outputs * (2 if weights.is_gated else 1) + _padded(num_rows, weights)
-    return int(num_rows_read * tuning.inputs * weights.weight.element_size() * tuning.num_stages)
+    num_rows_read = tuning.outputs * (2 if product.is_gated else 1) + _padded(num_rows, product)
+    return int(num_rows_read * tuning.inputs * product.weight.data.element_size() * tuning.num_stages)
 
 
 def project(
     x: torch.Tensor,
-    weights: Weights,
+    product: Product,
     residual: torch.Tensor | None,
     tuning: Tuning,
     device: Device,
     workspace: Workspace,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N].
 
     It is in `out` if that is given, else of `dtype`, else of x's type.
 
     All three may be of types of their own. A product in 8 bits keeps within the range of y's; with more than few rows
-    its x is in 8 bits as well.
+    its x is in 8 bits as well, and has scales if the weight's outputs have several.
 
-    Shapes: x [T, K] contiguous, T from 1 to 128, few with a norm; residual [T, N], left as it is.
+    Shapes: x [T, K] contiguous, few rows with a norm, and one split with more than 128; residual [T, N], left as it is;
+    x_scale [T, 1], or [T, C] for C blocks of the weight's inputs, float32.
     """
-    num_rows, num_inputs, num_outputs = x.shape[0], weights.num_inputs, weights.num_outputs
+    num_rows, num_inputs, num_outputs = x.shape[0], product.num_inputs, product.num_outputs
+    weight, scale = product.weight.data, product.weight.scale
     assert out is None or (out.shape == (num_rows, num_outputs) and out.is_contiguous())
     y = torch.empty(num_rows, num_outputs, dtype=dtype or x.dtype, device=x.device) if out is None else out
     arguments = (
-        x if weights.bias is None else weights.bias,
+        x if product.bias is None else product.bias,
         x if residual is None else residual,
         y,
         num_outputs,
         num_inputs,
     )
     flags = {
-        "HAS_GATE": weights.is_gated,
-        "HAS_BIAS": weights.bias is not None,
+        "HAS_GATE": product.is_gated,
+        "HAS_BIAS": product.bias is not None,
         "HAS_RESIDUAL": residual is not None,
         "IS_EVEN": num_inputs % (tuning.inputs * tuning.num_splits) == 0,
-        "CLAMPS": weights.scale is not None and (y.dtype == torch.float16 or y.element_size() == 1),
+        "CLAMPS": scale is not None and (y.dtype == torch.float16 or y.element_size() == 1),
         "OVERLAPS": device.has_dependent_launch,
         "num_warps": tuning.num_warps,
         **device.launch_options,
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
+    block_rows, block_columns = product.weight.block
     if num_rows <= FEW_ROWS:
+        has_wide_blocks = product.has_blocks and block_rows % tuning.outputs == 0
+        has_wide_blocks &= not product.is_gated or num_outputs % block_rows == 0
         _project_few[(num_programs,)](
             x,
-            weights.norm_eps or 0.0,
-            weights.weight,
-            x if weights.scale is None else weights.scale,
+            product.norm_eps or 0.0,
+            x if product.norm_weight is None else product.norm_weight,
+            weight,
+            x if scale is None else scale,
             *arguments,
-            HAS_NORM=weights.norm_eps is not None,
-            HAS_SCALE=weights.scale is not None,
+            HAS_NORM=product.norm_eps is not None,
+            HAS_NORM_WEIGHT=product.norm_weight is not None,
+            HAS_SCALE=scale is not None and not product.has_blocks,
+            HAS_BLOCKS=product.has_blocks,
+            HAS_WIDE_BLOCKS=has_wide_blocks,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
             IS_WHOLE=num_inputs <= tuning.inputs,
             ROWS=num_rows,
             OUTPUTS=tuning.outputs,
@@ -158,19 +179,26 @@ def project(
             **flags,
         )
         return y
-    assert weights.scale is None or x.element_size() == 1, "tensor cores multiply what is alike"
-    assert weights.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
-    assert tuning.num_splits == 1 or not weights.is_gated
-    _project_rows[(num_programs, tuning.num_splits)](
+    assert scale is None or x.element_size() == 1, "tensor cores multiply what is alike"
+    assert product.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
+    assert tuning.num_splits == 1 or not (product.is_gated or num_rows > _MOST_PADDED)
+    assert not product.has_blocks or (x_scale is not None and block_columns % tuning.inputs == 0)
+    padded = _padded(num_rows, product)
+    _project_rows[(num_programs, tuning.num_splits, triton.cdiv(num_rows, padded))](
         x,
-        weights.weight,
-        x if weights.scale is None else weights.scale,
+        x if x_scale is None else x_scale,
+        weight,
+        x if scale is None else scale,
         *arguments,
         workspace.floats,
         workspace.counters,
         num_rows,
-        HAS_SCALE=weights.scale is not None,
-        ROWS=_padded(num_rows, weights),
+        HAS_SCALE=scale is not None and not product.has_blocks,
+        HAS_X_SCALE=x_scale is not None and not product.has_blocks,
+        HAS_BLOCKS=product.has_blocks,
+        BLOCK_ROWS=block_rows,
+        BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
+        ROWS=padded,
         OUTPUTS=tuning.outputs,
         INPUTS=tuning.inputs,
         SPLITS=tuning.num_splits,
@@ -180,9 +208,13 @@ def project(
     return y
 
 
-def _padded(num_rows: int, weights: Weights) -> int:
-    """Return the rows of a tile: the smallest number that tensor cores take of this type."""
-    return max(8 if weights.scale is None else 16, int(triton.next_power_of_2(num_rows)))
+_MOST_PADDED = 128
+
+
+def _padded(num_rows: int, product: Product) -> int:
+    """Return the rows of a tile: the smallest number that tensor cores take of this type, or more."""
+    least = 8 if product.weight.scale is None else 16
+    return min(_MOST_PADDED, max(least, int(triton.next_power_of_2(num_rows))))
 
 
 @triton.jit
@@ -194,7 +226,7 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_vector(vector, index, size, IS_THERE: tl.constexpr):
+def load_vector(vector, index, size, IS_THERE: tl.constexpr):
     """Return elements of a vector, float32; zeros where there is none."""
     if IS_THERE:
         return tl.load(vector + index, mask=index < size, other=0.0).to(tl.float32)
@@ -219,6 +251,22 @@ def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
+def _factors(scale, outputs, column, num_inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the scales of outputs, one or [n, 1], at inputs, [1, m] or [m]; float32."""
+    index = outputs // ROWS * tl.cdiv(num_inputs, COLUMNS) + tl.minimum(column, num_inputs - 1) // COLUMNS
+    return tl.load(scale + index).to(tl.float32)
+
+
+@triton.jit
+def _times(values, factor, ROWS: tl.constexpr):
+    """Return each row's values times a factor."""
+    products = ()
+    for row in tl.static_range(ROWS):
+        products += (values[row] * factor,)
+    return products
+
+
+@triton.jit
 def _squared(squares, values, ROWS: tl.constexpr):
     """Return sums of squares with those of one more piece."""
     sums = ()
@@ -228,23 +276,53 @@ def _squared(squares, values, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _multiplied(totals, piece, values, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
-    """Return each row's products with those of one more piece of the weight.
+def _multiplied(
+    totals,
+    piece,
+    values,
+    scale,
+    first,
+    output,
+    column,
+    num_inputs,
+    HAS_BLOCKS: tl.constexpr,
+    HAS_WIDE_BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """Return each row's products with those of one more piece of the weight, whose blocks may have scales.
 
     TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
-    more.
+    more. Where all outputs are of one row of blocks, x is multiplied by their scales, else the weight.
     """
     sums, weight = (), piece.to(tl.float32)
     shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
+    if HAS_WIDE_BLOCKS:
+        values = _times(values, _factors(scale, first, column, num_inputs, BLOCK_ROWS, BLOCK_COLUMNS), ROWS)
+    elif HAS_BLOCKS:
+        weight *= _factors(scale, output[:, None], column[None, :], num_inputs, BLOCK_ROWS, BLOCK_COLUMNS)
     for row in tl.static_range(ROWS):
         sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
     return sums
 
 
 @triton.jit
+def _normed(
+    values, norm_weight, column, inside, HAS_NORM_WEIGHT: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr
+):
+    """Return each row's values times the norm's weight, if that is not folded into the product's."""
+    if HAS_NORM_WEIGHT:
+        values = _times(values, _load(norm_weight + column, inside, IS_EVEN).to(tl.float32), ROWS)
+    return values
+
+
+@triton.jit
 def _project_few(
     x,
     eps,
+    norm_weight,
     weight,
     weight_scale,
     bias,
@@ -253,8 +331,13 @@ def _project_few(
     num_outputs,
     num_inputs,
     HAS_NORM: tl.constexpr,
+    HAS_NORM_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    HAS_WIDE_BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -270,7 +353,10 @@ def _project_few(
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
     # Past the end, the last output is computed again, and not stored.
-    cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    real = tl.minimum(output, num_outputs - 1)
+    begin_output = tl.program_id(0) * OUTPUTS
+    begin_up = num_outputs + begin_output
+    cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
     totals, squares, before = (), (), ()
     for _ in tl.static_range(ROWS):
@@ -280,18 +366,18 @@ def _project_few(
     inside = column < num_inputs
     first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
     first_up_piece = first_piece
-    addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
+    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
     factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
     up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
-        up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_values = _values(x, column, inside, num_inputs, False, ROWS)
     for row in tl.static_range(ROWS):  # now, not at the end: nobody waits for it there
-        before += (_load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
+        before += (load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
     if not IS_WHOLE:
         for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
             inside = begin + column < num_inputs
@@ -299,15 +385,77 @@ def _project_few(
             piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
             if HAS_NORM:
                 squares = _squared(squares, values, ROWS)
-            totals = _multiplied(totals, piece, values, ROWS, TOGETHER)
+            values = _normed(values, norm_weight, begin + column, inside, HAS_NORM_WEIGHT, IS_EVEN, ROWS)
+            totals = _multiplied(
+                totals,
+                piece,
+                values,
+                weight_scale,
+                begin_output,
+                real,
+                begin + column,
+                num_inputs,
+                HAS_BLOCKS,
+                HAS_WIDE_BLOCKS,
+                BLOCK_ROWS,
+                BLOCK_COLUMNS,
+                ROWS,
+                TOGETHER,
+            )
             if HAS_GATE:
                 up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
-                up_totals = _multiplied(up_totals, up_piece, values, ROWS, TOGETHER)
+                up_totals = _multiplied(
+                    up_totals,
+                    up_piece,
+                    values,
+                    weight_scale,
+                    begin_up,
+                    num_outputs + real,
+                    begin + column,
+                    num_inputs,
+                    HAS_BLOCKS,
+                    HAS_WIDE_BLOCKS,
+                    BLOCK_ROWS,
+                    BLOCK_COLUMNS,
+                    ROWS,
+                    TOGETHER,
+                )
     if HAS_NORM:
         squares = _squared(squares, first_values, ROWS)
-    totals = _multiplied(totals, first_piece, first_values, ROWS, TOGETHER)
+    first_values = _normed(first_values, norm_weight, column, column < num_inputs, HAS_NORM_WEIGHT, False, ROWS)
+    totals = _multiplied(
+        totals,
+        first_piece,
+        first_values,
+        weight_scale,
+        begin_output,
+        real,
+        column,
+        num_inputs,
+        HAS_BLOCKS,
+        HAS_WIDE_BLOCKS,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        ROWS,
+        TOGETHER,
+    )
     if HAS_GATE:
-        up_totals = _multiplied(up_totals, first_up_piece, first_values, ROWS, TOGETHER)
+        up_totals = _multiplied(
+            up_totals,
+            first_up_piece,
+            first_values,
+            weight_scale,
+            begin_up,
+            num_outputs + real,
+            column,
+            num_inputs,
+            HAS_BLOCKS,
+            HAS_WIDE_BLOCKS,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            ROWS,
+            TOGETHER,
+        )
     for row in tl.static_range(ROWS):
         scale = 1.0
         if HAS_NORM:
@@ -318,9 +466,31 @@ def _project_few(
         tl.store(y + row * num_outputs + output, as_stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
 
 
+@triton.jit
+def sum_of_splits(total, partial, counters, SPLITS: tl.constexpr):
+    """Return the sum of all splits' totals, in their order, and whether this program, the last one to come, has it.
+
+    Shapes: total [n, m], of program (strip, split).
+    """
+    is_last = True
+    if SPLITS > 1:
+        strip, split = tl.program_id(0), tl.program_id(1)
+        size: tl.constexpr = total.shape[0] * total.shape[1]
+        cell = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
+        parts = partial + strip * (SPLITS * size) + cell
+        tl.store(parts + split * size, total)
+        is_last = arrives_last(counters + strip, SPLITS)
+        if is_last:
+            total = tl.zeros_like(total)
+            for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
+                total += tl.load(parts + index * size, cache_modifier=".cg")
+    return total, is_last
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_rows(
     x,
+    x_scale,
     weight,
     weight_scale,
     bias,
@@ -332,6 +502,10 @@ def _project_rows(
     counters,
     num_rows,
     HAS_SCALE: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -344,13 +518,14 @@ def _project_rows(
     SPLITS: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = strip * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
     # Past the end, rows and outputs are computed again, and not stored.
-    cell = tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs + column[None, :]
+    real, real_row = tl.minimum(output, num_outputs - 1), tl.minimum(row, num_rows - 1)
+    cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
-    x_cell = tl.minimum(row, num_rows - 1)[:, None] * num_inputs + column[None, :]
+    x_cell = real_row.to(tl.int64)[:, None] * num_inputs + column[None, :]
     split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
     first = split * split_inputs
     last = tl.minimum(first + split_inputs, num_inputs)
@@ -359,46 +534,76 @@ def _project_rows(
     inside = (first + column < last)[None, :]
     first_piece = _load(weight + cell + first, inside, IS_EVEN)
     first_up_piece = first_piece
-    addend = _load_vector(bias, output, num_outputs, HAS_BIAS)
+    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
     factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
     up_factor = factor
     if HAS_GATE:
         first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
-        up_addend = _load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
     first_value = _load(x + x_cell + first, inside, IS_EVEN)
-    y_cell = row[:, None] * num_outputs + output[None, :]
+    x_factor = tl.full((ROWS,), 1.0, tl.float32)
+    if HAS_X_SCALE:
+        x_factor = tl.load(x_scale + real_row)
+    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    if HAS_RESIDUAL:  # now, not at the end: nobody waits for it there
+    EARLY: tl.constexpr = (32 if HAS_BLOCKS else 64) >= ROWS
+    if HAS_RESIDUAL and EARLY:  # now, not at the end: nobody waits for it there, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+    if HAS_BLOCKS:
+        # The scales of a piece are asked for one piece ahead: unlike the piece, nobody else would.
+        num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
+        x_scales, scales = x_scale + real_row * num_blocks, weight_scale + real // BLOCK_ROWS * num_blocks
+        up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
+        first_block, last_block = first // BLOCK_COLUMNS, (num_inputs - 1) // BLOCK_COLUMNS
+        block = tl.minimum(first_block, last_block)
+        first_by_row, first_by_output = tl.load(x_scales + block), tl.load(scales + block)
+        first_by_up = first_by_output
+        block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
+        by_row, by_output, by_up = tl.load(x_scales + block), tl.load(scales + block), first_by_output
+        if HAS_GATE:
+            first_by_up, by_up = tl.load(up_scales + first_block), tl.load(up_scales + block)
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(weight + cell + begin, inside, IS_EVEN)
-        total = tl.dot(piece, tl.trans(value), total)
+        if HAS_BLOCKS:
+            block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
+            next_by_row, next_by_output = tl.load(x_scales + block), tl.load(scales + block)
+            total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
+            by_output = next_by_output
+        else:
+            total = tl.dot(piece, tl.trans(value), total)
         if HAS_GATE:
             up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
-            up_total = tl.dot(up_piece, tl.trans(value), up_total)
-    total = tl.dot(first_piece, tl.trans(first_value), total)
-    if HAS_GATE:
-        up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
+            if HAS_BLOCKS:
+                next_by_up = tl.load(up_scales + block)
+                up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])
+                by_up = next_by_up
+            else:
+                up_total = tl.dot(up_piece, tl.trans(value), up_total)
+        if HAS_BLOCKS:
+            by_row = next_by_row
+    if HAS_BLOCKS:
+        by_cell = first_by_output.to(tl.float32)[:, None] * first_by_row[None, :]
+        total += tl.dot(first_piece, tl.trans(first_value)) * by_cell
+        if HAS_GATE:
+            by_cell = first_by_up.to(tl.float32)[:, None] * first_by_row[None, :]
+            up_total += tl.dot(first_up_piece, tl.trans(first_value)) * by_cell
+    else:
+        total = tl.dot(first_piece, tl.trans(first_value), total)
+        if HAS_GATE:
+            up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
     total, up_total = tl.trans(total), tl.trans(up_total)
 
-    is_last = True
-    if SPLITS > 1:
-        part_cell = row[:, None] * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
-        parts = partial + strip * (SPLITS * ROWS * OUTPUTS) + part_cell
-        tl.store(parts + split * (ROWS * OUTPUTS), total)
-        is_last = arrives_last(counters + strip, SPLITS)
-        if is_last:
-            total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-            for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
-                total += tl.load(parts + index * (ROWS * OUTPUTS), cache_modifier=".cg")
+    total, is_last = sum_of_splits(total, partial, counters, SPLITS)
     if is_last:
-        result = total * factor[None, :] + addend[None, :]
+        if HAS_RESIDUAL and not EARLY:
+            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+        result = total * (x_factor[:, None] * factor[None, :]) + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total * up_factor[None, :] + up_addend[None, :])
+            result = silu(result) * (up_total * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)

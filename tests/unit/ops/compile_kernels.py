@@ -25,6 +25,8 @@ from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import input_type_in_8_bits, own_product
+from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
+from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.routing import Routing
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.ops.sample.step_masks import StepMasks, YieldedTokens
@@ -91,7 +93,8 @@ def resources(kernel: Any) -> dict[str, int]:
 def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, is_gated: bool = False) -> Any:
     """Return a weight of 8 bits that holds nothing."""
     weight = torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn)
-    return projection.Weights(weight, None, norm_eps, is_gated, scale=torch.empty(num_outputs))
+    weight = Weight(weight, torch.empty(num_outputs, 1), block=(1, num_inputs))
+    return projection.Product(weight, None, norm_eps, is_gated)
 
 
 def experts_of(kind: str, scale_type: torch.dtype, block: tuple[int, int], num_outputs: int, num_inputs: int) -> Weight:
@@ -131,30 +134,30 @@ def call_all(workspace: Workspace) -> None:
             decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q, dtype=input_type_in_8_bits(rows)))
     odd = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
-    for weights in (
-        projection.Weights(small, None, 1e-6),
-        projection.Weights(small, None, 1e-6, is_gated=True),
-        projection.Weights(small),
-        projection.Weights(odd),
-        projection.Weights(large, None, 1e-6, is_gated=True),
-        projection.Weights(torch.empty(4096, 12288, dtype=BF16)),
+    for product in (
+        projection.Product(Weight(small), None, 1e-6),
+        projection.Product(Weight(small), None, 1e-6, is_gated=True),
+        projection.Product(Weight(small)),
+        projection.Product(Weight(odd)),
+        projection.Product(Weight(large), None, 1e-6, is_gated=True),
+        projection.Product(Weight(torch.empty(4096, 12288, dtype=BF16))),
         in_8_bits(32000, 4096, 1e-6),  # a draft head's products
         in_8_bits(6144, 8192),
         in_8_bits(24576, 4096, 1e-6, is_gated=True),
         in_8_bits(4096, 12288),
     ):
         for rows in (1, 2, 3, 8, 9, 16, 32, 64):
-            own = own_product(rows, weights, DEVICE)
+            own = own_product(rows, product, DEVICE)
             if own is not None:
                 x_type = y_type = BF16
-                if weights.scale is not None:
-                    is_normed = weights.num_inputs < 12288
-                    if own.weights.norm_eps is None:
+                if product.weight.scale is not None:
+                    is_normed = product.num_inputs < 12288
+                    if own.product.norm_eps is None:
                         x_type = input_type_in_8_bits(rows, is_normed=is_normed) or BF16
-                    y_type = input_type_in_8_bits(rows) or BF16 if weights.is_gated else BF16
-                x = torch.empty(rows, weights.num_inputs, dtype=x_type)
-                residual = None if weights.is_gated else torch.empty(rows, weights.num_outputs, dtype=BF16)
-                projection.project(x, own.weights, residual, own.tuning, DEVICE, workspace, y_type)
+                    y_type = input_type_in_8_bits(rows) or BF16 if product.is_gated else BF16
+                x = torch.empty(rows, product.num_inputs, dtype=x_type)
+                residual = None if product.is_gated else torch.empty(rows, product.num_outputs, dtype=BF16)
+                projection.project(x, own.product, residual, own.tuning, DEVICE, workspace, y_type)
     router, down = torch.empty(128, 2048, dtype=BF16), Weight(torch.empty(128, 2048, 768, dtype=BF16, device="meta"))
     gate_up = Weight(torch.empty(128, 1536, 2048, dtype=BF16, device="meta"))
     for is_even in (False, True):
@@ -173,7 +176,7 @@ def call_all(workspace: Workspace) -> None:
         queries = (lengths, 32, most)
         row_inputs_kernel.row_inputs(tables, (integers, integers, integers), integers, lengths, queries, 16, 1000)
     logits = torch.zeros(32, 5000)
-    head = projection.Weights(torch.empty(5000, 4096, dtype=BF16), None, 1e-6)
+    head = projection.Product(Weight(torch.empty(5000, 4096, dtype=BF16)), None, 1e-6)
     for rows in (1, 2):
         x, y = torch.empty(rows, 4096, dtype=BF16), logits[:rows]
         projection.project(x, head, None, own_product(rows, head, DEVICE).tuning, DEVICE, workspace, out=y)
@@ -214,6 +217,27 @@ def call_all(workspace: Workspace) -> None:
         )
 
 
+def call_quantized(workspace: Workspace) -> None:
+    """Call the products of quantized weights as Qwen3 does, smaller."""
+    size = 1024
+    workspace.reserve(1 << 24)
+    norm = TokenNorm(torch.ones(size, dtype=BF16), 1e-6)
+    data, scale = torch.zeros(2 * size, size, dtype=torch.float8_e4m3fn), torch.ones(16, 8)
+    for weight in (Weight(data, scale, block=(128, 128)), Weight(data, torch.ones(2 * size, 1), block=(1, size))):
+        for rows in (1, 2, 16, 64, 200):
+            x, residual = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows, 2 * size, dtype=BF16)
+            Fp8Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
+            Fp8Projection(weight, None, None, DEVICE, workspace).add(x, residual)
+    codes = torch.zeros(2 * size, size // 2, dtype=torch.uint8)
+    for group, has_zeros in ((128, False), (32, True)):
+        scale = torch.ones(2 * size, size // group, dtype=BF16)
+        weight = Weight(codes, scale, scale.to(torch.uint8) if has_zeros else None, (1, group))
+        for rows in (1, 32, 64, 200, 300):
+            x, residual = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows, 2 * size, dtype=BF16)
+            Int4Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
+            Int4Projection(weight, None, None, DEVICE, workspace).add(x, residual)
+
+
 def call_wide(workspace: Workspace) -> None:
     """Call decode attention with as many and as large queries of a row as there may be: 16 drafts."""
     for num_heads, num_kv_heads, head_dim in ((32, 4, 128), (32, 8, 256)):
@@ -228,6 +252,7 @@ def main() -> None:
     """Compile, and print a list of kernels."""
     compiled = compile_instead_of_launching()
     call_all(Workspace(CPU))
+    call_quantized(Workspace(CPU))
     num_narrow = len(compiled)
     call_wide(Workspace(CPU))
     described = [{"kernel": name, "is_wide": False} | resources(kernel) for name, kernel in compiled]

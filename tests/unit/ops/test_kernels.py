@@ -16,8 +16,9 @@ from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import choose_projection
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning, Weights, shared_bytes
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 from raypp.ops.routing import Routing
+from raypp.ops.weight import Weight
 
 # The strictest comparison; tensor cores on a GPU multiply 16 bits.
 EXACT = torch.float16 if checks.IS_GPU else torch.float32
@@ -51,12 +52,13 @@ def test_every_product_fits_the_shared_memory(shared_kib):
     for num_outputs, num_inputs, is_gated in ((6144, 4096, False), (4096, 12288, False), (12288, 2048, True)):
         shape = num_outputs * (2 if is_gated else 1), num_inputs
         for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            scale = torch.ones(shape[0]) if dtype.itemsize == 1 else None
-            weights = Weights(torch.empty(shape, dtype=dtype, device="meta"), is_gated=is_gated, scale=scale)
+            scale = torch.ones(shape[0], 1) if dtype.itemsize == 1 else None
+            weight = Weight(torch.empty(shape, dtype=dtype, device="meta"), scale, block=(1, shape[1]))
+            product = Product(weight, is_gated=is_gated)
             for num_rows in range(FEW_ROWS + 1, 65):
-                if (tuning := choose_projection(num_rows, weights, device)) is not None:
-                    assert shared_bytes(num_rows, weights, tuning) <= device.shared_bytes
-                    assert shared_kib < 227 or tuning == choose_projection(num_rows, weights, roomy)
+                if (tuning := choose_projection(num_rows, product, device)) is not None:
+                    assert shared_bytes(num_rows, product, tuning) <= device.shared_bytes
+                    assert shared_kib < 227 or tuning == choose_projection(num_rows, product, roomy)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,43 @@ def test_projections_of_uneven_pieces(num_inputs):
 def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(EXACT, 96, 200)
     checks.check_mlp_in_8_bits(torch.float16, 96, 64)
+
+
+QUANTIZED = [
+    ("fp8", (1, 0)),
+    ("fp8", (32, 32)),
+    ("fp8", (1, 32)),
+    ("int4", (1, 32)),
+    ("int4", (1, 64)),
+    ("int4", (1, 0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "block"), QUANTIZED)
+def test_quantized_projections(kind, block):
+    random = checks.Kernels(EXACT)
+    for num_outputs, num_inputs, has_zeros in ((40, 96, True), (72, 160, False)):
+        if num_inputs % (block[1] or 1) and kind == "int4":
+            continue
+        weight = checks.random_weight(random, kind, num_outputs, num_inputs, block, has_zeros=has_zeros)
+        rows = (0, 1, 2, 3, 17)
+        checks.check_quantized_projections(EXACT, weight, rows, has_norm=True, has_bias=has_zeros)
+        checks.check_quantized_projections(EXACT, weight, rows, has_residual=True, has_bias=not has_zeros)
+        checks.check_quantized_projections(EXACT, weight, (1, 2, 5), is_gated=True, has_norm=True, has_bias=has_zeros)
+        checks.check_quantized_projections(EXACT, weight, (1, 5), x_scale=1e4)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_quantized_projections_of_many_rows(kind):
+    weight = checks.random_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
+    checks.check_quantized_projections(EXACT, weight, (65, 257), has_norm=True, is_gated=True, has_bias=True)
+    checks.check_quantized_projections(EXACT, weight, (129, 257), has_residual=True)
+
+
+@pytest.mark.parametrize(("size", "block"), [(96, 32), (96, 96), (1100, 128), (1100, 2000)])
+def test_quantized_tokens(size, block):
+    checks.check_quantized_tokens(EXACT, 3, size, block)
+    checks.check_quantized_tokens(EXACT, 0, size, block)
 
 
 def test_lm_head():

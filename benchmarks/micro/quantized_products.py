@@ -1,0 +1,404 @@
+"""Products of quantized weights: each form against its reference, then its time by rows, beside 16 bits and the floor.
+
+    python benchmarks/micro/quantized_products.py                       checks, times, candidates; about two minutes
+    python benchmarks/micro/quantized_products.py --skip checks         without one of `checks`, `times`, `candidates`
+
+Times are those of CUDA graphs over so many weights that none is in a cache when it is read again. `layer` is all four
+products of a layer of Qwen3-8B one after the other, without attention. The floor is the weights' bytes at 4.3 TB/s.
+What is compiled is compiled before, by as many processes as there are processors. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from graph_timer import require_gpu, try_us
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "gpu"))
+from report import print_report
+
+from raypp.ops.cuda import scaled_library
+from raypp.ops.cuda.cuda_kernels import CudaKernels
+from raypp.ops.cuda.int4_products import Int4Tuning
+from raypp.ops.cuda.kernel_launch import Device
+from raypp.ops.cuda.projection import FEW_ROWS, Tuning
+from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
+from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
+from raypp.ops.weight import Weight
+
+BF16 = torch.bfloat16
+BYTES_PER_US = 4.3e6
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048)
+FORMS: dict[str, tuple[str, tuple[int, int]]] = {
+    "bf16": ("plain", (1, 1)),
+    "fp8 blocks": ("fp8", (128, 128)),
+    "fp8 outputs": ("fp8", (1, 0)),
+    "int4 128": ("int4", (1, 128)),
+}
+WORKSPACE_FLOATS = 16 << 20
+BYTES_OF_ALL = 400 << 20
+
+
+class Shape(NamedTuple):
+    """A product of a layer."""
+
+    name: str
+    num_outputs: int  # of the weight
+    num_inputs: int
+    has_norm: bool
+    is_gated: bool
+
+
+SHAPES = (
+    Shape("qkv", 6144, 4096, True, False),
+    Shape("o", 4096, 4096, False, False),
+    Shape("gate_up", 24576, 4096, True, True),
+    Shape("down", 4096, 12288, False, False),
+)
+
+
+class Job(NamedTuple):
+    """What is timed: a form of a product, by so many rows; None: as chosen."""
+
+    form: str
+    shape: Shape
+    num_rows: int
+    tuning: Tuning | Int4Tuning | None = None
+
+
+def weight_of(form: str, shape: Shape) -> Weight:
+    """Return a weight of random bits."""
+    kind, (rows, columns) = FORMS[form]
+    size, device = (shape.num_outputs, shape.num_inputs), torch.device("cuda")
+    columns = columns or shape.num_inputs
+    blocks = shape.num_outputs // rows, shape.num_inputs // columns
+    if kind == "plain":
+        return Weight(torch.randn(size, device=device, dtype=BF16) * 0.02)
+    if kind == "fp8":
+        data = torch.randn(size, device=device, dtype=BF16).to(torch.float8_e4m3fn)
+        return Weight(data, torch.full(blocks, 0.02, device=device), block=(rows, columns))
+    data = torch.randint(0, 256, (size[0], size[1] // 2), device=device, dtype=torch.uint8)
+    return Weight(data, torch.full(blocks, 0.004, device=device, dtype=BF16), block=(rows, columns))
+
+
+class Products:
+    """Some products of one form and shape."""
+
+    def __init__(self, form: str, shape: Shape, *, count: int | None = None) -> None:
+        device = torch.device("cuda")
+        kernels = CudaKernels(device, BF16, block_size=16, max_query_len=1, num_ring_entries=1)
+        kernels._workspace.reserve(WORKSPACE_FLOATS)
+        self.shape, self._norm = shape, torch.ones(shape.num_inputs, device=device, dtype=BF16)
+        first = weight_of(form, shape)
+        self.num_bytes = first.num_bytes
+        count = count or max(2, math.ceil(BYTES_OF_ALL / first.num_bytes))
+        weights = [first, *(weight_of(form, shape) for _ in range(count - 1))]
+        self.calls = [self._make(kernels, weight) for weight in weights]
+
+    def _make(self, kernels: CudaKernels, weight: Weight) -> Any:
+        if self.shape.is_gated:
+            return kernels.norm_gated_linear(self._norm, 1e-6, weight)
+        if self.shape.has_norm:
+            return kernels.norm_linear(self._norm, 1e-6, weight)
+        return kernels.add_linear(weight)
+
+    def bound(self, num_rows: int) -> list[Callable[[], object]]:
+        """Return calls with so many rows."""
+        x = torch.randn(num_rows, self.shape.num_inputs, device="cuda", dtype=BF16)
+        if self.shape.has_norm:
+            return [partial(call, x) for call in self.calls]
+        residual = torch.zeros(num_rows, self.shape.num_outputs, device="cuda", dtype=BF16)
+        return [partial(call, x, residual) for call in self.calls]
+
+    def set_tuning(self, num_rows: int, tuning: Tuning | Int4Tuning | None) -> None:
+        """Compute so; None: by the library."""
+        for call in self.calls:
+            owner = getattr(call, "__self__", call)
+            assert isinstance(owner, Fp8Projection | Int4Projection)
+            owner._tunings.pop(num_rows, None)
+            if tuning is not None:
+                owner._tunings[num_rows] = tuning  # type: ignore[assignment]
+
+
+def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4Tuning | None]:
+    """Yield the cuts to try."""
+    kind = FORMS[form][0]
+    if kind == "fp8" and num_rows <= FEW_ROWS:
+        for outputs, inputs in ((1, 4096), (2, 4096), (4, 4096), (8, 2048), (4, 2048), (8, 1024), (8, 512), (16, 512)):
+            if inputs * outputs * num_rows * (1 + shape.is_gated) <= 16384 * 2:
+                yield Tuning(outputs, inputs)
+        return
+    if kind == "fp8":
+        if num_rows > 64:
+            yield None
+            for outputs, warps, stages in ((64, 4, 4), (128, 8, 4), (128, 4, 3)):
+                yield Tuning(outputs, 128, 1, warps, stages)
+            return
+        for outputs, inputs, stages in ((64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 128, 3), (128, 128, 4)):
+            if inputs == 256 and form == "fp8 blocks":
+                continue
+            for splits in (1,) if shape.is_gated else (1, 2, 4):
+                yield Tuning(outputs, inputs, splits, 8 if outputs == 128 else 4, stages)
+        return
+    if num_rows > 64:
+        yield None
+        for strips, warps, most in ((1, 4, 64), (1, 4, 128), (2, 8, 64), (2, 8, 128), (2, 4, 64)):
+            yield Int4Tuning(strips, 1, warps, 4, most)
+        return
+    for strips, warps, stages in ((1, 4, 3), (1, 4, 5), (1, 4, 8), (2, 8, 4), (2, 4, 4)):
+        for splits in (1,) if shape.is_gated else (1, 2, 4):
+            yield Int4Tuning(strips, splits, warps, stages)
+
+
+def tried_rows(form: str) -> tuple[int, ...]:
+    """Return the numbers of rows at which candidates are tried."""
+    return (1, 8, 32, 128)
+
+
+def run_jobs(jobs: list[Job]) -> None:
+    """Run each once, so that its kernels lie in Triton's cache; those that fail show up later."""
+    made: dict[tuple[str, str], Products] = {}
+    for job in jobs:
+        try:
+            products = made.get((job.form, job.shape.name))
+            if products is None:
+                made.clear()
+                products = made[job.form, job.shape.name] = Products(job.form, job.shape, count=1)
+            if job.tuning is not None:
+                products.set_tuning(job.num_rows, job.tuning)
+            products.bound(job.num_rows)[0]()
+        except Exception as error:
+            print(f"   {job}: {type(error).__name__}: {str(error)[-200:]}", flush=True)
+    torch.cuda.synchronize()
+
+
+def check(case: tuple[str, tuple[int, int], int, int, torch.dtype, dict[str, Any]]) -> str:
+    """Return what one check says."""
+    import kernel_checks
+
+    kind, block, num_outputs, num_inputs, dtype, options = case
+    rows = options.pop("rows", (1, 2, 3, 8, 17, 33, 64, 65, 130, 257))
+    of_weight = {name: options.pop(name) for name in ("has_zeros", "has_order") if name in options}
+    named = f"{kind} {block} {num_outputs} x {num_inputs} {dtype} {of_weight} {options}"
+    failures = []
+    for num_rows in rows:
+        try:
+            random = kernel_checks.Kernels(dtype)
+            weight = kernel_checks.random_weight(random, kind, num_outputs, num_inputs, block, **of_weight)
+            kernel_checks.check_quantized_projections(dtype, weight, (num_rows,), **options)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300] or traceback.format_exc()[-300:]
+            failures.append(f"{num_rows} rows: {type(error).__name__}: {text}")
+    return f"{named}: " + ("ok" if not failures else "\n      ".join(["FAILED", *failures]))
+
+
+def cases() -> Iterator[tuple[str, tuple[int, int], int, int, torch.dtype, dict[str, Any]]]:
+    """Yield the checks."""
+    normed, added, gated = (
+        {"has_norm": True, "has_bias": True},
+        {"has_residual": True},
+        {"has_norm": True, "is_gated": True},
+    )
+    forms: tuple[tuple[str, tuple[int, int], dict[str, bool]], ...] = (
+        ("fp8", (1, 0), {}),
+        ("fp8", (128, 128), {}),
+        ("fp8", (1, 128), {}),
+        ("int4", (1, 128), {}),
+        ("int4", (1, 128), {"has_zeros": True}),
+        ("int4", (1, 64), {"has_zeros": True, "has_order": True}),
+        ("int4", (1, 32), {}),
+        ("int4", (1, 0), {"has_zeros": True}),
+    )
+    for kind, block, of_weight in forms:
+        for options in (normed, added, gated):
+            yield kind, block, 3072, 1536, BF16, {**of_weight, **options}
+        yield kind, block, 1000, 1536, torch.float16, {**of_weight, **added, "rows": (1, 2, 5, 40, 100, 300)}
+        yield kind, block, 4096, 4096, BF16, {**of_weight, "x_scale": 1e4, "rows": (1, 2, 16, 300)}
+
+
+def kernel_errors() -> None:
+    """Print each form's error beside that of 16 bits with the dequantized weight, both against float64."""
+    for form in FORMS:
+        for shape in SHAPES[:2]:
+            products = Products(form, shape, count=1)
+            weight = weight_of(form, shape)
+            products.calls = [products._make(_kernels(), replace(weight, data=weight.data.clone()))]
+            matrix = weight.dequantized(torch.float32)
+            found = []
+            for num_rows in (1, 8, 64, 256):
+                x = torch.randn(num_rows, shape.num_inputs, device="cuda", dtype=BF16)
+                read = x.double()
+                if shape.has_norm:
+                    read = read * torch.rsqrt(read.square().mean(1, keepdim=True) + 1e-6)
+                exact = read @ matrix.double().t()
+                zero = torch.zeros(num_rows, shape.num_outputs, device="cuda", dtype=BF16)
+                got = products.calls[0](x) if shape.has_norm else products.calls[0](x, zero)
+                plain = read.to(BF16) @ matrix.to(BF16).t()
+                errors = [(y.double() - exact).square().mean().sqrt().item() for y in (got, plain)]
+                found.append(f"{num_rows}: {errors[0]:.2e} / {errors[1]:.2e}")
+            print(f"   {form} {shape.name}: {', '.join(found)}", flush=True)
+
+
+def _kernels() -> CudaKernels:
+    return CudaKernels(torch.device("cuda"), BF16, block_size=16, max_query_len=1, num_ring_entries=1)
+
+
+def layer_calls(layers: list[list[Any]], num_rows: int) -> list[Callable[[], object]]:
+    """Return calls of all products of some layers, one after the other."""
+    hidden = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
+    attended = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
+
+    def run(layer: list[Any]) -> None:
+        qkv, output, gate_up, down = layer
+        qkv(hidden)
+        residual = output(attended, hidden)
+        down(gate_up(residual), residual)
+
+    return [partial(run, layer) for layer in layers]
+
+
+def print_times(figures: dict[str, Any]) -> None:
+    """Print the time of each product and of a layer, by form and rows."""
+    for form in FORMS:
+        all_products = [Products(form, shape) for shape in SHAPES]
+        total = sum(products.num_bytes for products in all_products)
+        for products in all_products:
+            times = {num_rows: try_us(products.bound(num_rows)) for num_rows in ROWS}
+            floor = products.num_bytes / BYTES_PER_US
+            figures[f"{form} {products.shape.name}"] = times
+            print(f"   {form} {products.shape.name} (floor {floor:.1f}): {_row(times)}", flush=True)
+        num_layers = min(len(products.calls) for products in all_products)
+        num_layers = max(2, num_layers)
+        layers = [[products.calls[i % len(products.calls)] for products in all_products] for i in range(num_layers)]
+        times = {num_rows: try_us(layer_calls(layers, num_rows)) for num_rows in ROWS}
+        figures[f"{form} layer"] = times
+        print(f"   {form} layer (floor {total / BYTES_PER_US:.1f}): {_row(times)}", flush=True)
+        del all_products, layers
+        torch.cuda.empty_cache()
+    for num_rows in (1, 8, 32, 128, 2048):
+        device, found = Device.of(torch.device("cuda")), []
+        for size in (4096, 12288):
+            x, norm = (
+                torch.randn(num_rows, size, device="cuda", dtype=BF16),
+                torch.ones(size, device="cuda", dtype=BF16),
+            )
+            for block, given in (
+                (128, None),
+                (size, None),
+                (128, TokenNorm(norm, 1e-6)),
+                (size, TokenNorm(norm, 1e-6)),
+            ):
+                call = partial(quantize_tokens, x, block, device, given)
+                found.append(f"{size}/{block}{'' if given is None else ' norm'} {try_us([call] * 20)}")
+        print(f"   quantize_tokens, {num_rows} rows: {', '.join(found)}", flush=True)
+
+
+def _row(times: dict[int, Any]) -> str:
+    return "; ".join(f"{num_rows}: {us}" for num_rows, us in times.items())
+
+
+def print_candidates(figures: dict[str, Any]) -> None:
+    """Print the best cuts of each product."""
+    for form in list(FORMS)[1:]:
+        for shape in SHAPES:
+            products = Products(form, shape)
+            for num_rows in tried_rows(form):
+                owner = getattr(products.calls[0], "__self__", products.calls[0])
+                chosen = owner._tunings.get(num_rows)
+                results = []
+                for tuning in dict.fromkeys((chosen, *candidates(form, shape, num_rows))):
+                    products.set_tuning(num_rows, tuning)
+                    us = try_us(products.bound(num_rows))
+                    if isinstance(us, str):
+                        print(f"      {form} {shape.name} {num_rows} {tuning}: {us}", flush=True)
+                        continue
+                    results.append((us, _name(tuning) + (" (chosen)" if tuning == chosen else "")))
+                results.sort()
+                figures[f"{form} {shape.name} {num_rows} rows"] = results
+                best = [f"{us} {name}" for us, name in results]
+                print(f"   {form} {shape.name} {num_rows} rows: {'; '.join(best)}", flush=True)
+            del products
+            torch.cuda.empty_cache()
+
+
+def _name(tuning: Tuning | Int4Tuning | None) -> str:
+    if tuning is None:
+        return "library"
+    if isinstance(tuning, Int4Tuning):
+        name = f"{64 * tuning.strips} o {tuning.num_splits} s {tuning.num_warps} w {tuning.num_stages} st"
+        return name + ("" if tuning.most_rows == 128 else f" {tuning.most_rows} rows")
+    return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits} s {tuning.num_warps} w {tuning.num_stages} st"
+
+
+def print_library() -> None:
+    """Print which of the library's ways work."""
+    device = torch.device("cuda")
+    for product, block in ((scaled_library.by_output, 1), (scaled_library.by_block, scaled_library.BLOCK)):
+        try:
+            blocks = 512 // block if block > 1 else 1
+            x, weight = (torch.ones(rows, 512, device=device).to(torch.float8_e4m3fn) for rows in (96, 256))
+            x_scale, scale = torch.rand(96, blocks, device=device), torch.rand(256 // block, blocks, device=device)
+            y = product(x, x_scale, weight, scale)
+            expected = (x_scale @ scale.t() * (512 // blocks)).repeat_interleave(block, 1)
+            print(f"   {product.__name__}: largest error {(y.float() - expected).abs().max().item():.3g}")
+        except Exception as error:
+            print(f"   {product.__name__}: {type(error).__name__}: {str(error)[:1200]}")
+
+
+def main() -> None:
+    """Check, time, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--skip", nargs="*", default=[], choices=["checks", "times", "candidates"])
+    args = parser.parse_args()
+    require_gpu()
+    began = time.monotonic()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
+    print_library()
+    jobs = []
+    for form in FORMS:
+        for shape in SHAPES:
+            jobs += [Job(form, shape, num_rows) for num_rows in ROWS if "times" not in args.skip]
+            if form != "bf16" and "candidates" not in args.skip:
+                for num_rows in tried_rows(form):
+                    found = candidates(form, shape, num_rows)
+                    jobs += [Job(form, shape, num_rows, tuning) for tuning in found if tuning is not None]
+    num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
+    figures: dict[str, Any] = {}
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        if "checks" not in args.skip:
+            for line in pool.imap_unordered(check, list(cases()), chunksize=1):
+                print("   " + line, flush=True)
+            print(f"checks: {time.monotonic() - began:.0f} s", flush=True)
+        size = max(1, math.ceil(len(jobs) / (3 * num_processes)))
+        pool.map(run_jobs, [jobs[begin : begin + size] for begin in range(0, len(jobs), size)], chunksize=1)
+    print(f"compiled {len(jobs)} jobs after {time.monotonic() - began:.0f} s", flush=True)
+    with torch.inference_mode():
+        for name in ("errors", "times", "candidates"):
+            try:
+                if name == "errors":
+                    print("root mean square error / that of 16 bits with the dequantized weight:", flush=True)
+                    kernel_errors()
+                elif name not in args.skip:
+                    print(f"{name}, us by rows:", flush=True)
+                    (print_times if name == "times" else print_candidates)(figures)
+            except Exception:
+                print(traceback.format_exc()[-1500:], flush=True)
+            print(f"{name} until {time.monotonic() - began:.0f} s", flush=True)
+    print_report("quantized_products", vars(args), figures)
+
+
+if __name__ == "__main__":
+    main()

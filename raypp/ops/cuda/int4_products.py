@@ -1,0 +1,390 @@
+"""Products with weights of 4 bits, by tensor cores in the model's type, for any number of rows.
+
+Each program multiplies a strip of the weight with a tile of rows of x. A code is expanded in registers: behind the bits
+of 128 (bfloat16) or 1024 (float16) its four bits are the last ones of the mantissa, so that what is left is a
+subtraction, which is exact. Sums of a group of inputs are multiplied by its scale. The weight lies as
+`raypp.ops.cuda.packed_int4` says; strips may be split along K as in `raypp.ops.cuda.projection`.
+
+Twin: `linear` of tests/gpu/reference_ops.py with `Weight.dequantized`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.cuda.between_products import as_stored, silu
+from raypp.ops.cuda.kernel_launch import Device, Workspace, start
+from raypp.ops.cuda.packed_int4 import TILE, PackedInt4
+from raypp.ops.cuda.projection import load_vector, sum_of_splits
+
+_MOST_ROWS_OF_A_TILE = 128
+_IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
+
+# Four bytes to four low halves and four high halves, each behind the bits of a larger number, which is then subtracted.
+_EXPAND = """
+{{
+.reg .b32 a, b, c, d, e, f;
+prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+shr.b32 c, a, 4;
+shr.b32 d, b, 4;
+lop3.b32 a, a, 0x000f000f, {offset}, 0xea;
+lop3.b32 b, b, 0x000f000f, {offset}, 0xea;
+lop3.b32 c, c, 0x000f000f, {offset}, 0xea;
+lop3.b32 d, d, 0x000f000f, {offset}, 0xea;
+{end}
+}}
+"""
+_MOVE = "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;"
+_SUBTRACT = """
+mov.b32 e, {one};
+mov.b32 f, {minus};
+fma.rn.{type} $0, a, e, f;
+fma.rn.{type} $1, b, e, f;
+fma.rn.{type} $2, c, e, f;
+fma.rn.{type} $3, d, e, f;
+"""
+_BF16 = _SUBTRACT.format(one="0x3f803f80", minus="0xc308c308", type="bf16x2")  # 136 = 128 + 8
+_FP16 = _SUBTRACT.format(one="0x3c003c00", minus="0xe408e408", type="f16x2")  # 1032 = 1024 + 8
+_BF16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x43004300", end=_BF16))
+_BF16_RAISED = tl.constexpr(_EXPAND.format(offset="0x43004300", end=_MOVE))
+_FP16_CENTERED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_FP16))
+_FP16_RAISED = tl.constexpr(_EXPAND.format(offset="0x64006400", end=_MOVE))
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Product:
+    """What a product needs. N outputs, K inputs."""
+
+    weight: PackedInt4  # with a gate 2 N outputs in two parts
+    bias: torch.Tensor | None = None  # [N], with a gate [2 N]
+    is_gated: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self.weight.num_outputs // (2 if self.is_gated else 1)
+
+
+@dataclass(frozen=True)
+class Int4Tuning:
+    """How the work is cut.
+
+    Args:
+        strips: Of 64 outputs, that a program multiplies at once: 1, or 2.
+        num_splits: Parts of K; only with one tile of rows and no gate.
+        num_warps: Of a program: 4 or 8.
+        num_stages: Pieces of the weight under way from memory.
+        most_rows: Of a tile.
+    """
+
+    strips: int = 1
+    num_splits: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    most_rows: int = _MOST_ROWS_OF_A_TILE
+
+
+def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
+    """Return how many floats of the workspace `project_int4` needs."""
+    if tuning.num_splits == 1:
+        return 0
+    return product.weight.padded_outputs * tuning.num_splits * _padded(num_rows, tuning)
+
+
+def project_int4(
+    x: torch.Tensor,
+    product: Int4Product,
+    residual: torch.Tensor | None,
+    tuning: Int4Tuning,
+    device: Device,
+    workspace: Workspace,
+) -> torch.Tensor:
+    """Return x W^T + b, its gate, or its sum with the residual stream, [T, N], of x's type.
+
+    Shapes: x [T, K] contiguous, in the weight's order; residual [T, N], left as it is.
+    """
+    num_rows, num_outputs, weight = len(x), product.num_outputs, product.weight
+    y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    padded = _padded(num_rows, tuning)
+    num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
+    assert tuning.num_splits == 1 or not (product.is_gated or num_row_tiles > 1)
+    tiles = 2 if weight.group % (2 * TILE) == 0 else 1
+    options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
+    _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
+        x,
+        weight.codes,
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        x if product.bias is None else product.bias,
+        x if residual is None else residual,
+        y,
+        num_outputs,
+        weight.num_inputs,
+        weight.padded_outputs,
+        num_tiles,
+        len(weight.scale),
+        workspace.floats,
+        workspace.counters,
+        num_rows,
+        HAS_ZERO=weight.zero is not None,
+        HAS_GATE=product.is_gated,
+        HAS_BIAS=product.bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        IS_EVEN=weight.num_inputs % TILE == 0,
+        GROUP=weight.group,
+        CLAMPS=x.dtype == torch.float16,
+        OVERLAPS=device.has_dependent_launch,
+        ROWS=padded,
+        STRIPS=tuning.strips,
+        TILES=tiles,
+        SPLITS=tuning.num_splits,
+        **options,
+        **device.launch_options,
+    )
+    return y
+
+
+def _padded(num_rows: int, tuning: Int4Tuning) -> int:
+    """Return the rows of a tile."""
+    return min(tuning.most_rows, max(8, int(triton.next_power_of_2(num_rows))))
+
+
+@triton.jit
+def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """Return the low and the high halves of bytes, less 8, or else plus the offset of `dtype`."""
+    if _IS_INTERPRETED:
+        offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
+        low, high = (codes & 15).to(dtype) + offset, (codes >> 4).to(dtype) + offset
+        return low.to(dtype), high.to(dtype)
+    if dtype == tl.float16:
+        half: tl.constexpr = _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
+        return tl.inline_asm_elementwise(
+            half, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
+    asm: tl.constexpr = _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
+    return tl.inline_asm_elementwise(
+        asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def _matrix(bytes_of_tiles, TILES: tl.constexpr, STRIPS: tl.constexpr):
+    """Return one half of each byte as an operand, [64 STRIPS, 32 TILES]."""
+    # tile, strip, warp, output mod 8, input / 2 mod 4, step, half of the step, output / 8 mod 2, input
+    digits = tl.reshape(bytes_of_tiles, (TILES, STRIPS, 4, 8, 4, 2, 2, 2, 2))
+    digits = tl.permute(digits, (1, 2, 7, 3, 0, 5, 6, 4, 8))
+    return tl.reshape(digits, (64 * STRIPS, 32 * TILES))
+
+
+@triton.jit
+def _multiplied(
+    total,
+    codes,
+    low_x,
+    high_x,
+    scale,
+    zero,
+    HAS_ZERO: tl.constexpr,
+    IS_SPLIT_GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    STRIPS: tl.constexpr,
+):
+    """Return a total with the products of one more piece. Scale and zero are a pair: of low and of high halves."""
+    low, high = expanded(codes, low_x.dtype, not HAS_ZERO)
+    low, high = _matrix(low, TILES, STRIPS), _matrix(high, TILES, STRIPS)
+    if HAS_ZERO:
+        low, high = low - zero[0][:, None], high - zero[1][:, None]
+    part = tl.dot(low, tl.trans(low_x))
+    if IS_SPLIT_GROUP:
+        total += part * scale[0][:, None]
+        return total + tl.dot(high, tl.trans(high_x)) * scale[1][:, None]
+    return total + tl.dot(high, tl.trans(high_x), part) * scale[0][:, None]
+
+
+@triton.jit
+def _scales(scale, tile, num_groups, stride, GROUP: tl.constexpr):
+    """Return a piece's scales: of low and of high halves."""
+    if GROUP == 32:
+        low, high = tl.minimum(2 * tile, num_groups - 1), tl.minimum(2 * tile + 1, num_groups - 1)
+        return tl.load(scale + low * stride).to(tl.float32), tl.load(scale + high * stride).to(tl.float32)
+    by_output = tl.load(scale + tl.minimum(tile * 64 // GROUP, num_groups - 1) * stride).to(tl.float32)
+    return by_output, by_output
+
+
+@triton.jit
+def _zeros(zero, tile, num_groups, stride, dtype: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr):
+    """Return what is subtracted from a piece's expanded codes."""
+    if HAS_ZERO:
+        offset: tl.constexpr = 1024 if dtype == tl.float16 else 128
+        low, high = _scales(zero, tile, num_groups, stride, GROUP)
+        zeros = (low + offset).to(dtype), (high + offset).to(dtype)
+    else:
+        zeros = 0.0, 0.0
+    return zeros
+
+
+@triton.jit
+def _rows(x, column, num_inputs, IS_EVEN: tl.constexpr):
+    """Return a piece of a tile of x. Shapes: x [ROWS, 1] pointers; column [n]."""
+    if IS_EVEN:
+        return tl.load(x + column[None, :])
+    return tl.load(x + column[None, :], mask=(column < num_inputs)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
+def _project_int4(
+    x,
+    codes,
+    scale,
+    zero,
+    bias,
+    residual,
+    y,
+    num_outputs,
+    num_inputs,
+    padded_outputs,
+    num_tiles,
+    num_groups,
+    partial,
+    counters,
+    num_rows,
+    HAS_ZERO: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    CLAMPS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STRIPS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    strip, split = tl.program_id(0), tl.program_id(1)
+    dtype: tl.constexpr = x.dtype.element_ty
+    SIZE: tl.constexpr = TILES * STRIPS * 2048
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    output = strip * (64 * STRIPS) + tl.arange(0, 64 * STRIPS)
+    stride = padded_outputs * (2 if HAS_GATE else 1)  # of scales and zeros
+    place = tl.arange(0, SIZE)  # tile, strip, byte
+    place = place // (2048 * STRIPS) * 2048 + place // 2048 % STRIPS * (num_tiles * 2048) + place % 2048
+    tiles = codes + (strip * STRIPS).to(tl.int64) * (num_tiles * 2048) + place
+    up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * 2048)
+    scale += output
+    zero += output
+    index = tl.arange(0, 32 * TILES)
+    column = index // 32 * 64 + index % 32  # of the low halves; the high ones lie 32 inputs behind
+    x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_inputs
+    split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES), SPLITS) * TILES
+    first = split * split_tiles
+    last = tl.minimum(first + split_tiles, num_tiles)
+    total = tl.zeros((64 * STRIPS, ROWS), tl.float32)
+    up_total = total
+    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
+    up_addend = addend
+    by_output = _scales(scale, first, num_groups, stride, GROUP)
+    by_up = by_output
+    if HAS_GATE:
+        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
+        by_up = _scales(scale + padded_outputs, first, num_groups, stride, GROUP)
+    start(OVERLAPS)
+    y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
+    before = tl.zeros((ROWS, 64 * STRIPS), tl.float32)
+    if HAS_RESIDUAL and ROWS <= 32:  # now, not at the end: nobody waits for it there, if registers hold it
+        before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+    for tile in range(first, last, TILES):
+        # The next piece's scales are asked for now: unlike the codes, nobody else would.
+        next_by_output = _scales(scale, tile + TILES, num_groups, stride, GROUP)
+        low_x = _rows(x_rows, tile * 64 + column, num_inputs, IS_EVEN)
+        high_x = _rows(x_rows, tile * 64 + 32 + column, num_inputs, IS_EVEN)
+        piece = tl.load(tiles + tile * 2048)
+        by_zero = _zeros(zero, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
+        total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, GROUP == 32, TILES, STRIPS)
+        by_output = next_by_output
+        if HAS_GATE:
+            next_by_up = _scales(scale + padded_outputs, tile + TILES, num_groups, stride, GROUP)
+            piece = tl.load(up_tiles + tile * 2048)
+            by_zero = _zeros(zero + padded_outputs, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
+            up_total = _multiplied(up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, GROUP == 32, TILES, STRIPS)
+            by_up = next_by_up
+    total, up_total = tl.trans(total), tl.trans(up_total)
+    total, is_last = sum_of_splits(total, partial, counters, SPLITS)
+    if is_last:
+        if HAS_RESIDUAL and ROWS > 32:
+            before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
+        result = total + addend[None, :]
+        if HAS_GATE:
+            result = silu(result) * (up_total + up_addend[None, :])
+        tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
+
+
+def dequantized_int4(weight: PackedInt4, first: int, num_rows: int, dtype: torch.dtype, device: Device) -> torch.Tensor:
+    """Return rows of the padded weight, [num_rows, K], its inputs in its own order.
+
+    `first` and `num_rows` are multiples of 64.
+    """
+    matrix = torch.empty(num_rows, weight.num_inputs, dtype=dtype, device=device.torch_device)
+    tiles = 2 if weight.group % (2 * TILE) == 0 else 1
+    num_tiles = weight.codes.shape[1]
+    _dequantize_int4[(num_rows // TILE, num_tiles // tiles)](
+        weight.codes,
+        weight.scale,
+        weight.scale if weight.zero is None else weight.zero,
+        matrix,
+        first // TILE,
+        weight.num_inputs,
+        weight.scale.shape[1],
+        num_tiles,
+        len(weight.scale),
+        HAS_ZERO=weight.zero is not None,
+        GROUP=weight.group,
+        TILES=tiles,
+        OVERLAPS=device.has_dependent_launch,
+        **device.launch_options,
+    )
+    return matrix
+
+
+@triton.jit
+def _dequantize_int4(
+    codes,
+    scale,
+    zero,
+    matrix,
+    first_strip,
+    num_inputs,
+    stride,
+    num_tiles,
+    num_groups,
+    HAS_ZERO: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    dtype: tl.constexpr = matrix.dtype.element_ty
+    strip, tile = tl.program_id(0), tl.program_id(1) * TILES
+    output = (first_strip + strip) * 64 + tl.arange(0, 64)
+    piece = tl.load(codes + ((first_strip + strip).to(tl.int64) * num_tiles + tile) * 2048 + tl.arange(0, TILES * 2048))
+    by_output = _scales(scale + output, tile, num_groups, stride, GROUP)
+    by_zero = _zeros(zero + output, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
+    start(OVERLAPS)  # what is written here, earlier kernels may read
+    low, high = expanded(piece, dtype, not HAS_ZERO)
+    low, high = _matrix(low, TILES, 1), _matrix(high, TILES, 1)
+    if HAS_ZERO:
+        low, high = low - by_zero[0][:, None], high - by_zero[1][:, None]
+    index = tl.arange(0, 32 * TILES)
+    column = tile * 64 + index // 32 * 64 + index % 32
+    cell = matrix + (strip * 64 + tl.arange(0, 64)).to(tl.int64)[:, None] * num_inputs
+    low = (low.to(tl.float32) * by_output[0][:, None]).to(dtype)
+    high = (high.to(tl.float32) * by_output[1][:, None]).to(dtype)
+    tl.store(cell + column[None, :], low, mask=(column < num_inputs)[None, :])
+    tl.store(cell + 32 + column[None, :], high, mask=(column + 32 < num_inputs)[None, :])

@@ -1,0 +1,190 @@
+"""Projections of quantized weights: which kernel computes them, by their form and the number of rows.
+
+fp8    1 or 2 rows   element by element, x in 16 bits, norm included
+       more          x in 8 bits, with scales of its own; tensor cores, then the library
+int4   up to 256     tensor cores in 16 bits; codes are expanded in registers
+       more          pieces of the weight in 16 bits, which the library multiplies
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from raypp.ops.cuda.between_products import rms_norm, silu_and_mul
+from raypp.ops.cuda.int4_products import (
+    Int4Product,
+    Int4Tuning,
+    dequantized_int4,
+    int4_partial_floats,
+    project_int4,
+)
+from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.packed_int4 import can_pack, pack
+from raypp.ops.cuda.product_tuning import tune_fp8, tune_int4
+from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, partial_floats, project
+from raypp.ops.cuda.scaled_library import library_product
+from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
+from raypp.ops.weight import Weight, by_output
+
+MAX_OWN_ROWS_OF_FP8 = 64
+"""With more rows, the library computes, if it can."""
+
+MAX_OWN_ROWS_OF_INT4 = 256
+"""With more rows, the weight is expanded and the library computes."""
+
+_LEAST_BLOCK = 32  # inputs that tensor cores multiply at once
+_PIECE_OUTPUTS = 4096  # of a weight that is expanded at once
+
+
+def has_kernel(weight: Weight) -> bool:
+    """Whether one of the classes below computes products of a weight."""
+    columns = weight.block[1]
+    if weight.kind == "int4":
+        return can_pack(weight)
+    if columns >= weight.num_inputs:
+        return weight.kind == "fp8"
+    return weight.kind == "fp8" and columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
+
+
+class Fp8Projection:
+    """A product with a weight in 8 bits, with its norm before it and its gate or sum after it.
+
+    Args:
+        weight: [N, K], with a gate [2 N, K].
+        bias: [N], with a gate [2 N].
+        norm: Of the input.
+        is_gated: Whether the result is silu(gate) * up.
+        device: Where it runs.
+        workspace: For products that are split.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: TokenNorm | None,
+        device: Device,
+        workspace: Workspace,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        if weight.block[1] >= weight.num_inputs:
+            weight = by_output(weight)
+        self._product = Product(weight, bias, is_gated=is_gated)
+        self._few = self._product
+        if norm is not None:
+            self._few = Product(weight, bias, norm.eps, is_gated, norm.weight)
+        self._norm = norm
+        self._device = device
+        self._workspace = workspace
+        self._library = library_product(weight, device.torch_device)
+        self._tunings: dict[int, Tuning] = {}
+        for num_rows in range(1, MAX_OWN_ROWS_OF_FP8 + 1):
+            self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, device)
+            workspace.reserve(partial_floats(num_rows, self._product, tuning))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+        return self._computed(x, None)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N]."""
+        return self._computed(x, residual)
+
+    def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        num_rows, product = len(x), self._product
+        if num_rows == 0:
+            return x.new_empty(0, product.num_outputs)
+        if num_rows <= FEW_ROWS:
+            return project(x, self._few, residual, self._tunings[num_rows], self._device, self._workspace)
+        block = min(product.weight.block[1], product.num_inputs)
+        quantized, scale = quantize_tokens(x, block, self._device, self._norm)
+        tuning = self._tunings.get(num_rows)
+        if tuning is None and (self._library is None or x.dtype != torch.bfloat16):
+            tuning = tune_fp8(num_rows, product, self._device)
+        if tuning is not None:
+            arguments = quantized, product, residual, tuning, self._device, self._workspace, x.dtype, None, scale
+            return project(*arguments)
+        assert self._library is not None
+        assert product.weight.scale is not None
+        y = self._library(quantized, scale, product.weight.data, product.weight.scale)
+        return _finished(y, product.bias, residual, self._device, is_gated=product.is_gated)
+
+
+class Int4Projection:
+    """A product with a weight of 4 bits, with its norm before it and its gate or sum after it.
+
+    Args:
+        weight: [N, K], with a gate [2 N, K].
+        bias: [N], with a gate [2 N].
+        norm: Of the input.
+        is_gated: Whether the result is silu(gate) * up.
+        device: Where it runs.
+        workspace: For products that are split.
+    """
+
+    def __init__(
+        self,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        norm: TokenNorm | None,
+        device: Device,
+        workspace: Workspace,
+        *,
+        is_gated: bool = False,
+    ) -> None:
+        self._product = Int4Product(pack(weight, 2 if is_gated else 1), bias, is_gated)
+        self._norm = norm
+        self._device = device
+        self._workspace = workspace
+        self._tunings: dict[int, Int4Tuning] = {}
+        for num_rows in range(1, MAX_OWN_ROWS_OF_INT4 + 1):
+            self._tunings[num_rows] = tuning = tune_int4(num_rows, self._product, device)
+            workspace.reserve(int4_partial_floats(num_rows, self._product, tuning))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+        return self._computed(x, None)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N]."""
+        return self._computed(x, residual)
+
+    def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        num_rows, product, weight = len(x), self._product, self._product.weight
+        if num_rows == 0:
+            return x.new_empty(0, product.num_outputs)
+        if self._norm is not None:
+            x = rms_norm(x, self._norm.weight, self._norm.eps, self._device)
+        if weight.order is not None:
+            x = x.index_select(1, weight.order)
+        tuning = self._tunings.get(num_rows)
+        if tuning is not None:
+            return project_int4(x, product, residual, tuning, self._device, self._workspace)
+        y = torch.empty(num_rows, weight.num_outputs, dtype=x.dtype, device=x.device)
+        part_outputs = weight.num_outputs // weight.num_parts
+        for part in range(weight.num_parts):
+            for first in range(0, part_outputs, _PIECE_OUTPUTS):
+                count = min(_PIECE_OUTPUTS, part_outputs - first)
+                padded = triton.cdiv(count, 64) * 64
+                matrix = dequantized_int4(weight, part * weight.padded_outputs + first, padded, x.dtype, self._device)
+                begin = part * part_outputs + first
+                torch.mm(x, matrix[:count].t(), out=y[:, begin : begin + count])
+        return _finished(y, product.bias, residual, self._device, is_gated=product.is_gated)
+
+
+def _finished(
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    device: Device,
+    *,
+    is_gated: bool,
+) -> torch.Tensor:
+    """Return what follows a product of the library."""
+    if bias is not None:
+        y += bias
+    if is_gated:
+        return silu_and_mul(y, device)
+    return y if residual is None else residual.add_(y)

@@ -1,0 +1,86 @@
+"""Products of 8 bits by the library (cuBLASLt, CUTLASS), for many rows: which of them this torch and device have.
+
+The functions' names and the scales' layouts have changed between versions of torch, so each way is tried once, on a
+small product whose result is known.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+
+from raypp.ops.weight import Weight
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x [T, K], its scales [T, C], weight [N, K], its scales) -> x W^T [T, N] in bfloat16."""
+
+BLOCK = 128
+
+_LOG = logging.getLogger(__name__)
+
+
+def by_output(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token, [T, 1], and output, [N, 1]."""
+    y = torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    assert isinstance(y, torch.Tensor)
+    return y
+
+
+def by_block(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token and 128 inputs, [T, C], and per 128 x 128 of the weight, [R, C]."""
+    from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
+
+    along_tokens = x_scale.t().contiguous().t()
+    blocks = scale.shape[1]
+    padded = torch.nn.functional.pad(scale, (0, -blocks % 4))[:, :blocks]
+    return scaled_mm(
+        x,
+        weight.t(),
+        along_tokens,
+        ScalingType.BlockWise1x128,
+        padded.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def library_product(weight: Weight, device: torch.device) -> Product | None:
+    """Return how the library multiplies a weight in 8 bits; None: it does not."""
+    if device.type != "cuda" or weight.num_inputs % 16 or weight.num_outputs % 16:
+        return None
+    if weight.block[1] >= weight.num_inputs:
+        return _tried(by_output, 1, device)
+    if weight.block != (BLOCK, BLOCK) or weight.num_inputs % BLOCK or weight.num_outputs % BLOCK:
+        return None
+    return _tried(by_block, BLOCK, device)
+
+
+@functools.cache
+def _tried(product: Product, block: int, device: torch.device) -> Product | None:
+    """Return a product that yields what it should; None if it does not."""
+    num_rows, num_outputs, num_inputs = 96, 256, 512
+    x = torch.ones(num_rows, num_inputs, device=device).to(torch.float8_e4m3fn)
+    weight = torch.ones(num_outputs, num_inputs, device=device).to(torch.float8_e4m3fn)
+    blocks = num_inputs // block if block > 1 else 1
+    x_scale = torch.rand(num_rows, blocks, device=device)
+    scale = torch.rand(num_outputs // block, blocks, device=device)
+    expected = x_scale.double() @ scale.double().t() * (num_inputs // blocks)
+    expected = expected.repeat_interleave(block, 1)
+    try:
+        y = product(x, x_scale, weight, scale)
+        torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-2)
+    except (
+        AssertionError,
+        AttributeError,
+        ImportError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        _LOG.info("own kernels multiply many rows in 8 bits, not %s: %s", product.__name__, error)
+        return None
+    return product

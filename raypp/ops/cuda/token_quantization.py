@@ -1,0 +1,98 @@
+"""Rounds a product's input to 8 bits, with scales of its own: one per token, or one per token and block of inputs.
+
+One launch, with what comes before it: a norm, or the gate of an MLP. Twin: `quantized_tokens` of
+tests/gpu/reference_ops.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from raypp.ops.cuda.between_products import narrowed, silu
+from raypp.ops.cuda.kernel_launch import Device, start
+
+_PIECE = 1024  # inputs of a program that does not need the whole row
+
+
+@dataclass(frozen=True, eq=False)
+class TokenNorm:
+    """A norm of tokens."""
+
+    weight: torch.Tensor  # [K]
+    eps: float
+
+
+def quantize_tokens(
+    x: torch.Tensor, block: int, device: Device, norm: TokenNorm | None = None, *, is_gated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x, its norm or its gate in 8 bits, and its scales: quantized * scale is within 2^-4 of each element.
+
+    Shapes: x [T, K], with a gate [T, 2 K], contiguous; quantized [T, K] float8_e4m3fn; scale [T, ceil(K / block)]
+    float32. `block` is a power of two, or at least K.
+    """
+    num_tokens, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
+    num_blocks = triton.cdiv(size, block)
+    quantized = torch.empty(num_tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
+    if not num_tokens:
+        return quantized, scale
+    piece = triton.next_power_of_2(size)
+    if norm is None and num_blocks > 1:
+        piece = min(piece, max(_PIECE, block))
+    _quantize_tokens[(num_tokens, triton.cdiv(size, piece))](
+        x,
+        x if norm is None else norm.weight,
+        quantized,
+        scale,
+        0.0 if norm is None else norm.eps,
+        size,
+        num_blocks,
+        HAS_NORM=norm is not None,
+        HAS_GATE=is_gated,
+        BLOCK=piece if num_blocks == 1 else block,
+        PIECE=piece,
+        OVERLAPS=device.has_dependent_launch,
+        num_warps=min(16, max(1, piece // 512)),
+        **device.launch_options,
+    )
+    return quantized, scale
+
+
+@triton.jit
+def _quantize_tokens(
+    x,
+    norm_weight,
+    y,
+    scale,
+    eps,
+    size,
+    num_blocks,
+    HAS_NORM: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PIECE: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = piece * PIECE + tl.arange(0, PIECE)
+    inside = column < size
+    if HAS_NORM:
+        factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
+    start(OVERLAPS)
+    if HAS_GATE:
+        gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+        value = silu(gate) * tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    else:
+        value = tl.load(x + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
+    blocks = tl.reshape(value, (PIECE // BLOCK, BLOCK))
+    by_block = tl.maximum(tl.max(tl.abs(blocks), 1) / 448.0, 1e-30)  # a block of zeros
+    result = narrowed(blocks / by_block[:, None], y.dtype.element_ty)
+    tl.store(y + row * size + column, tl.reshape(result, (PIECE,)), mask=inside)
+    block = piece * (PIECE // BLOCK) + tl.arange(0, PIECE // BLOCK)
+    tl.store(scale + row * num_blocks + block, by_block, mask=block < num_blocks)
