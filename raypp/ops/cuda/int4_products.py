@@ -20,7 +20,8 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.cuda.packed_int4 import TILE, PackedInt4
-from raypp.ops.cuda.projection import load_vector, sum_of_splits
+from raypp.ops.cuda.product_loads import load_vector
+from raypp.ops.cuda.projection import sum_of_splits
 
 _MOST_ROWS_OF_A_TILE = 128
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler

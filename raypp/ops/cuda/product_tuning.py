@@ -153,7 +153,8 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
         return _tune_row(product) if num_rows == 1 else _tune_few(product)
     if num_rows > MAX_ROWS_IN_8_BITS:
         inputs = min(128, product.weight.block[1])
-        return Tuning(outputs=64 if product.is_gated else 128, inputs=inputs, num_warps=8, num_stages=3)
+        is_narrow = product.is_gated or product.has_blocks  # registers hold no more
+        return Tuning(outputs=64 if is_narrow else 128, inputs=inputs, num_warps=8, num_stages=3)
     tuning = _tune_rows_in_8_bits(num_rows, product, device)
     if product.has_blocks:  # a piece has one scale
         inputs = min(128, product.weight.block[1])

@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
+from raypp.ops.cuda.few_rows_kernel import project_few
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.product_loads import load, load_scale, load_vector
 from raypp.ops.cuda.quantize import quantize_rows
 from raypp.ops.weight import Weight
 
@@ -156,7 +158,7 @@ def project(
     if num_rows <= FEW_ROWS:
         has_wide_blocks = product.has_blocks and block_rows % tuning.outputs == 0
         has_wide_blocks &= not product.is_gated or num_outputs % block_rows == 0
-        _project_few[(num_programs,)](
+        project_few[(num_programs,)](
             x,
             product.norm_eps or 0.0,
             x if product.norm_weight is None else product.norm_weight,
@@ -215,255 +217,6 @@ def _padded(num_rows: int, product: Product) -> int:
     """Return the rows of a tile: the smallest number that tensor cores take of this type, or more."""
     least = 8 if product.weight.scale is None else 16
     return min(_MOST_PADDED, max(least, int(triton.next_power_of_2(num_rows))))
-
-
-@triton.jit
-def _load(pointer, inside, IS_EVEN: tl.constexpr):
-    """Return what lies inside, 0 elsewhere. Without a mask where all pieces are whole."""
-    if IS_EVEN:
-        return tl.load(pointer)
-    return tl.load(pointer, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_vector(vector, index, size, IS_THERE: tl.constexpr):
-    """Return elements of a vector, float32; zeros where there is none."""
-    if IS_THERE:
-        return tl.load(vector + index, mask=index < size, other=0.0).to(tl.float32)
-    return tl.zeros(index.shape, tl.float32)
-
-
-@triton.jit
-def _load_scale(scale, index, size, IS_THERE: tl.constexpr):
-    """Return what outputs of a weight in 8 bits are multiplied by, float32; ones for other weights."""
-    if IS_THERE:
-        return tl.load(scale + index, mask=index < size, other=0.0)
-    return tl.full(index.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.constexpr):
-    """Return a piece of each row of x, float32."""
-    values = ()
-    for row in tl.static_range(ROWS):
-        values += (_load(x + row * num_inputs + column, inside, IS_EVEN).to(tl.float32),)
-    return values
-
-
-@triton.jit
-def _factors(scale, outputs, column, num_inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the scales of outputs, one or [n, 1], at inputs, [1, m] or [m]; float32."""
-    index = outputs // ROWS * tl.cdiv(num_inputs, COLUMNS) + tl.minimum(column, num_inputs - 1) // COLUMNS
-    return tl.load(scale + index).to(tl.float32)
-
-
-@triton.jit
-def _times(values, factor, ROWS: tl.constexpr):
-    """Return each row's values times a factor."""
-    products = ()
-    for row in tl.static_range(ROWS):
-        products += (values[row] * factor,)
-    return products
-
-
-@triton.jit
-def _squared(squares, values, ROWS: tl.constexpr):
-    """Return sums of squares with those of one more piece."""
-    sums = ()
-    for row in tl.static_range(ROWS):
-        sums += (squares[row] + values[row] * values[row],)
-    return sums
-
-
-@triton.jit
-def _multiplied(
-    totals,
-    piece,
-    values,
-    scale,
-    first,
-    output,
-    column,
-    num_inputs,
-    HAS_BLOCKS: tl.constexpr,
-    HAS_WIDE_BLOCKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Return each row's products with those of one more piece of the weight, whose blocks may have scales.
-
-    TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
-    more. Where all outputs are of one row of blocks, x is multiplied by their scales, else the weight.
-    """
-    sums, weight = (), piece.to(tl.float32)
-    shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
-    if HAS_WIDE_BLOCKS:
-        values = _times(values, _factors(scale, first, column, num_inputs, BLOCK_ROWS, BLOCK_COLUMNS), ROWS)
-    elif HAS_BLOCKS:
-        weight *= _factors(scale, output[:, None], column[None, :], num_inputs, BLOCK_ROWS, BLOCK_COLUMNS)
-    for row in tl.static_range(ROWS):
-        sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
-    return sums
-
-
-@triton.jit
-def _normed(
-    values, norm_weight, column, inside, HAS_NORM_WEIGHT: tl.constexpr, IS_EVEN: tl.constexpr, ROWS: tl.constexpr
-):
-    """Return each row's values times the norm's weight, if that is not folded into the product's."""
-    if HAS_NORM_WEIGHT:
-        values = _times(values, _load(norm_weight + column, inside, IS_EVEN).to(tl.float32), ROWS)
-    return values
-
-
-@triton.jit
-def _project_few(
-    x,
-    eps,
-    norm_weight,
-    weight,
-    weight_scale,
-    bias,
-    residual,
-    y,
-    num_outputs,
-    num_inputs,
-    HAS_NORM: tl.constexpr,
-    HAS_NORM_WEIGHT: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-    HAS_WIDE_BLOCKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    CLAMPS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    column = tl.arange(0, INPUTS)
-    # Past the end, the last output is computed again, and not stored.
-    real = tl.minimum(output, num_outputs - 1)
-    begin_output = tl.program_id(0) * OUTPUTS
-    begin_up = num_outputs + begin_output
-    cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
-    up_offset = num_outputs.to(tl.int64) * num_inputs
-    totals, squares, before = (), (), ()
-    for _ in tl.static_range(ROWS):
-        totals += (tl.zeros((OUTPUTS, INPUTS // TOGETHER), tl.float32),)
-        squares += (tl.zeros((INPUTS,), tl.float32),)
-    up_totals = totals
-    inside = column < num_inputs
-    first_piece = _load(weight + cell, inside[None, :], IS_EVEN)
-    first_up_piece = first_piece
-    addend = load_vector(bias, output, num_outputs, HAS_BIAS)
-    up_addend = addend
-    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
-    up_factor = factor
-    if HAS_GATE:
-        first_up_piece = _load(weight + up_offset + cell, inside[None, :], IS_EVEN)
-        up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
-        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
-    start(OVERLAPS)
-    first_values = _values(x, column, inside, num_inputs, False, ROWS)
-    for row in tl.static_range(ROWS):  # now, not at the end: nobody waits for it there
-        before += (load_vector(residual + row * num_outputs, output, num_outputs, HAS_RESIDUAL),)
-    if not IS_WHOLE:
-        for begin in tl.range(INPUTS, num_inputs, INPUTS, num_stages=STAGES):
-            inside = begin + column < num_inputs
-            values = _values(x + begin, column, inside, num_inputs, IS_EVEN, ROWS)
-            piece = _load(weight + begin + cell, inside[None, :], IS_EVEN)
-            if HAS_NORM:
-                squares = _squared(squares, values, ROWS)
-            values = _normed(values, norm_weight, begin + column, inside, HAS_NORM_WEIGHT, IS_EVEN, ROWS)
-            totals = _multiplied(
-                totals,
-                piece,
-                values,
-                weight_scale,
-                begin_output,
-                real,
-                begin + column,
-                num_inputs,
-                HAS_BLOCKS,
-                HAS_WIDE_BLOCKS,
-                BLOCK_ROWS,
-                BLOCK_COLUMNS,
-                ROWS,
-                TOGETHER,
-            )
-            if HAS_GATE:
-                up_piece = _load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
-                up_totals = _multiplied(
-                    up_totals,
-                    up_piece,
-                    values,
-                    weight_scale,
-                    begin_up,
-                    num_outputs + real,
-                    begin + column,
-                    num_inputs,
-                    HAS_BLOCKS,
-                    HAS_WIDE_BLOCKS,
-                    BLOCK_ROWS,
-                    BLOCK_COLUMNS,
-                    ROWS,
-                    TOGETHER,
-                )
-    if HAS_NORM:
-        squares = _squared(squares, first_values, ROWS)
-    first_values = _normed(first_values, norm_weight, column, column < num_inputs, HAS_NORM_WEIGHT, False, ROWS)
-    totals = _multiplied(
-        totals,
-        first_piece,
-        first_values,
-        weight_scale,
-        begin_output,
-        real,
-        column,
-        num_inputs,
-        HAS_BLOCKS,
-        HAS_WIDE_BLOCKS,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        ROWS,
-        TOGETHER,
-    )
-    if HAS_GATE:
-        up_totals = _multiplied(
-            up_totals,
-            first_up_piece,
-            first_values,
-            weight_scale,
-            begin_up,
-            num_outputs + real,
-            column,
-            num_inputs,
-            HAS_BLOCKS,
-            HAS_WIDE_BLOCKS,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            ROWS,
-            TOGETHER,
-        )
-    for row in tl.static_range(ROWS):
-        scale = 1.0
-        if HAS_NORM:
-            scale = tl.rsqrt(tl.sum(squares[row], 0) / num_inputs + eps)
-        result = tl.sum(totals[row], 1) * scale * factor + addend
-        if HAS_GATE:
-            result = silu(result) * (tl.sum(up_totals[row], 1) * scale * up_factor + up_addend)
-        tl.store(y + row * num_outputs + output, as_stored(result + before[row], y, CLAMPS), mask=output < num_outputs)
 
 
 @triton.jit
@@ -532,18 +285,18 @@ def _project_rows(
     total = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_total = total
     inside = (first + column < last)[None, :]
-    first_piece = _load(weight + cell + first, inside, IS_EVEN)
+    first_piece = load(weight + cell + first, inside, IS_EVEN)
     first_up_piece = first_piece
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
-    factor = _load_scale(weight_scale, output, num_outputs, HAS_SCALE)
+    factor = load_scale(weight_scale, output, num_outputs, HAS_SCALE)
     up_factor = factor
     if HAS_GATE:
-        first_up_piece = _load(weight + up_offset + cell + first, inside, IS_EVEN)
+        first_up_piece = load(weight + up_offset + cell + first, inside, IS_EVEN)
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
-        up_factor = _load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
+        up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
-    first_value = _load(x + x_cell + first, inside, IS_EVEN)
+    first_value = load(x + x_cell + first, inside, IS_EVEN)
     x_factor = tl.full((ROWS,), 1.0, tl.float32)
     if HAS_X_SCALE:
         x_factor = tl.load(x_scale + real_row)
@@ -568,8 +321,8 @@ def _project_rows(
             first_by_up, by_up = tl.load(up_scales + first_block), tl.load(up_scales + block)
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
-        value = _load(x + x_cell + begin, inside, IS_EVEN)
-        piece = _load(weight + cell + begin, inside, IS_EVEN)
+        value = load(x + x_cell + begin, inside, IS_EVEN)
+        piece = load(weight + cell + begin, inside, IS_EVEN)
         if HAS_BLOCKS:
             block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
             next_by_row, next_by_output = tl.load(x_scales + block), tl.load(scales + block)
@@ -578,7 +331,7 @@ def _project_rows(
         else:
             total = tl.dot(piece, tl.trans(value), total)
         if HAS_GATE:
-            up_piece = _load(weight + up_offset + cell + begin, inside, IS_EVEN)
+            up_piece = load(weight + up_offset + cell + begin, inside, IS_EVEN)
             if HAS_BLOCKS:
                 next_by_up = tl.load(up_scales + block)
                 up_total += tl.dot(up_piece, tl.trans(value)) * (by_up.to(tl.float32)[:, None] * by_row[None, :])

@@ -36,7 +36,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_append_heads",
         "_decode_attention",
         "_row_inputs",
-        "_project_few",
+        "project_few",
         "_project_rows",
         "_project_int4",
         "_dequantize_int4",
