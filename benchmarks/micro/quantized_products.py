@@ -197,7 +197,7 @@ def check(case: tuple[str, tuple[int, int], int, int, torch.dtype, dict[str, Any
     for num_rows in rows:
         try:
             random = kernel_checks.Kernels(dtype)
-            weight = kernel_checks.random_weight(random, kind, num_outputs, num_inputs, block, **of_weight)
+            weight = kernel_checks.quantized_weight(random, kind, num_outputs, num_inputs, block, **of_weight)
             kernel_checks.check_quantized_projections(dtype, weight, (num_rows,), **options)
         except Exception as error:
             text = " ".join(str(error).split())[:300] or traceback.format_exc()[-300:]

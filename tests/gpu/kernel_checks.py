@@ -441,7 +441,7 @@ def check_mlp_in_8_bits(dtype: torch.dtype, hidden: int, intermediate: int) -> N
         assert add(huge(x), residual).isfinite().all()  # the smaller range is not left
 
 
-def random_weight(
+def quantized_weight(
     kernels: Kernels,
     kind: str,
     num_outputs: int,

@@ -187,7 +187,7 @@ def test_quantized_projections(kind, block):
     for num_outputs, num_inputs, has_zeros in ((40, 96, True), (72, 160, False)):
         if num_inputs % (block[1] or 1) and kind == "int4":
             continue
-        weight = checks.random_weight(random, kind, num_outputs, num_inputs, block, has_zeros=has_zeros)
+        weight = checks.quantized_weight(random, kind, num_outputs, num_inputs, block, has_zeros=has_zeros)
         rows = (0, 1, 2, 3, 17)
         checks.check_quantized_projections(EXACT, weight, rows, has_norm=True, has_bias=has_zeros)
         checks.check_quantized_projections(EXACT, weight, rows, has_residual=True, has_bias=not has_zeros)
@@ -197,7 +197,7 @@ def test_quantized_projections(kind, block):
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 def test_quantized_projections_of_many_rows(kind):
-    weight = checks.random_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
+    weight = checks.quantized_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
     checks.check_quantized_projections(EXACT, weight, (65, 257), has_norm=True, is_gated=True, has_bias=True)
     checks.check_quantized_projections(EXACT, weight, (129, 257), has_residual=True)
 
