@@ -176,11 +176,11 @@ def _measure_decode(
     by = rotation_table(slots, torch.ones(shape.head_dim // 2, device="cuda"), device)
 
     def run_triton(kv: torch.Tensor, tuning: DecodeTuning | None = None) -> None:
-        decode(cache.q, kv, lens, tables, query_len, heads.scale, out, tuning)
+        decode(cache.q, kv, lens, tables, query_len, heads, out, tuning)
 
     def run_pair(kv: torch.Tensor) -> None:
         q = append_heads(qkv, heads, by, slots, kv, device)
-        decode(q, kv, lens, tables, query_len, heads.scale, out)
+        decode(q, kv, lens, tables, query_len, heads, out)
 
     def run_fused(kv: torch.Tensor) -> None:
         decode.from_projection(qkv, heads, by, slots, kv, lens, tables, query_len, out)
@@ -285,7 +285,7 @@ class LibraryLayer:
         self._norm(x, residual, self._ones, EPS)
         q = append_heads(F.linear(x, w["qkv"]), heads, by, batch.slot_mapping, kv, self._device)
         out = torch.empty_like(q)
-        self._decode(q, kv, batch.seq_lens, batch.block_tables, 1, heads.scale, out)
+        self._decode(q, kv, batch.seq_lens, batch.block_tables, 1, heads, out)
         x = F.linear(out.flatten(1), w["output"])
         self._norm(x, residual, self._ones, EPS)
         return F.linear(self._gate(F.linear(x, w["gate_up"])), w["down"])

@@ -24,10 +24,11 @@ from report import print_report
 from raypp.models.config import load_model_config
 from raypp.models.decoder import DecoderModel
 from raypp.models.registry import build_model
+from raypp.models.sizes import kv_bytes_per_token_per_layer
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import FP8, allocate_kv_cache
 from raypp.ops.sample.tables import AdjustedLogits
 
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
@@ -99,8 +100,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=640)
     parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
+    parser.add_argument("--kv-cache-dtype", choices=["model", "fp8"], default="model")
     args = parser.parse_args()
     require_gpu()
+    kv_dtype = FP8 if args.kv_cache_dtype == "fp8" else torch.bfloat16
     config = load_model_config(Path(args.model))
     device, (start, end) = torch.device("cuda"), args.layers
     is_last, max_rows = end == config.num_layers, max(args.rows)
@@ -110,23 +113,24 @@ def main() -> None:
         block_size=BLOCK_SIZE,
         max_query_len=args.query_len,
         num_ring_entries=2,
+        kv_dtype=kv_dtype,
     )
     model = build_model(config, start_layer=start, end_layer=end, dtype=torch.bfloat16, device=device, kernels=kernels)
     model.load_weights(DummyWeights(0, device))
     loaded_bytes = torch.cuda.memory_allocated()
     num_blocks = 1 + max_rows * -(-args.context // BLOCK_SIZE)
     caches = [
-        allocate_kv_cache(num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, torch.bfloat16, device)
+        allocate_kv_cache(num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype, device)
         for _ in range(start, end)
     ]
     for cache in caches:
-        cache.normal_()
+        cache.copy_(torch.randn(cache.shape, device=device, dtype=torch.bfloat16))
     embedding_bytes = 2 * config.vocab_size * config.hidden_size if start == 0 else 0
     figures: dict[str, Any] = {}
     with torch.inference_mode():
         for rows in args.rows:
             step = DecodeStep(model, caches, rows, args.context, is_last, args.query_len)
-            kv_bytes = rows * args.context * 4 * config.num_kv_heads * config.head_dim * (end - start)
+            kv_bytes = rows * args.context * (end - start) * kv_bytes_per_token_per_layer(config, kv_dtype.itemsize)
             floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
             step_ms, found = step.time_ms(), kernels_of(step.graph.replay)
             print(f"{rows} rows: {step_ms:.3f} ms, floor {floor_ms:.3f} ms, {sum(n for _, n, _ in found):.0f} kernels")

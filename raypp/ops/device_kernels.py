@@ -21,6 +21,7 @@ def choose_kernels(
     block_size: int = 16,
     max_query_len: int = 1,
     num_ring_entries: int = 1,
+    kv_dtype: torch.dtype | None = None,
     for_compiler: bool = False,
 ) -> KernelSet:
     """Return the fastest kernels that this device and installation have, and log what is missing for faster ones.
@@ -31,6 +32,7 @@ def choose_kernels(
         block_size: Of the KV cache.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
+        kv_dtype: Of the KV cache; None: as `dtype`.
         for_compiler: Whether torch.compile is to be given projections: weights stay in the form that it knows.
     """
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
@@ -39,7 +41,7 @@ def choose_kernels(
         from raypp.ops.cuda.cuda_kernels import CudaKernels
 
         sizes = {"block_size": block_size, "max_query_len": max_query_len, "num_ring_entries": num_ring_entries}
-        return CudaKernels(device, dtype, **sizes)
+        return CudaKernels(device, dtype, kv_dtype=kv_dtype, **sizes)
     return TorchKernels(dtype, packs_weights=not for_compiler)
 
 

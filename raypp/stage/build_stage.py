@@ -62,6 +62,7 @@ def build_stage_model(spec: StageSpec, config: ModelConfig, factory: StageFactor
         block_size=spec.block_size,
         max_query_len=1 + spec.max_drafts,
         num_ring_entries=spec.num_ring_entries,
+        kv_dtype=getattr(torch, spec.kv_dtype),
         for_compiler=spec.graphs.compile_backend is not None,
     )
     model = build_model(
@@ -103,7 +104,7 @@ def _build_draft_head(spec: StageSpec, head: DraftHeadSpec, config: ModelConfig,
     heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
     kernels = model.kernels
     if heads != (config.num_heads, config.num_kv_heads, config.head_dim):
-        kernels = choose_kernels(device, dtype, block_size=spec.block_size)
+        kernels = choose_kernels(device, dtype, block_size=spec.block_size, kv_dtype=getattr(torch, spec.kv_dtype))
     source: WeightSource = open_weights(spec.load_format, head.path, spec.seed, device)
     if spec.load_format != "dummy" and not has_safetensors(Path(head.path)):
         source = PickledWeights(Path(head.path) / PICKLED_FILE)

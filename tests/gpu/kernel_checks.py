@@ -33,6 +33,7 @@ from raypp.ops.cuda.quantize import quantize_rows
 from raypp.ops.cuda.router_kernels import Routed, arrange, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
+from raypp.ops.kv_cache import FP8
 from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens
@@ -172,13 +173,39 @@ def check_vision_heads(dtype: torch.dtype, num_patches: int, num_heads: int, hea
     assert torch.equal(qkv[:, 2], values)
 
 
+Scales = tuple[float, float]
+"""Of keys and values in a cache of 8 bits."""
+
+
+def as_read(cache: torch.Tensor, scales: Scales | None) -> torch.Tensor:
+    """Return what a cache holds, as numbers that can be computed with."""
+    if scales is None:
+        return cache
+    return torch.stack([side.float() * scale for side, scale in zip(cache, scales, strict=True)])
+
+
+def assert_cached(kernels: Kernels, cache: torch.Tensor, expected: torch.Tensor, scales: Scales | None) -> None:
+    """Compare a cache with what was to be written; in 8 bits as `Kernels.assert_narrowed`."""
+    if scales is None:
+        kernels.assert_close(cache, expected, 8)
+        return
+    for side, expected_side, scale in zip(cache, expected, scales, strict=True):
+        kernels.assert_narrowed(side, expected_side.float() / scale, FP8, 0.01 / scale)
+
+
 def check_heads(
-    dtype: torch.dtype, num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, has_norm: bool
+    dtype: torch.dtype,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    has_norm: bool,
+    scales: Scales | None = None,
 ) -> None:
-    """Norm, rotation and append, at positions up to 100,000."""
+    """Norm, rotation and append, at positions up to 100,000; with scales to a cache in 8 bits."""
     kernels = Kernels(dtype, seed=num_tokens)
     norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    heads = Heads(num_heads, num_kv_heads, head_dim, norm)
+    heads = Heads(num_heads, num_kv_heads, head_dim, norm, *(scales or ()))
     block_size, num_blocks = 16, 1 + num_tokens
     qkv = kernels.normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim)
     positions = torch.tensor([kernels.rng.choice((0, 1, 77, 4095, 100_000)) for _ in range(num_tokens)], device=DEVICE)
@@ -186,13 +213,14 @@ def check_heads(
     slot_mapping = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
     cache = kernels.normal(2, num_blocks, num_kv_heads, block_size, head_dim)
-    expected_cache = cache.clone()
+    cache = cache if scales is None else cache.to(FP8)
+    expected_cache = as_read(cache, scales).clone()
     expected = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
     by = rotation_table(positions, frequencies, kernels.device)
     got = append_heads(qkv, heads, by, slot_mapping, cache, kernels.device)
     scale = 8 if positions.max() > 10_000 else 4  # sines of large angles differ by more than a rounding
     kernels.assert_close(got, expected, scale)
-    kernels.assert_close(cache, expected_cache, scale)
+    assert_cached(kernels, cache, expected_cache, scales)
 
 
 def check_decode(
@@ -204,21 +232,23 @@ def check_decode(
     head_dim: int,
     tuning: DecodeTuning | None = None,
     block_size: int = 16,
+    scales: Scales | None = None,
 ) -> None:
     """Split decode attention over shuffled blocks; run twice, since the counters must be back at 0."""
     kernels = Kernels(dtype, seed=len(seq_lens))
     decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
     kernels.workspace.reserve(1 << 20)
     q, cache, lens, tables = decode_step(kernels, seq_lens, query_len, num_heads, num_kv_heads, head_dim, block_size)
-    scale = head_dim**-0.5
-    expected = reference.decode_attention(q, cache, lens, tables, query_len, scale)
+    heads = Heads(num_heads, num_kv_heads, head_dim, None, *(scales or ()))
+    cache = cache if scales is None else cache.to(FP8)
+    expected = reference.decode_attention(q, as_read(cache, scales), lens, tables, query_len, heads.scale)
     first, second = torch.full_like(q, torch.nan), torch.full_like(q, torch.nan)
-    decode(q, cache, lens, tables, query_len, scale, first, tuning)
-    decode(q, cache, lens, tables, query_len, scale, second, tuning)
-    kernels.assert_close(first, expected)
+    decode(q, cache, lens, tables, query_len, heads, first, tuning)
+    decode(q, cache, lens, tables, query_len, heads, second, tuning)
+    kernels.assert_close(first, expected, heads.v_scale)
     assert torch.equal(first, second)
     in_8_bits = torch.empty_like(q, dtype=torch.float8_e5m2)
-    decode(q, cache, lens, tables, query_len, scale, in_8_bits, tuning)
+    decode(q, cache, lens, tables, query_len, heads, in_8_bits, tuning)
     kernels.assert_narrowed(in_8_bits, first, torch.float8_e5m2, 0.25)
     assert not kernels.workspace.counters.any()
 
@@ -232,11 +262,12 @@ def check_fused_decode(
     head_dim: int,
     has_norm: bool,
     tuning: DecodeTuning | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Attention from the projection on, against norm, rotation and append, then attention."""
     kernels = Kernels(dtype, seed=len(seq_lens))
     norm = HeadNorm(kernels.normal(head_dim), kernels.normal(head_dim), 1e-6) if has_norm else None
-    heads = Heads(num_heads, num_kv_heads, head_dim, norm)
+    heads = Heads(num_heads, num_kv_heads, head_dim, norm, *(scales or ()))
     decode = TritonDecode(num_heads, num_kv_heads, head_dim, query_len, kernels.device, kernels.workspace)
     kernels.workspace.reserve(1 << 20)
     block_size = 16
@@ -247,17 +278,21 @@ def check_fused_decode(
     qkv = kernels.normal(len(q), (num_heads + 2 * num_kv_heads) * head_dim)
     frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
     poison(cache, [length - query_len for length in seq_lens], tables)  # the step's own are still to be written
-    expected_cache = cache.clone()
+    cache = cache if scales is None else cache.to(FP8)
+    expected_cache = as_read(cache, scales).clone()
     q = reference.append_heads(qkv, heads, positions, frequencies, slot_mapping, expected_cache)
-    expected = reference.decode_attention(q, expected_cache, lens, tables, query_len, heads.scale)
     by = rotation_table(positions, frequencies, kernels.device)
     outputs = [torch.full_like(q, torch.nan) for _ in range(2)]
     for out in outputs:
         decode.from_projection(qkv, heads, by, slot_mapping, cache, lens, tables, query_len, out, tuning)
-    is_poisoned = ~expected_cache.isfinite()
-    assert torch.equal(~cache.isfinite(), is_poisoned)
-    kernels.assert_close(cache.masked_fill(is_poisoned, 0), expected_cache.masked_fill(is_poisoned, 0), 4)
-    kernels.assert_close(outputs[0], expected, 2)
+    is_poisoned, read = ~expected_cache.isfinite(), as_read(cache, scales)
+    assert torch.equal(~read.isfinite(), is_poisoned)
+    clean = (cache if scales is None else cache.float()).masked_fill(is_poisoned, 0).to(cache.dtype)
+    assert_cached(kernels, clean, expected_cache.masked_fill(is_poisoned, 0), scales)
+    # The step's own tokens are attended to as the cache holds them.
+    attended = expected_cache if scales is None else read
+    expected = reference.decode_attention(q, attended, lens, tables, query_len, heads.scale)
+    kernels.assert_close(outputs[0], expected, 2 * heads.v_scale)
     assert torch.equal(*outputs)
     assert not kernels.workspace.counters.any()
 
@@ -292,9 +327,9 @@ def check_cut_lengths(dtype: torch.dtype) -> None:
     q, cache, lens, tables = decode_step(kernels, [64, 64], 1, *heads, block_size)
     cache.nan_to_num_(1.0, 1.0, -1.0)  # the table's last block, the null block, is attended to here
     decode = TritonDecode(*heads, 1, kernels.device, kernels.workspace)
-    expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, 0.1)
+    expected = reference.decode_attention(q, cache, lens.new_tensor([64, 80]), tables, 1, 0.125)
     out = torch.empty_like(q)
-    decode(q, cache, lens.new_tensor([64, 10_000]), tables, 1, 0.1, out)
+    decode(q, cache, lens.new_tensor([64, 10_000]), tables, 1, Heads(*heads), out)
     kernels.assert_close(out, expected)
 
 

@@ -27,6 +27,7 @@ from raypp.ops.cuda.prefill_attention import FlashInferPrefill, SdpaPrefill
 from raypp.ops.cuda.product_tuning import MAX_ROWS, choose_projection, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm
 from raypp.ops.device_kernels import choose_kernels
+from raypp.ops.kv_cache import FP8
 from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
 
@@ -130,6 +131,25 @@ def test_routing(num_tokens, is_even):
 def test_arrangement(num_tokens):
     for num_experts, num_chosen, tile_rows, spread in ((8, 2, 64, 8), (60, 4, 16, 7), (128, 8, 16, 128)):
         checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.03, 2.0)], ids=str)
+@pytest.mark.parametrize("heads", [HEADS_8B, (14, 2, 64), (64, 8, 128), (6, 6, 80)], ids=str)
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+def test_fp8_kv(dtype, heads, scales):
+    rng = random.Random(2)
+    for query_len, num_rows in ((1, 3), (1, 40), (5, 3), (3, 40)):
+        seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
+        checks.check_heads(dtype, num_rows * query_len, *heads, query_len == 1, scales)
+        checks.check_decode(dtype, seq_lens, query_len, *heads, scales=scales)
+        checks.check_fused_decode(dtype, seq_lens, query_len, *heads, query_len == 1, scales=scales)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3, 16])
+@pytest.mark.parametrize("tile_tokens", [16, 64, 128, 256])
+def test_fp8_kv_cuts(num_splits, tile_tokens):
+    tuning = DecodeTuning(num_splits, tile_tokens)
+    checks.check_decode(BF16, [1000, 1, 64, 129], 1, *HEADS_8B, tuning, scales=(0.5, 1.0))
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
@@ -282,27 +302,31 @@ PREFILLS = [[(70, 70)], [(1, 1)], [(30, 100), (512, 512), (1, 300)], [(300, 1000
 
 @pytest.mark.parametrize("prefill", PREFILLS, ids=str)
 @pytest.mark.parametrize("library", [pytest.param("flashinfer", marks=needs_flashinfer), "torch"])
-def test_prefill(library, prefill):
+@pytest.mark.parametrize("scales", [None, (1.0, 1.0), (0.05, 2.0)], ids=["16 bits", "fp8_kv", "fp8_kv, scaled"])
+def test_prefill(library, prefill, scales):
     kernels = checks.Kernels(BF16)
-    heads = Heads(*HEADS_8B)
+    heads = Heads(*HEADS_8B, None, *(scales or ()))
+    kv_dtype = BF16 if scales is None else FP8
     attention = (
-        FlashInferPrefill(heads, BLOCK_SIZE, BF16, 3, CUDA)
+        FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA)
         if library == "flashinfer"
-        else SdpaPrefill(heads, BLOCK_SIZE)
+        else SdpaPrefill(BLOCK_SIZE)
     )
     batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
+    cache = cache.to(kv_dtype)
     q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
     plans = [attention.plan(batch, entry) for entry in range(3)]  # as steps in flight: each stays what it was
     for plan in plans:
         out = torch.full_like(q, torch.nan)
-        attention.run(plan, q, cache, out)
+        attention.run(plan, q, cache, heads, out)
         begin = 0
         for row, (count, length) in enumerate(prefill, 1):
             keys, values = (
-                side[batch.block_tables[row].long()].transpose(1, 2).flatten(0, 1)[:length] for side in cache
+                side[batch.block_tables[row].long()].transpose(1, 2).flatten(0, 1)[:length]
+                for side in checks.as_read(cache, scales)
             )
             tokens = slice(begin, begin + count)
-            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads.scale))
+            kernels.assert_close(out[tokens], reference.attention(q[tokens], keys, values, heads.scale), heads.v_scale)
             begin += count
 
 
@@ -311,18 +335,18 @@ def test_plans_that_follow_each_other_in_one_entry():
     """The device is a good while behind the host, as when a stage runs its first steps with all kernels compiled."""
     kernels = checks.Kernels(BF16)
     heads = Heads(*HEADS_8B)
-    attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, 3, CUDA)
+    attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, BF16, 3, CUDA)
     steps = []
     for prefill in (PREFILLS[2], PREFILLS[1], PREFILLS[3]):
         batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
         q = kernels.normal(sum(batch.prefill_query_lens), heads.num_heads, heads.head_dim)
         expected = torch.empty_like(q)
-        attention.run(attention.plan(batch, 0), q, cache, expected)
+        attention.run(attention.plan(batch, 0), q, cache, heads, expected)
         torch.cuda.synchronize()
         steps.append((batch, cache, q, expected, torch.empty_like(q)))
     torch.cuda._sleep(200_000_000)
     for batch, cache, q, _, out in steps:
-        attention.run(attention.plan(batch, 0), q, cache, out)
+        attention.run(attention.plan(batch, 0), q, cache, heads, out)
     for *_, expected, out in steps:
         assert torch.equal(out, expected)
 
@@ -450,16 +474,17 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
     q, cache, lens, tables = checks.decode_step(kernels, [2000] * 6, 3, *HEADS_8B, BLOCK_SIZE)
     decode = TritonDecode(*HEADS_8B, 3, Device.of(CUDA), Workspace(CUDA))
     out = torch.empty_like(q)
-    decode(q, cache, lens, tables, 3, 0.1, out)
+    heads = Heads(*HEADS_8B)
+    decode(q, cache, lens, tables, 3, heads, out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode(q, cache, lens, tables, 3, 0.1, out)
+        decode(q, cache, lens, tables, 3, heads, out)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         lens.copy_(torch.randint(3, 2000, (6,), generator=generator).int())
         tables.copy_(tables[torch.randperm(6, generator=generator)].clone())
         graph.replay()
-        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, 0.1))
+        kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads.scale))
 
 
 def test_lengths_past_the_table_are_cut():

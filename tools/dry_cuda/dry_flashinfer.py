@@ -62,9 +62,16 @@ class PagedPrefill:
         self._types = (q_data_type, kv_data_type)
 
     def run(
-        self, q: torch.Tensor, paged_kv_cache: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor | None = None
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: tuple[torch.Tensor, torch.Tensor],
+        *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = paged_kv_cache
+        assert (k_scale is None) == (v_scale is None) == (keys.dtype == q.dtype), "scales are of a cache in 8 bits"
         assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
         assert q.shape == self._q_shape, (q.shape, self._q_shape)
         assert (q.dtype, keys.dtype) == self._types

@@ -41,6 +41,7 @@ class CudaKernels:
         block_size: Of the KV cache.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps whose attention may be planned at a time.
+        kv_dtype: Of the KV cache; None: as `dtype`.
     """
 
     can_be_recorded = True
@@ -53,10 +54,12 @@ class CudaKernels:
         block_size: int,
         max_query_len: int,
         num_ring_entries: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._device = Device.of(device)
         self._dtype = dtype
         self._workspace = Workspace(device)
+        self._kv_dtype = kv_dtype or dtype
         self._block_size = block_size
         self._max_query_len = max_query_len
         self._num_ring_entries = num_ring_entries
@@ -166,6 +169,7 @@ class CudaKernels:
                 heads,
                 block_size=self._block_size,
                 dtype=self._dtype,
+                kv_dtype=self._kv_dtype,
                 max_query_len=self._max_query_len,
                 num_ring_entries=self._num_ring_entries,
                 device=self._device,

@@ -8,6 +8,11 @@ Lengths and block tables are read on the device, so a captured launch serves row
 depends on the numbers of rows and of their query tokens alone. Sources: FlashAttention-2 (arXiv:2307.08691) for the
 running softmax, Flash-Decoding (Dao et al. 2023) for the splits.
 
+A cache in 8 bits is read as words of 16, two columns of a head each. So tiles travel and are transposed as those of 16
+bits are, and in registers both halves of a word become float16, which holds them exactly: `_halves`. Columns of even
+and odd numbers are multiplied apart. Queries are float16 then, too, divided by a power of two so that none is too
+large. The scale of keys is part of that of the scores, the scale of values comes last.
+
 Twin: `decode_attention` of tests/gpu/reference_ops.py.
 """
 
@@ -21,8 +26,9 @@ import triton
 import triton.language as tl
 
 from raypp.ops.attention import Heads
-from raypp.ops.cuda.between_products import as_stored
+from raypp.ops.cuda.between_products import as_stored, narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.kv_cache import FP8
 from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
@@ -30,6 +36,20 @@ _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
+_MIN_COLUMNS = 32  # of a head: half of them are multiplied at once where the cache is in 8 bits
+
+
+_HALVES_ASM = """
+    {
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+    }
+"""
+"""Of two words, the low numbers as one register of float16, and the high ones. Compute capability 8.9."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,8 @@ class TritonDecode:
         self._head_dim = head_dim
         self._device = device
         self._workspace = workspace
-        query_floats, least = triton.next_power_of_2(head_dim) + 2, _MAX_SPLITS * num_kv_heads
+        self._block_d = max(_MIN_COLUMNS, triton.next_power_of_2(head_dim))
+        query_floats, least = self._block_d + 2, _MAX_SPLITS * num_kv_heads
         for query_len, per_processor in ((1, 3 * _PROGRAMS_AT_ONCE), (max_query_len, 2)):
             num_parts = max(least, per_processor * device.num_processors)  # as many as `tune_decode` ever makes
             workspace.reserve(num_parts * self._filled(query_len) * query_floats)
@@ -113,17 +134,17 @@ class TritonDecode:
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         query_len: int,
-        scale: float,
+        heads: Heads,
         out: torch.Tensor,
         tuning: DecodeTuning | None = None,
     ) -> None:
         """Write the attention's output to `out`.
 
-        Shapes: q, out [R * query_len, Hq, D] contiguous; kv_cache [2, num_blocks, Hk, block_size, D], this step's
-        tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32 contiguous. Lengths
-        past the table's end are cut there. `out` may be of fewer bits.
+        Shapes: q, out [R * query_len, Hq, D] contiguous; kv_cache [2, num_blocks, Hk, block_size, D], of q's type or
+        FP8, this step's tokens included; seq_lens [R] int32, this step's tokens included; block_tables [R, W] int32
+        contiguous. Lengths past the table's end are cut there. `out` may be of fewer bits.
         """
-        self._launch(q, None, kv_cache, seq_lens, block_tables, query_len, scale, out, tuning)
+        self._launch(q, heads, None, kv_cache, seq_lens, block_tables, query_len, out, tuning)
 
     def from_projection(
         self,
@@ -145,33 +166,36 @@ class TritonDecode:
         Shapes: qkv [R * query_len, (Hq + 2 Hk) * D]; by: of `rotation_table`; slot_mapping [R * query_len] int64; the
         others as above.
         """
-        fresh = (heads, by, slot_mapping)
-        self._launch(qkv, fresh, kv_cache, seq_lens, block_tables, query_len, heads.scale, out, tuning)
+        self._launch(qkv, heads, (by, slot_mapping), kv_cache, seq_lens, block_tables, query_len, out, tuning)
 
     def _launch(
         self,
         source: torch.Tensor,
-        fresh: tuple[Heads, Rotation, torch.Tensor] | None,
+        heads: Heads,
+        fresh: tuple[Rotation, torch.Tensor] | None,
         kv_cache: torch.Tensor,
         seq_lens: torch.Tensor,
         block_tables: torch.Tensor,
         query_len: int,
-        scale: float,
         out: torch.Tensor,
         tuning: DecodeTuning | None,
     ) -> None:
         num_rows = block_tables.shape[0]
         if not num_rows:
             return
-        block_d, filled = triton.next_power_of_2(self._head_dim), self._filled(query_len)
+        block_d, filled = self._block_d, self._filled(query_len)
         num_pairs = num_rows * self._num_kv_heads
-        tuning = tuning or self.cut(num_rows, query_len)
+        tuning = tuning or self.cut(num_rows, query_len, kv_cache.element_size())
         counters, num_floats = self._workspace.counters, num_pairs * tuning.num_splits * filled * (block_d + 2)
         assert num_pairs <= counters.numel()
         assert tuning.num_splits == 1 or num_floats <= self._workspace.floats.numel(), "more splits than reserved"
         norm, cos, sin, slot_mapping = None, source, source, source
         if fresh is not None:
-            norm, (cos, sin), slot_mapping = fresh[0].norm, fresh[1], fresh[2]
+            norm, (cos, sin), slot_mapping = heads.norm, fresh[0], fresh[1]
+        k_scale, v_scale, is_fp8 = 1.0, 1.0, kv_cache.dtype == FP8
+        if is_fp8:
+            k_scale, v_scale = heads.k_scale, heads.v_scale
+        block_size, kv_cache = kv_cache.shape[3], kv_cache.view(torch.int16) if is_fp8 else kv_cache
         _decode_attention[(tuning.num_splits, self._num_kv_heads, num_rows)](
             source,
             source if norm is None else norm.q_weight,
@@ -188,13 +212,16 @@ class TritonDecode:
             out,
             self._workspace.floats,
             counters,
-            scale * math.log2(math.e),
+            heads.scale * k_scale * math.log2(math.e),
+            1.0 / k_scale,
+            1.0 / v_scale,
+            v_scale,
             QUERY_LEN=query_len,
             GROUP=self._group,
             NUM_KV_HEADS=self._num_kv_heads,
             D=self._head_dim,
             BLOCK_D=block_d,
-            BLOCK_SIZE=kv_cache.shape[3],
+            BLOCK_SIZE=block_size,
             QUERIES=max(_MIN_QUERIES, filled),
             FILLED=filled,
             PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
@@ -203,19 +230,20 @@ class TritonDecode:
             SPLITS=tuning.num_splits,
             IS_PROJECTION=fresh is not None,
             HAS_NORM=norm is not None,
-            CLAMPS=out.dtype != kv_cache.dtype,
+            CLAMPS=out.dtype != source.dtype,
+            IS_FP8=is_fp8,
+            HALVES_ASM="" if self._device.is_interpreter else _HALVES_ASM,
             OVERLAPS=self._device.has_dependent_launch,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
             **self._device.launch_options,
         )
 
-    def cut(self, num_rows: int, query_len: int) -> DecodeTuning:
-        """Return how so many rows of so many tokens are cut."""
-        block_d = triton.next_power_of_2(self._head_dim)
-        query_floats = self._filled(query_len) * block_d
+    def cut(self, num_rows: int, query_len: int, cache_bytes: int = 2) -> DecodeTuning:
+        """Return how so many rows of so many tokens are cut, over a cache of so many bytes per element."""
+        query_floats = self._filled(query_len) * self._block_d
         tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
-        pair_bytes = 4 * tuning.tile_tokens * block_d  # keys and values, of 16 bits
+        pair_bytes = 2 * cache_bytes * tuning.tile_tokens * self._block_d  # keys and values
         most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning
 
@@ -253,16 +281,55 @@ def _make_head(
 
 
 @triton.jit
-def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted):
-    """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
-    scores = tl.dot(queries, tl.trans(keys)) * scale_log2
-    scores = tl.where(is_visible, scores, -1e30)
+def _soften(scores, is_visible, scale_log2, highest, total):
+    """Take scores into a running softmax; return its highest one, its sum, the weights, and what shrinks others."""
+    scores = tl.where(is_visible, scores * scale_log2, -1e30)
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_highest[:, None])
     shrink = tl.exp2(highest - new_highest)
-    total = total * shrink + tl.sum(weights, 1)
-    weighted = weighted * shrink[:, None] + tl.dot(weights.to(values.dtype), values)
-    return new_highest, total, weighted
+    return new_highest, total * shrink + tl.sum(weights, 1), weights, shrink[:, None]
+
+
+@triton.jit
+def _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted):
+    """Take keys and values into a running softmax: its highest score, its sum, its weighted values."""
+    scores = tl.dot(queries, tl.trans(keys))
+    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, highest, total)
+    return highest, total, weighted * shrink + tl.dot(weights.to(values.dtype), values)
+
+
+@triton.jit
+def _attend_words(
+    even_queries, odd_queries, keys, values, is_visible, scale_log2, highest, total, even, odd, HALVES_ASM: tl.constexpr
+):
+    """Do what `_attend` does with keys and values in words; `even` and `odd` are columns of the weighted values."""
+    even_keys, odd_keys = _halves(keys, even_queries.dtype, HALVES_ASM)
+    scores = tl.dot(odd_queries, tl.trans(odd_keys), tl.dot(even_queries, tl.trans(even_keys)))
+    highest, total, weights, shrink = _soften(scores, is_visible, scale_log2, highest, total)
+    even_values, odd_values = _halves(values, even_queries.dtype, HALVES_ASM)
+    weights = weights.to(even_values.dtype)
+    return highest, total, tl.dot(weights, even_values, even * shrink), tl.dot(weights, odd_values, odd * shrink)
+
+
+@triton.jit
+def _halves(words, dtype: tl.constexpr, HALVES_ASM: tl.constexpr):
+    """Return the two float8_e4m3fn numbers of each int16, the low one first, as `dtype`; float16 by assembly."""
+    if HALVES_ASM == "":
+        low, high = (words & 0xFF).to(tl.uint8), ((words >> 8) & 0xFF).to(tl.uint8)
+        low = low.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+        high = high.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            HALVES_ASM, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    return low, high
+
+
+@triton.jit
+def _words(rounded, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Return float8_e4m3fn numbers [ROWS, 2 * WORDS], two as one int16."""
+    low, high = tl.split(tl.reshape(rounded.to(tl.uint8, bitcast=True).to(tl.int16), (ROWS, WORDS, 2)))
+    return low | (high << 8)
 
 
 # The width follows the longest row of a step, and where slots and lengths begin the number of its rows.
@@ -284,6 +351,9 @@ def _decode_attention(
     partial,
     counters,
     scale_log2,
+    k_inverse,
+    v_inverse,
+    v_scale,
     QUERY_LEN: tl.constexpr,
     GROUP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -299,10 +369,14 @@ def _decode_attention(
     IS_PROJECTION: tl.constexpr,
     HAS_NORM: tl.constexpr,
     CLAMPS: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    HALVES_ASM: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     PART: tl.constexpr = FILLED * (BLOCK_D + 2)  # floats of a split's result: values, highest scores, sums
     WIDTH: tl.constexpr = (GROUP + 2) * NUM_KV_HEADS * D  # of a token's projection
+    ROW: tl.constexpr = D // 2 if IS_FP8 else D  # what the cache has of a token and head: words, or columns
+    BLOCK_ROW: tl.constexpr = BLOCK_D // 2 if IS_FP8 else BLOCK_D
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     query = tl.arange(0, QUERIES)  # (query token, head of the group), the group innermost
     query_token = query // GROUP
@@ -310,19 +384,28 @@ def _decode_attention(
     is_query = query < QUERY_LEN * GROUP
     column = tl.arange(0, BLOCK_D)
     in_head = column < D
+    row_cell = tl.arange(0, BLOCK_ROW)
+    in_row = row_cell < ROW
     token_in_tile = tl.arange(0, TILE)
     first_token = row.to(tl.int64) * QUERY_LEN
     cell = ((first_token + query_token) * (GROUP * NUM_KV_HEADS) + query_head)[:, None] * D + column[None, :]
     cell_mask = is_query[:, None] & in_head[None, :]
     table = block_tables + row.to(tl.int64) * table_width
     start(OVERLAPS)
-    dtype: tl.constexpr = kv_cache.dtype.element_ty
+    dtype: tl.constexpr = source.dtype.element_ty
+    product_dtype: tl.constexpr = tl.float16 if IS_FP8 and HALVES_ASM != "" else dtype
     if IS_PROJECTION:
         head = source + (first_token + query_token) * WIDTH + query_head * D
         angle = (first_token + query_token) * (D // 2)
         queries = _make_head(head, q_weight, eps, angle, cos, sin, is_query, D, BLOCK_D, HAS_NORM).to(dtype)
     else:
         queries = tl.load(source + cell, mask=cell_mask, other=0.0)
+    if IS_FP8:
+        largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
+        power = tl.exp2(tl.ceil(tl.log2(tl.clamp(largest, 1e-30, 1e30))))
+        scale_log2 *= power[:, None]
+        queries = (queries.to(tl.float32) / power[:, None]).to(product_dtype)
+        even_queries, odd_queries = tl.split(tl.reshape(queries, (QUERIES, BLOCK_ROW, 2)))
     length = tl.maximum(QUERY_LEN, tl.minimum(tl.load(seq_lens + row), table_width * BLOCK_SIZE))
     context = length  # what is read from the cache
     if IS_PROJECTION:
@@ -333,23 +416,44 @@ def _decode_attention(
         visible = length - QUERY_LEN + 1 + query_token  # a query token sees the context and itself
         highest = tl.full((QUERIES,), -1e30, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
-        weighted = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+        if IS_FP8:
+            even = tl.zeros((QUERIES, BLOCK_ROW), tl.float32)
+            odd = tl.zeros((QUERIES, BLOCK_ROW), tl.float32)
+        else:
+            weighted = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         begin = split * split_len
         for tile in range(begin, tl.minimum(begin + split_len, context), TILE):
             token = tile + token_in_tile
             # Past the length there may be anything, NaN included: its scores are replaced, and its values are not read.
             in_context = (token < context)[:, None]
             block = tl.load(table + tl.minimum(token // BLOCK_SIZE, table_width - 1)).to(tl.int64)
-            offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * D
-            address = kv_cache + offset[:, None] + column[None, :]
+            offset = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + token % BLOCK_SIZE) * ROW
+            address = kv_cache + offset[:, None] + row_cell[None, :]
+            is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
             if BLOCK_D == D:
                 keys = tl.load(address)
-                values = tl.load(address + side_stride, mask=in_context, other=0.0)
+                values = tl.load(address + side_stride, mask=in_context, other=0)
             else:
-                keys = tl.load(address, mask=in_head[None, :], other=0.0)
-                values = tl.load(address + side_stride, mask=in_context & in_head[None, :], other=0.0)
-            is_visible = token[None, :] < tl.minimum(visible, context)[:, None]
-            highest, total, weighted = _attend(queries, keys, values, is_visible, scale_log2, highest, total, weighted)
+                keys = tl.load(address, mask=in_row[None, :], other=0)
+                values = tl.load(address + side_stride, mask=in_context & in_row[None, :], other=0)
+            if IS_FP8:
+                highest, total, even, odd = _attend_words(
+                    even_queries,
+                    odd_queries,
+                    keys,
+                    values,
+                    is_visible,
+                    scale_log2,
+                    highest,
+                    total,
+                    even,
+                    odd,
+                    HALVES_ASM,
+                )
+            else:
+                highest, total, weighted = _attend(
+                    queries, keys, values, is_visible, scale_log2, highest, total, weighted
+                )
         if IS_PROJECTION:  # noqa: SIM102  (a constant, and a value that the device has)
             if split == num_parts - 1:  # the step's own keys and values: to the cache, and into the softmax
                 fresh = tl.arange(0, FRESH)
@@ -357,18 +461,42 @@ def _decode_attention(
                 fresh_mask = is_fresh[:, None] & in_head[None, :]
                 key = source + (first_token + fresh) * WIDTH + (GROUP * NUM_KV_HEADS + kv_head) * D
                 key_angle = (first_token + fresh) * (D // 2)
-                new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM).to(dtype)
+                new_keys = _make_head(key, k_weight, eps, key_angle, cos, sin, is_fresh, D, BLOCK_D, HAS_NORM)
                 value = key + NUM_KV_HEADS * D
                 new_values = tl.load(value[:, None] + column[None, :], mask=fresh_mask, other=0.0)
+                if IS_FP8:
+                    new_keys = _words(narrowed(new_keys * k_inverse, tl.float8e4nv), FRESH, BLOCK_ROW)
+                    new_values = narrowed(new_values.to(tl.float32) * v_inverse, tl.float8e4nv)
+                    new_values = _words(new_values, FRESH, BLOCK_ROW)
+                else:
+                    new_keys = new_keys.to(dtype)
                 slot = tl.load(slot_mapping + first_token + fresh, mask=is_fresh, other=0)
                 slot_row = (slot // BLOCK_SIZE * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-                slot_cell = kv_cache + slot_row[:, None] * D + column[None, :]
-                tl.store(slot_cell, new_keys, mask=fresh_mask)
-                tl.store(slot_cell + side_stride, new_values, mask=fresh_mask)
+                slot_cell = kv_cache + slot_row[:, None] * ROW + row_cell[None, :]
+                slot_mask = is_fresh[:, None] & in_row[None, :]
+                tl.store(slot_cell, new_keys, mask=slot_mask)
+                tl.store(slot_cell + side_stride, new_values, mask=slot_mask)
                 sees = (fresh[None, :] <= query_token[:, None]) & is_fresh[None, :]
-                highest, total, weighted = _attend(
-                    queries, new_keys, new_values, sees, scale_log2, highest, total, weighted
-                )
+                if IS_FP8:
+                    highest, total, even, odd = _attend_words(
+                        even_queries,
+                        odd_queries,
+                        new_keys,
+                        new_values,
+                        sees,
+                        scale_log2,
+                        highest,
+                        total,
+                        even,
+                        odd,
+                        HALVES_ASM,
+                    )
+                else:
+                    highest, total, weighted = _attend(
+                        queries, new_keys, new_values, sees, scale_log2, highest, total, weighted
+                    )
+        if IS_FP8:
+            weighted = tl.interleave(even, odd) * v_scale
         if num_parts == 1:
             tl.store(out + cell, as_stored(weighted / total[:, None], out, CLAMPS), mask=cell_mask)
         else:

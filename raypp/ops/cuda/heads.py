@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from raypp.ops.attention import Heads
+from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, start
+from raypp.ops.kv_cache import FP8
 from raypp.ops.rotary import Rotation, rotary_angles
 
 _HEADS_PER_PROGRAM = 4
@@ -55,7 +57,8 @@ def append_heads(
     """Return the queries, [T, Hq, D], and write keys and values to their slots.
 
     Shapes: qkv [T, (Hq + 2 Hk) * D] contiguous: queries, keys, values; by: see `rotation_table`; slot_mapping [T]
-    int64; kv_cache [2, num_blocks, Hk, block_size, D]. Tokens of the same slot (in the null block): any may win.
+    int64; kv_cache [2, num_blocks, Hk, block_size, D], of qkv's type or FP8. Tokens of the same slot (in the null
+    block): any may win.
     """
     num_tokens, head_dim = qkv.shape[0], heads.head_dim
     q = torch.empty(num_tokens, heads.num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -74,6 +77,8 @@ def append_heads(
         q,
         kv_cache,
         kv_cache.stride(0),
+        1.0 / heads.k_scale,
+        1.0 / heads.v_scale,
         NUM_HEADS=heads.num_heads,
         NUM_KV_HEADS=heads.num_kv_heads,
         HALF=head_dim // 2,
@@ -81,6 +86,7 @@ def append_heads(
         BLOCK_SIZE=kv_cache.shape[3],
         HEADS=_HEADS_PER_PROGRAM,
         HAS_NORM=norm is not None,
+        IS_FP8=kv_cache.dtype == FP8,
         OVERLAPS=device.has_dependent_launch,
         num_warps=1,
         **device.launch_options,
@@ -134,6 +140,8 @@ def _append_heads(
     q,
     kv_cache,
     side_stride,
+    k_inverse,
+    v_inverse,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -141,6 +149,7 @@ def _append_heads(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    IS_FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     D: tl.constexpr = 2 * HALF
@@ -150,7 +159,6 @@ def _append_heads(
     pair = tl.arange(0, BLOCK_HALF)
     inside = (head < ALL)[:, None] & (pair < HALF)[None, :]
     is_query = head < NUM_HEADS
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     if HAS_NORM:
         valid = pair < HALF
@@ -171,18 +179,25 @@ def _append_heads(
         first *= scale * tl.where(is_query[:, None], q_first[None, :], k_first[None, :])
         second *= scale * tl.where(is_query[:, None], q_second[None, :], k_second[None, :])
     dtype = q.dtype.element_ty
-    turned_first, turned_second = (first * c - second * s).to(dtype), (second * c + first * s).to(dtype)
+    turned_first, turned_second = first * c - second * s, second * c + first * s
     q_cell = q + token * (NUM_HEADS * D) + head[:, None] * D + pair[None, :]
-    tl.store(q_cell, turned_first, mask=inside & is_query[:, None])
-    tl.store(q_cell + HALF, turned_second, mask=inside & is_query[:, None])
+    tl.store(q_cell, turned_first.to(dtype), mask=inside & is_query[:, None])
+    tl.store(q_cell + HALF, turned_second.to(dtype), mask=inside & is_query[:, None])
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     kv_head = tl.where(is_value, head - NUM_HEADS - NUM_KV_HEADS, head - NUM_HEADS)
     kv_cell = ((block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + offset) * D + is_value.to(tl.int64) * side_stride
     kv_cell = kv_cache + kv_cell[:, None] + pair[None, :]
-    tl.store(kv_cell, turned_first, mask=inside & is_key[:, None])
-    tl.store(kv_cell + HALF, turned_second, mask=inside & is_key[:, None])
-    tl.store(kv_cell, first_in, mask=inside & is_value[:, None])
-    tl.store(kv_cell + HALF, second_in, mask=inside & is_value[:, None])
+    is_kept = inside & (head >= NUM_HEADS)[:, None]
+    kept_first = tl.where(is_value[:, None], first_in.to(tl.float32), turned_first)
+    kept_second = tl.where(is_value[:, None], second_in.to(tl.float32), turned_second)
+    if IS_FP8:
+        inverse = tl.where(is_value, v_inverse, k_inverse)[:, None]
+        kept_first = narrowed(kept_first * inverse, tl.float8e4nv)
+        kept_second = narrowed(kept_second * inverse, tl.float8e4nv)
+    else:
+        kept_first, kept_second = kept_first.to(dtype), kept_second.to(dtype)
+    tl.store(kv_cell, kept_first, mask=is_kept)
+    tl.store(kv_cell + HALF, kept_second, mask=is_kept)
 
 
 @triton.jit

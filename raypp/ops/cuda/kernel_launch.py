@@ -28,6 +28,7 @@ class Device:
         has_dependent_launch: Whether kernels overlap as above.
         shared_bytes: The most shared memory that a program may have.
         has_fp8: Whether it converts and multiplies float8_e4m3fn.
+        is_interpreter: Whether Triton's interpreter runs kernels, which knows no assembly.
     """
 
     torch_device: torch.device
@@ -35,12 +36,13 @@ class Device:
     has_dependent_launch: bool
     shared_bytes: int = 227 << 10  # of compute capability 9.0
     has_fp8: bool = True
+    is_interpreter: bool = False
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
         """Return a CUDA device's description, or that of Triton's interpreter on a CPU."""
         if device.type != "cuda":
-            return cls(device, num_processors=4, has_dependent_launch=False)
+            return cls(device, num_processors=4, has_dependent_launch=False, is_interpreter=True)
         properties = torch.cuda.get_device_properties(device)
         most = getattr(properties, "shared_memory_per_block_optin", cls.shared_bytes)  # torch's stub does not have it
         return cls(

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
+from raypp.ops.kv_cache import FP8, movable
 
 PREFILL_HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
@@ -27,7 +28,7 @@ class Prefill(Protocol):
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
         """Return the plan of the batch's prefill rows."""
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
         """Write the output to `out`; see `FlashInferPrefill`."""
 
 
@@ -49,19 +50,27 @@ class FlashInferPrefill:
     Args:
         heads: Of all layers.
         block_size: Of the KV cache.
-        dtype: Of queries and cache.
+        dtype: Of queries.
+        kv_dtype: Of the cache. FlashInfer multiplies keys in 8 bits with queries in 16 by its older kernels.
         num_ring_entries: Plans that may be waiting for the device at a time.
         device: Where tensors are.
     """
 
     def __init__(
-        self, heads: Heads, block_size: int, dtype: torch.dtype, num_ring_entries: int, device: torch.device
+        self,
+        heads: Heads,
+        block_size: int,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        num_ring_entries: int,
+        device: torch.device,
     ) -> None:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self._heads = heads
         self._block_size = block_size
         self._dtype = dtype
+        self._kv_dtype = kv_dtype
         # One stream runs all steps, so they share the space for partial results; plans lie each in its own.
         workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers = [
@@ -88,20 +97,21 @@ class FlashInferPrefill:
             causal=True,
             sm_scale=heads.scale,
             q_data_type=self._dtype,
-            kv_data_type=self._dtype,
+            kv_data_type=self._kv_dtype,
             seq_lens=_on_host(batch.prefill_seq_lens),
             max_token_per_sequence=max(batch.prefill_query_lens),
         )
         copied.record()
         return wrapper
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
         """Write the attention's output to `out`.
 
         Shapes: q, out [T, Hq, D], the tokens of the planned rows; kv_cache [2, num_blocks, Hk, block_size, D], this
-        step's tokens included.
+        step's tokens included. `heads` has the layer's scales.
         """
-        plan.run(q, (kv_cache[0], kv_cache[1]), out=out)  # type: ignore[attr-defined]
+        scales = {"k_scale": heads.k_scale, "v_scale": heads.v_scale} if kv_cache.dtype == FP8 else {}
+        plan.run(q, (kv_cache[0], kv_cache[1]), out=out, **scales)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -118,8 +128,7 @@ class SdpaRow:
 class SdpaPrefill:
     """Attention of prefill rows by torch alone, row by row; see `FlashInferPrefill`, whose interface this has."""
 
-    def __init__(self, heads: Heads, block_size: int) -> None:
-        self._scale = heads.scale
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> object:
@@ -135,23 +144,24 @@ class SdpaPrefill:
             start += query_len
         return rows
 
-    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, out: torch.Tensor) -> None:
+    def run(self, plan: object, q: torch.Tensor, kv_cache: torch.Tensor, heads: Heads, out: torch.Tensor) -> None:
         """Write the attention's output to `out`. Shapes: see `FlashInferPrefill.run`."""
         assert isinstance(plan, list)
+        k_scale, v_scale = (heads.k_scale, heads.v_scale) if kv_cache.dtype == FP8 else (1.0, 1.0)
         for row in plan:
             keys, values = (
-                side.index_select(0, row.blocks).transpose(0, 1).flatten(1, 2)[:, : row.seq_len].unsqueeze(0)
-                for side in kv_cache
+                side.index_select(0, row.blocks).view(kv_cache.dtype).to(q.dtype).transpose(0, 1).flatten(1, 2)
+                for side in movable(kv_cache)
             )
             attended = F.scaled_dot_product_attention(
                 q[row.start : row.end].transpose(0, 1).unsqueeze(0),
-                keys,
-                values,
+                keys[:, : row.seq_len].unsqueeze(0),
+                values[:, : row.seq_len].unsqueeze(0),
                 attn_mask=row.mask,
-                scale=self._scale,
-                enable_gqa=q.shape[1] != keys.shape[1],
+                scale=heads.scale * k_scale,
+                enable_gqa=heads.num_heads != heads.num_kv_heads,
             )
-            out[row.start : row.end] = attended.squeeze(0).transpose(0, 1)
+            out[row.start : row.end] = attended.squeeze(0).transpose(0, 1) * v_scale
 
 
 def _prefix_sums(counts: list[int]) -> torch.Tensor:

@@ -26,12 +26,13 @@ _LOG = logging.getLogger(__name__)
 
 
 class CudaAttention:
-    """The attention of all layers of a model, which have the same heads but for their norms.
+    """The attention of all layers of a model, which have the same heads but for norms and scales.
 
     Args:
         heads: Of any layer.
         block_size: Of the KV cache.
-        dtype: Of activations and cache.
+        dtype: Of activations.
+        kv_dtype: Of the KV cache.
         max_query_len: The most query tokens of a decode row, 1 + K.
         num_ring_entries: Steps that may be planned at a time.
         device: Where it runs.
@@ -44,6 +45,7 @@ class CudaAttention:
         *,
         block_size: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         max_query_len: int,
         num_ring_entries: int,
         device: Device,
@@ -56,10 +58,10 @@ class CudaAttention:
         missing = missing_for_flashinfer(heads.head_dim)
         self._prefill: Prefill
         if missing is None:
-            self._prefill = FlashInferPrefill(heads, block_size, dtype, num_ring_entries, device.torch_device)
+            self._prefill = FlashInferPrefill(heads, block_size, dtype, kv_dtype, num_ring_entries, device.torch_device)
         else:
             _LOG.warning("prefill attention runs in plain torch, several times slower: %s", missing)
-            self._prefill = SdpaPrefill(heads, block_size)
+            self._prefill = SdpaPrefill(block_size)
 
     def plan(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Set the batch's plan: that of its prefill rows, None without any."""
@@ -99,18 +101,18 @@ class CudaAttention:
             return out
         q = append_heads(qkv, heads, by, batch.slot_mapping, kv_cache, self._device)
         attend = self._attend_rows if is_decode_only else self._attend_any_rows
-        attend(q, heads.scale, kv_cache, batch, out_heads)
+        attend(q, heads, kv_cache, batch, out_heads)
         return out
 
     @break_point
     def _attend_any_rows(
-        self, q: torch.Tensor, scale: float, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+        self, q: torch.Tensor, heads: Heads, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
         """Attend rows whose number and lengths only the host knows: what is launched depends on them."""
-        self._attend_rows(q, scale, kv_cache, batch, out)
+        self._attend_rows(q, heads, kv_cache, batch, out)
 
     def _attend_rows(
-        self, q: torch.Tensor, scale: float, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
+        self, q: torch.Tensor, heads: Heads, kv_cache: torch.Tensor, batch: AttentionBatch, out: torch.Tensor
     ) -> None:
         """Attend the batch's rows, over a cache that has this step's tokens. Shapes: q, out [T or more, Hq, D]."""
         num_rows, query_len = batch.num_decode_rows, batch.decode_query_len
@@ -122,10 +124,10 @@ class CudaAttention:
                 batch.seq_lens[:num_rows],
                 batch.block_tables[:num_rows],
                 query_len,
-                scale,
+                heads,
                 out[:num_decode_tokens],
             )
         if batch.prefill_query_lens:
             assert batch.plan is not None, "prefill rows need plan_attention"
             tokens = slice(num_decode_tokens, batch.num_tokens)
-            self._prefill.run(batch.plan, q[tokens], kv_cache, out[tokens])
+            self._prefill.run(batch.plan, q[tokens], kv_cache, heads, out[tokens])

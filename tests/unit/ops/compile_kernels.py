@@ -129,9 +129,19 @@ def call_all(workspace: Workspace) -> None:
     for rows, query_len in ((1, 1), (16, 1), (32, 1), (32, 5)):
         q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
         lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
-        decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q))
+        decode(q, cache, lens, tables, query_len, layer_heads, torch.empty_like(q))
         if query_len == 1:  # a draft head's
-            decode(q, cache, lens, tables, query_len, 0.1, torch.empty_like(q, dtype=input_type_in_8_bits(rows)))
+            narrow_out = torch.empty_like(q, dtype=input_type_in_8_bits(rows))
+            decode(q, cache, lens, tables, query_len, layer_heads, narrow_out)
+    cache_8 = torch.zeros(2, 3, 8, 16, 128, dtype=torch.float8_e4m3fn)
+    qkv = torch.zeros(32, 6144, dtype=BF16)
+    heads.append_heads(qkv, layer_heads, by, integers, cache_8, DEVICE)
+    for rows, query_len in ((16, 1), (256, 1), (32, 5)):
+        q = torch.zeros(rows * query_len, 32, 128, dtype=BF16)
+        lens, tables = torch.ones(rows, dtype=torch.int32), torch.zeros(rows, 64, dtype=torch.int32)
+        decode(q, cache_8, lens, tables, query_len, layer_heads, torch.empty_like(q))
+    fresh, lens, tables = qkv[:16], torch.ones(16, dtype=torch.int32), torch.zeros(16, 64, dtype=torch.int32)
+    decode.from_projection(fresh, layer_heads, by, integers, cache_8, lens, tables, 1, torch.empty_like(q[:16]))
     odd = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for product in (
@@ -245,7 +255,7 @@ def call_wide(workspace: Workspace) -> None:
         q = torch.zeros(32 * 17, num_heads, head_dim, dtype=BF16)
         lens, tables = torch.ones(32, dtype=torch.int32), torch.zeros(32, 64, dtype=torch.int32)
         cache = torch.zeros(2, 3, num_kv_heads, 16, head_dim, dtype=BF16)
-        decode(q, cache, lens, tables, 17, 0.1, torch.empty_like(q))
+        decode(q, cache, lens, tables, 17, Heads(num_heads, num_kv_heads, head_dim), torch.empty_like(q))
 
 
 def main() -> None:

@@ -170,8 +170,8 @@ def test_nor_in_a_prefill_of_plain_torch():
     expected = reference.paged_attention(
         step.q, step.k, step.v, step.cache, step.query_lens, step.seq_lens, step.tables, SCALE
     )
-    prefill, got = SdpaPrefill(Heads(4, 2, HEAD_DIM), 4), torch.empty_like(step.q)
-    prefill.run(prefill.plan(step.batch, 0), step.q, step.cache, got)
+    prefill, got = SdpaPrefill(4), torch.empty_like(step.q)
+    prefill.run(prefill.plan(step.batch, 0), step.q, step.cache, step.heads, got)
     torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-6)
 
 

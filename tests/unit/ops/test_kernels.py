@@ -110,6 +110,14 @@ def test_decode_of_odd_heads():
     checks.check_decode(EXACT, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
 
 
+@pytest.mark.parametrize(("heads", "scales"), [((4, 2, 16), (0.03, 2.0)), ((3, 1, 24), (1.0, 1.0))])
+def test_fp8_kv(heads, scales):
+    checks.check_heads(EXACT, 5, *heads, True, scales)
+    for query_len, tuning in ((1, DecodeTuning(2, 32)), (3, DecodeTuning(1, 16))):
+        checks.check_decode(EXACT, [33, query_len, 40], query_len, *heads, tuning, 8, scales)
+        checks.check_fused_decode(EXACT, [33, query_len, 40], query_len, *heads, query_len == 1, tuning, scales)
+
+
 def test_lengths_past_the_table_are_cut():
     checks.check_cut_lengths(EXACT)
 
