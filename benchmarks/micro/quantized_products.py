@@ -343,6 +343,27 @@ def _name(tuning: Tuning | Int4Tuning | None) -> str:
     return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits} s {tuning.num_warps} w {tuning.num_stages} st"
 
 
+def print_humming(folder: str, figures: dict[str, Any]) -> None:
+    """Print the times of humming-kernels' products of 4 bits, without norm, gate and sum."""
+    sys.path.insert(0, folder)
+    from humming.layer import HummingLayer  # type: ignore[import-not-found]
+
+    for shape in SHAPES:
+        layers = []
+        for _ in range(max(2, math.ceil(BYTES_OF_ALL / 2 / (shape.num_outputs * shape.num_inputs * 0.52)))):
+            config = {"dtype": "int4", "group_size": 128}
+            layer = HummingLayer(shape.num_outputs, shape.num_inputs, weight_config=config, torch_dtype=BF16).cuda()
+            layer.load_from_unquantized(torch.randn(shape.num_outputs, shape.num_inputs, device="cuda", dtype=BF16))
+            layer.transform()
+            layers.append(layer)
+        times = {}
+        for num_rows in (1, 8, 32, 128, 256, 2048):
+            x = torch.randn(num_rows, shape.num_inputs, device="cuda", dtype=BF16)
+            times[num_rows] = try_us([partial(layer, x) for layer in layers])
+        figures[f"humming {shape.name}"] = times
+        print(f"   humming {shape.name}: {_row(times)}", flush=True)
+
+
 def print_library() -> None:
     """Print which of the library's ways work."""
     device = torch.device("cuda")
@@ -362,6 +383,7 @@ def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="*", default=[], choices=["checks", "times", "candidates"])
+    parser.add_argument("--humming", metavar="FOLDER", help="of the unpacked wheel of humming-kernels, timed last")
     args = parser.parse_args()
     require_gpu()
     began = time.monotonic()
@@ -397,6 +419,11 @@ def main() -> None:
             except Exception:
                 print(traceback.format_exc()[-1500:], flush=True)
             print(f"{name} until {time.monotonic() - began:.0f} s", flush=True)
+        try:
+            if args.humming:
+                print_humming(args.humming, figures)
+        except Exception:
+            print(traceback.format_exc()[-1500:], flush=True)
     print_report("quantized_products", vars(args), figures)
 
 

@@ -203,6 +203,37 @@ def test_projections_in_8_bits(num_rows, num_outputs, num_inputs, is_gated):
         _check_projections(num_rows, num_outputs, num_inputs, tuning, is_gated=is_gated, has_8_bits=True, reads=reads)
 
 
+@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "block", "of_weight"),
+    [
+        ("fp8", (1, 0), {}),
+        ("fp8", (128, 128), {}),
+        ("fp8", (1, 128), {}),
+        ("int4", (1, 128), {}),
+        ("int4", (1, 64), {"has_zeros": True, "has_order": True}),
+        ("int4", (1, 32), {"has_zeros": True}),
+        ("int4", (1, 0), {}),
+    ],
+    ids=str,
+)
+def test_quantized_projections(kind, block, of_weight, dtype):
+    rows = (0, 1, 2, 3, 8, 17, 33, 64, 65, 130, 300)
+    weight = checks.quantized_weight(checks.Kernels(dtype), kind, 3072, 1536, block, **of_weight)
+    checks.check_quantized_projections(dtype, weight, rows, has_norm=True, has_bias=True)
+    checks.check_quantized_projections(dtype, weight, rows, has_residual=True)
+    checks.check_quantized_projections(dtype, weight, rows, has_norm=True, is_gated=True)
+    odd = checks.quantized_weight(checks.Kernels(dtype), kind, 1000, 1536, block, **of_weight)
+    checks.check_quantized_projections(dtype, odd, (1, 2, 5, 40, 100, 300), has_residual=True, has_bias=True)
+    if dtype == BF16:
+        checks.check_quantized_projections(dtype, odd, (1, 2, 16, 300), x_scale=1e4)
+
+
+@pytest.mark.parametrize(("num_tokens", "size", "block"), [(1, 4096, 128), (70, 12288, 20000), (300, 1000, 128)])
+def test_quantized_tokens(num_tokens, size, block):
+    checks.check_quantized_tokens(BF16, num_tokens, size, block)
+
+
 def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(BF16, 3072, 1024)
 

@@ -192,7 +192,7 @@ class CudaKernels:
 
     def _has_kernel(self, weight: Weight) -> bool:
         """Whether a quantized weight is multiplied as it is; others are dequantized."""
-        if weight.kind == "plain":
+        if weight.kind == "plain" or self._has_8_bits:  # a head's inputs have other types
             return False
         if has_kernel(weight) and (weight.kind == "int4" or self._device.has_fp8):
             return True

@@ -10,11 +10,14 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import kernel_checks as checks
+import reference_ops as reference
 import torch
 
+from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
 from raypp.ops.cuda.kernel_launch import Device, Workspace
+from raypp.ops.cuda.packed_int4 import pack, unpack
 from raypp.ops.cuda.product_tuning import choose_projection
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 from raypp.ops.routing import Routing
@@ -208,6 +211,42 @@ def test_quantized_projections_of_many_rows(kind):
     weight = checks.quantized_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
     checks.check_quantized_projections(EXACT, weight, (65, 257), has_norm=True, is_gated=True, has_bias=True)
     checks.check_quantized_projections(EXACT, weight, (129, 257), has_residual=True)
+
+
+def test_weights_without_a_kernel_become_16_bits(caplog):
+    """Of an older device, of blocks that no kernel knows, of a draft head."""
+    random = checks.Kernels(EXACT)
+    _log_dequantized.cache_clear()
+    for kind, block, has_fp8 in (("fp8", (1, 0), False), ("fp8", (1, 12), True), ("int4", (2, 32), True)):
+        weight = checks.quantized_weight(random, kind, 24, 96, block)
+        kernels = CudaKernels(checks.DEVICE, EXACT, block_size=16, max_query_len=1, num_ring_entries=1)
+        kernels._device = replace(kernels._device, has_fp8=has_fp8)
+        x = random.normal(3, 96)
+        expected = reference.linear(x, weight.dequantized(EXACT))
+        caplog.clear()
+        for _ in range(2):
+            projection = kernels.linear(weight)
+            assert isinstance(projection, CudaProjection)
+            random.assert_close(projection(x), expected, 4)
+        assert len(caplog.records) == 1
+    weight = checks.quantized_weight(random, "fp8", 24, 96, (1, 0))
+    assert isinstance(kernels.in_8_bits().linear(weight), CudaProjection)
+
+
+def test_packed_codes_unpack():
+    for num_outputs, num_inputs, group, num_parts, has_zeros in (
+        (130, 192, 64, 2, True),
+        (64, 256, 128, 1, False),
+        (96, 96, 32, 1, True),
+        (70, 160, 0, 1, False),
+    ):
+        random = checks.Kernels(EXACT)
+        weight = checks.quantized_weight(random, "int4", num_outputs, num_inputs, (1, group), has_zeros=has_zeros)
+        packed = pack(weight, num_parts)
+        assert packed.num_bytes < 2.1 * max(128 * num_parts, num_outputs) * (num_inputs + 64)
+        unpacked = unpack(packed)
+        assert torch.equal(unpacked.data, weight.data)
+        assert torch.equal(unpacked.dequantized(EXACT), weight.dequantized(EXACT))
 
 
 @pytest.mark.parametrize(("size", "block"), [(96, 32), (96, 96), (1100, 128), (1100, 2000)])
