@@ -90,7 +90,7 @@ def test_a_full_disk_is_named_at_once(tmp_path: Path) -> None:
         pytest.skip("no right to mount a small disk")
     try:
         said, _ = run("fork", RAY_TMPDIR=str(tmp_path))
-        assert "the disk is full" in said[0]["message"]
+        assert "the disk with Ray's files is full" in said[0]["message"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
