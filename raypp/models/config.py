@@ -17,7 +17,7 @@ from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.kv_cache_scheme import has_fp8_kv_cache
-from raypp.models.quantization import Quantization
+from raypp.models.quantization import Quantization, read_quantization
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
 RopeType = Literal["default", "linear", "llama3"]
@@ -134,6 +134,7 @@ def load_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(path, fields),
         weight_prefix=family.weight_prefix,
         vision=vision,
+        quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
     )
 
@@ -163,8 +164,9 @@ def _text_fields(whole: ConfigFields) -> ConfigFields:
     """Return the language model's fields; what its own section leaves unsaid may stand beside it."""
     text = whole.section("text_config")
     above = {name: value for name, value in whole.values.items() if name not in ("text_config", "vision_config")}
+    said = {name: value for name, value in text.values.items() if value is not None or name not in above}
     tied = {name: above[name] for name in ("tie_word_embeddings",) if name in above}  # said of the whole model
-    return ConfigFields(whole.file, {**above, **text.values, **tied})
+    return ConfigFields(whole.file, {**above, **said, **tied})
 
 
 def _architecture(fields: ConfigFields) -> str:
@@ -191,10 +193,6 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):  # two names of one function
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
-    quantization = fields.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise fields.error("quantization_config", repr(method), "weights in bfloat16, float16 or float32")
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:

@@ -144,7 +144,7 @@ class DecoderModel:
             ModelLoadError: a tensor is missing, has the wrong shape, or cannot be read.
         """
         config = self._config
-        whole = WeightReader(source, self.dtype, self.device)
+        whole = WeightReader(source, self.dtype, self.device, quantization=config.quantization)
         weights = whole.below(config.weight_prefix)
         if self.is_first:
             self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)

@@ -228,6 +228,10 @@ def _kind(fields: ConfigFields, shapes: Mapping[str, tuple[int, ...]] | None) ->
 
 def _refuse(fields: ConfigFields) -> None:
     refuse_unsupported(fields)
+    quantization = fields.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise fields.error("quantization_config", repr(method), "a head in bfloat16, float16 or float32")
     if fields.integer("num_hidden_layers", 1) != 1:
         raise fields.error("num_hidden_layers", fields.get("num_hidden_layers"), "1: heads of one layer")
     for name in _NEW_FLAGS:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from raypp.errors import ModelLoadError
-from raypp.models.weights import check_tensor, missing_tensor
+from raypp.models.weights import check_tensor, missing_tensor, type_name
 
 
 class PickledWeights:
@@ -34,8 +34,7 @@ class PickledWeights:
         if tensor is None:
             raise missing_tensor(self._file, name, shape, self._tensors)
         self._read.add(name)
-        got, is_float = (tuple(tensor.shape), str(tensor.dtype)), tensor.dtype.is_floating_point
-        check_tensor(self._file, name, got, (shape, dtype), holds_floats=is_float)
+        check_tensor(self._file, name, (tuple(tensor.shape), type_name(tensor.dtype)), (shape, dtype))
         return tensor.to(dtype, copy=True)
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:

@@ -1,18 +1,32 @@
 """How a checkpoint's weights are quantized, by the `quantization_config` of its config.json. Needs no torch.
 
 Which tensors a format stores, and how they become a `raypp.ops.weight.Weight`, is in `raypp.models.weight_formats`.
+
+Sources: the published checkpoints' config.json; the documentation of transformers' `FineGrainedFP8Config`, `AwqConfig`
+and `GPTQConfig`, and of compressed-tensors' `QuantizationScheme`.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
-WeightFormat = Literal["fp8", "compressed_fp8", "awq", "gptq", "compressed_int4", "online_fp8"]
+from raypp.errors import ModelLoadError
+from raypp.models.config_fields import ConfigFields
+
+WeightFormat = Literal["fp8", "awq", "gptq", "compressed_int4", "online_fp8"]
 """Tensors by which a checkpoint stores a weight; `online_fp8` is 16 bits that become FP8 when they are read."""
 
+LM_HEAD_MODULE = "lm_head"
+_FIELD = "quantization_config"
+_PATTERN = "re:"
 _SCALE_BYTES = 4
+_COMPRESSED_FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("pack-quantized",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +37,7 @@ class Quantization:
     block: tuple[int, int]  # outputs and inputs that share a scale; 0 inputs: all of them
     has_zeros: bool = False  # int4: each block has a zero of its own
     has_order: bool = False  # int4: inputs are sorted by their group (act-order)
+    zero_offset: int = 0  # gptq: what stored zeros lack
     skipped: tuple[str, ...] = ()  # modules, or patterns behind `re:`, that stay in 16 bits
 
     @property
@@ -36,3 +51,223 @@ class Quantization:
         num_blocks = math.ceil(num_outputs / rows) * (math.ceil(num_inputs / columns) if columns else 1)
         total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (_SCALE_BYTES + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
+
+    def covers(self, module: str) -> bool:
+        """Return whether a linear layer is quantized, by its whole name, such as `model.layers.0.mlp.gate_proj`.
+
+        A name that is skipped may be all of a module's name, or some of its parts: `model.layers.0`, `mlp.gate`.
+        """
+        names, patterns = self._skips
+        if names:
+            parts = module.split(".")
+            ends = range(1, len(parts) + 1)
+            if any(".".join(parts[start:end]) in names for end in ends for start in range(end)):
+                return False
+        return not any(pattern.match(module) for pattern in patterns)
+
+    @cached_property
+    def _skips(self) -> tuple[frozenset[str], list[re.Pattern[str]]]:
+        """What is skipped: names, patterns."""
+        patterns = [name.removeprefix(_PATTERN) for name in self.skipped if name.startswith(_PATTERN)]
+        names = frozenset(name.strip(".") for name in self.skipped if not name.startswith(_PATTERN))
+        return names, [re.compile(pattern) for pattern in patterns]
+
+
+ONLINE_FP8 = Quantization(format="online_fp8", block=(1, 0))
+"""Weights in 16 bits that become FP8 when they are read, with a scale per output."""
+
+
+def read_quantization(fields: ConfigFields) -> Quantization | None:
+    """Return how config.json says that weights are quantized, None where it does not.
+
+    Raises:
+        ModelLoadError: a method, or a form of one, that raypp does not have.
+    """
+    value = fields.get(_FIELD)
+    if value is None or value == {}:
+        return None
+    if not isinstance(value, dict):
+        raise fields.error(_FIELD, repr(value), "an object")
+    section = _Section(fields.file, value, _FIELD)
+    method = section.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise section.error("quant_method", _said(method), f"one of {', '.join(_READERS)}, or weights in 16 bits")
+    return reader(section, fields)
+
+
+class _Section(ConfigFields):
+    """An object inside of config.json; errors name its fields by their whole path."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any], path: str) -> None:
+        super().__init__(file, values)
+        self.path = path
+
+    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
+        """Return the error of a field."""
+        return super().error(f"{self.path}.{name}", got, expected, hint)
+
+    def below(self, name: str) -> _Section:
+        """Return an object in here."""
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self.error(name, _said(value), "an object")
+        return _Section(self.file, value, f"{self.path}.{name}")
+
+    def require(self, name: str, allowed: Sequence[object], *, where_unsaid: object = None) -> Any:
+        """Return a field, which must be one of some values; what is null counts as unsaid."""
+        value = self.get(name)
+        value = where_unsaid if value is None else value
+        if isinstance(value, str):
+            value = value.lower()
+        if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
+            raise self.error(name, _said(self.get(name)), " or ".join(_said(one) for one in allowed))
+        return value
+
+    def group_size(self, name: str = "group_size") -> int:
+        """Return the inputs that share a scale, 0 for all of them."""
+        value = self.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or value >= 1):
+            raise self.error(name, _said(value), "a positive integer, or -1: all inputs of an output")
+        return max(value, 0)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return a list of modules or patterns."""
+        value = self.get(name)
+        listed = [] if value is None else value
+        if not isinstance(listed, list) or not all(isinstance(one, str) and one for one in listed):
+            raise self.error(name, _said(value), "a list of names of modules")
+        for one in listed:
+            self.check_pattern(name, one)
+        return tuple(listed)
+
+    def check_pattern(self, name: str, module: str) -> None:
+        """Refuse a pattern that is none."""
+        if module.startswith(_PATTERN):
+            try:
+                re.compile(module.removeprefix(_PATTERN))
+            except re.error as error:
+                raise self.error(name, _said(module), f"a regular expression behind {_PATTERN} ({error})") from error
+
+
+def _said(value: object) -> str:
+    if value is None:
+        return "nothing"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _read_fp8(section: _Section, _: ConfigFields) -> Quantization:
+    section.require("fmt", ("e4m3", "float8_e4m3fn"), where_unsaid="e4m3")
+    section.require("activation_scheme", ("dynamic", "static"), where_unsaid="dynamic")
+    return Quantization(
+        format="fp8",
+        block=_block(section, "weight_block_size") if section.get("weight_block_size") is not None else (1, 0),
+        skipped=section.names("modules_to_not_convert") + section.names("ignored_layers"),
+    )
+
+
+def _block(section: _Section, name: str) -> tuple[int, int]:
+    value = section.get(name)
+    if not (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value)
+    ):
+        raise section.error(name, _said(value), "two positive integers: outputs and inputs that share a scale")
+    return value[0], value[1]
+
+
+def _read_awq(section: _Section, _: ConfigFields) -> Quantization:
+    section.require("bits" if section.get("bits") is not None else "w_bit", (4,))
+    section.require("version", ("gemm",), where_unsaid="gemm")
+    section.require("zero_point", (True,), where_unsaid=True)
+    group_size = section.group_size("group_size" if section.get("group_size") is not None else "q_group_size")
+    return Quantization(
+        format="awq", block=(1, group_size), has_zeros=True, skipped=section.names("modules_to_not_convert")
+    )
+
+
+def _read_gptq(section: _Section, _: ConfigFields) -> Quantization:
+    section.require("bits", (4,))
+    section.require(LM_HEAD_MODULE, (False,), where_unsaid=False)
+    section.require("is_marlin_format", (False,), where_unsaid=False)
+    name = "format" if section.get("checkpoint_format") is None else "checkpoint_format"
+    form = section.require(name, ("gptq", "gptq_v2"), where_unsaid="gptq")
+    group_size = section.group_size()
+    return Quantization(
+        format="gptq",
+        block=(1, group_size),
+        has_zeros=not section.require("sym", (True, False), where_unsaid=True),
+        has_order=section.require("desc_act", (False, True), where_unsaid=False) and group_size > 0,
+        zero_offset=1 if form == "gptq" else 0,
+        skipped=section.names("modules_to_not_convert") + _dynamic_skips(section),
+    )
+
+
+def _dynamic_skips(section: _Section) -> tuple[str, ...]:
+    """Return the patterns of GPTQModel's `dynamic` that take modules out; others give modules bits of their own."""
+    value = section.get("dynamic")
+    if not value:
+        return ()
+    others = sorted(map(str, value)) if not isinstance(value, dict) else [one for one in value if one[:2] != "-:"]
+    if others:
+        raise section.error("dynamic", ", ".join(others), "patterns behind `-:` alone: all modules have the same bits")
+    skips = tuple(_PATTERN + one[2:] for one in value)
+    for one in skips:
+        section.check_pattern("dynamic", one)
+    return skips
+
+
+def _read_compressed(section: _Section, model: ConfigFields) -> Quantization:
+    """Read compressed-tensors' `config_groups`, which must agree on the weights."""
+    if section.get("sparsity_config"):
+        section.below("sparsity_config").require("format", ("dense",), where_unsaid="dense")
+    if section.get("transform_config"):
+        raise section.error("transform_config", _said(section.get("transform_config")), "nothing: weights as they are")
+    skipped = section.names("ignore")
+    groups = section.below("config_groups")
+    if not groups.values:
+        raise section.error("config_groups", "no group", "a group of the weights of all linear layers")
+    read = {name: _read_group(section, groups.below(name), skipped) for name in groups.values}
+    if len(set(read.values())) > 1:
+        raise section.error("config_groups", f"{len(read)} kinds of weights", "one kind for all linear layers")
+    quantization = next(iter(read.values()))
+    if quantization.covers(LM_HEAD_MODULE) and not model.get("tie_word_embeddings"):
+        raise section.error(
+            "ignore", f"{len(skipped)} names without {LM_HEAD_MODULE}", f"{LM_HEAD_MODULE} among them: it is in 16 bits"
+        )
+    return quantization
+
+
+def _read_group(section: _Section, group: _Section, skipped: tuple[str, ...]) -> Quantization:
+    if group.get("targets") != ["Linear"]:
+        raise group.error("targets", _said(group.get("targets")), "['Linear']: all linear layers but those in `ignore`")
+    weights = group.below("weights")
+    kind = weights.require("type", ("float", "int"), where_unsaid="int")
+    weights.require("num_bits", (8,) if kind == "float" else (4,))
+    weights.require("dynamic", (False,), where_unsaid=False)
+    form = group if group.get("format") is not None else section
+    form.require("format", _COMPRESSED_FORMATS[kind])
+    is_symmetric = weights.require("symmetric", (True,) if kind == "float" else (True, False), where_unsaid=True)
+    strategies = ("tensor", "channel", "group", "block") if kind == "float" else ("channel", "group")
+    default = "tensor" if weights.get("group_size") is None else "group"
+    strategy = weights.require("strategy", strategies, where_unsaid=default)
+    block = (1, 0)
+    if strategy == "group":
+        block = (1, weights.group_size())
+    elif strategy == "block":
+        block = _block(weights, "block_structure")
+    order = weights.get("actorder")
+    if order not in (None, False, True, "group", "weight", "dynamic", "static"):
+        raise weights.error("actorder", _said(order), "'group' or 'weight', or nothing")
+    return Quantization(
+        format="fp8" if kind == "float" else "compressed_int4",
+        block=block,
+        has_zeros=not is_symmetric,
+        has_order=kind == "int" and order in (True, "group", "dynamic") and block[1] > 0,
+        skipped=skipped,
+    )
+
+
+_READERS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "awq": _read_awq, "gptq": _read_gptq}
+"""By `quant_method`."""

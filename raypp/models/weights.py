@@ -1,4 +1,7 @@
-"""Reads weights from safetensors files, or draws them at random; only the tensors that are asked for."""
+"""Reads weights from safetensors files, or draws them at random; only the tensors that are asked for.
+
+Weights that are not floats of 16 or 32 bits are made by `raypp.models.weight_formats`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -15,13 +19,29 @@ from safetensors import SafetensorError, safe_open
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import file_of_tensor, lacks_file
-from raypp.ops.weight import Weight
+from raypp.models.quantization import Quantization
+from raypp.models.weight_formats import StoredTensors, StoredWeight
+from raypp.ops.weight import Weight, has_form_of, stacked_weights
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U8")
+_TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""As safetensors names types."""
 
 
-class WeightSource(Protocol):
+class WeightSource(StoredTensors, Protocol):
     """Gives a model's tensors by the names of its checkpoint."""
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -50,7 +70,9 @@ class CheckpointWeights:
         self._read: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor `name`, which must be of `shape`, as `dtype`; integers only where those are asked for.
+        """Return the tensor `name`, which must be of `shape`, as `dtype`.
+
+        Floats and integers are only what they are asked for as, and so are floats of 8 bits.
 
         Raises:
             ModelLoadError: missing, of another shape or kind, or in a file that is truncated or no safetensors.
@@ -63,7 +85,7 @@ class CheckpointWeights:
         try:
             found = self._open(file_name).get_slice(name)
             got_shape, got_dtype = tuple(found.get_shape()), str(found.get_dtype())
-            check_tensor(file, name, (got_shape, got_dtype), (shape, dtype), holds_floats=got_dtype in _FLOATS)
+            check_tensor(file, name, (got_shape, got_dtype), (shape, dtype))
             tensor: torch.Tensor = self._open(file_name).get_tensor(name)
         except SafetensorError as error:
             raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
@@ -109,33 +131,44 @@ def missing_tensor(path: Path, name: str, shape: tuple[int, ...], there: Collect
     )
 
 
+def type_name(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a type."""
+    return _TYPE_NAMES.get(dtype, str(dtype))
+
+
 def check_tensor(
-    file: Path,
-    name: str,
-    got: tuple[tuple[int, ...], str],
-    wanted: tuple[tuple[int, ...], torch.dtype],
-    *,
-    holds_floats: bool,
+    file: Path, name: str, got: tuple[tuple[int, ...], str], wanted: tuple[tuple[int, ...], torch.dtype]
 ) -> None:
     """Refuse a tensor that is not what the model needs.
 
     Args:
         file: Where it is.
         name: Its name there.
-        got: Its shape, and the name of its type.
+        got: Its shape, and what safetensors calls its type.
         wanted: The shape that it must have, and the type that it becomes.
-        holds_floats: Whether its type is one of those that raypp computes with.
 
     Raises:
-        ModelLoadError: floats where integers are needed or the other way round, or another shape.
+        ModelLoadError: floats where integers are needed or the other way round, other numbers in 8 bits, or another
+            shape.
     """
     (got_shape, got_type), (shape, dtype) = got, wanted
-    if holds_floats != dtype.is_floating_point:
+    if dtype.itemsize == 1:
+        allowed: tuple[str, ...] = (type_name(dtype),)
+    else:
+        allowed = _FLOATS if dtype.is_floating_point else _INTEGERS
+    if got_type not in allowed:
+        hint = None
+        if allowed == _FLOATS:
+            hint = "if it is quantized, config.json's quantization_config has to say so, or to leave it out there"
+        elif got_type in _FLOATS:
+            hint = (
+                "if it is not quantized, config.json's quantization_config has to name it among what stays in 16 bits"
+            )
         raise ModelLoadError(
-            f"{file}: tensor {name} is not of a type that raypp computes with",
+            f"{file}: tensor {name} is not of a type that raypp can use for it",
             got=got_type,
-            expected=f"one of {', '.join(_FLOATS)}" if dtype.is_floating_point else "integers",
-            hint="quantized checkpoints are not supported",
+            expected=allowed[0] if len(allowed) == 1 else f"one of {', '.join(allowed)}",
+            hint=hint,
         )
     if got_shape != shape:
         raise ModelLoadError(
@@ -169,11 +202,42 @@ class DummyWeights:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         if name.endswith(("norm.weight", "norm1.weight", "norm2.weight")):
             return torch.ones(shape, dtype=dtype, device=self._device)
+        count = min(math.prod(shape), self._PERIOD)
+        noise = torch.randn(count, generator=self._generator(name)).mul_(self._STANDARD_DEVIATION).to(dtype)
+        return self._repeated(noise, shape)
+
+    def quantized(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
+        """Return a random weight in a form of few bits; its values have the usual deviation.
+
+        Shapes: shape [N, K], or [E, N, K]. Of as many inputs, all weights have the same order.
+        """
+        *outer, num_outputs, num_inputs = shape
+        rows, columns = quantization.block[0], quantization.block[1] or num_inputs
+        blocks = (*outer, math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))
+        generator = self._generator(name)
+        zero = order = None
+        if quantization.bits == 4:
+            numbers = torch.randint(1, 16, (self._PERIOD, 2), generator=generator, dtype=torch.uint8)  # 8 is their mean
+            data = self._repeated(numbers[:, 0] | numbers[:, 1] << 4, (*outer, num_outputs, num_inputs // 2))
+            deviation = math.sqrt((15**2 - 1) / 12)
+            zero = torch.full(blocks, 8, dtype=torch.uint8, device=self._device) if quantization.has_zeros else None
+            if quantization.has_order:
+                order = torch.randperm(num_inputs, generator=self._generator(f"order/{num_inputs}")).to(self._device)
+                order = order.expand(*outer, num_inputs).contiguous()
+        else:
+            noise = torch.randn(self._PERIOD, generator=generator).to(torch.float8_e4m3fn)
+            data, deviation = self._repeated(noise, shape), 1.0
+        scale = torch.full(blocks, self._STANDARD_DEVIATION / deviation, device=self._device)
+        return Weight(data, scale, zero, (rows, columns), order)
+
+    def _generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        tensor = torch.empty(shape, dtype=dtype, device=self._device)
-        count = min(tensor.numel(), self._PERIOD)
-        noise = torch.randn(count, generator=generator).mul_(self._STANDARD_DEVIATION).to(dtype).to(self._device)
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+    def _repeated(self, noise: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor that is the noise over and over."""
+        tensor = torch.empty(shape, dtype=noise.dtype, device=self._device)
+        noise = noise.to(self._device)
         for chunk in torch.split(tensor.view(-1), self._PERIOD):
             chunk.copy_(noise[: len(chunk)])
         return tensor
@@ -188,7 +252,11 @@ class DummyWeights:
 
 
 _NAMED_AT_MOST = 8
-_COMPUTED = "rotary_emb.inv_freq"  # stored by old checkpoints; follows from config.json
+_UNUSED = (
+    "rotary_emb.inv_freq",  # stored by old checkpoints; follows from config.json
+    ".input_scale",  # of activations in 8 bits, which are never rounded by a scale of the checkpoint
+    ".activation_scale",
+)
 
 
 def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], bool]) -> None:
@@ -199,7 +267,7 @@ def warn_of_unread(source: WeightSource, whose: str, is_own: Callable[[str], boo
         whose: Whose tensors they are, for the log.
         is_own: Whether a tensor is looked after here; each has to be in one place.
     """
-    names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_COMPUTED))
+    names = sorted(name for name in source.unread() if is_own(name) and not name.endswith(_UNUSED))
     if names:
         more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
         _LOG.warning(
@@ -227,17 +295,26 @@ class WeightReader:
         dtype: What they become.
         device: Where they go.
         prefix: Before every name, e.g. `model.layers.3.`.
+        quantization: The form of linear layers; None: all are of that type.
     """
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+        quantization: Quantization | None = None,
+    ) -> None:
         self._source = source
         self._dtype = dtype
         self.device = device
         self.prefix = prefix
+        self._quantization = quantization
 
     def below(self, prefix: str) -> WeightReader:
         """Return a reader of the tensors below a further prefix."""
-        return WeightReader(self._source, self._dtype, self.device, self.prefix + prefix)
+        return WeightReader(self._source, self._dtype, self.device, self.prefix + prefix, self._quantization)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
@@ -266,9 +343,69 @@ class WeightReader:
             rows: The outputs of each.
             num_inputs: K.
         """
-        if len(modules) == 1:
-            return Weight(self.tensor(f"{modules[0]}.weight", rows[0], num_inputs))
-        return Weight(self.stacked([f"{module}.weight" for module in modules], rows, num_inputs))
+        if not any(map(self._covers, modules)):
+            names = [f"{module}.weight" for module in modules]
+            if len(names) == 1:
+                return Weight(self.tensor(names[0], rows[0], num_inputs))
+            return Weight(self.stacked(names, rows, num_inputs))
+        weights = [self._one(module, count, num_inputs) for module, count in zip(modules, rows, strict=True)]
+        if not all(has_form_of(weights[0], weight) for weight in weights):
+            _LOG.info(
+                "%s: %s are kept in %s, since they are quantized in different forms or act-orders, and one product",
+                self.prefix,
+                ", ".join(modules),
+                self._dtype,
+            )
+            weights = [Weight(weight.dequantized(self._dtype)) for weight in weights]
+        return stacked_weights(weights)
+
+    def expert_weight(
+        self, prefix: str, num_experts: int, modules: Sequence[str], rows: Sequence[int], num_inputs: int
+    ) -> Weight:
+        """Return the same linear layers of E experts, [E, N, K]; see `weight`.
+
+        Args:
+            prefix: Of an expert's tensors, with `{}` for its number: `experts.{}.`.
+            num_experts: E.
+            modules: Names of each expert's layers.
+            rows: The outputs of each.
+            num_inputs: K.
+        """
+        if isinstance(self._source, DummyWeights):  # drawing them one by one would take minutes
+            name, shape = f"{self.prefix}{prefix}{'+'.join(modules)}", (num_experts, sum(rows), num_inputs)
+            form = self._quantization
+            if form is not None and self._covers(prefix.format(0) + modules[0]):
+                if any(count % form.block[0] for count in rows[:-1]):  # as stacked weights have it
+                    form = replace(form, block=(1, form.block[1]))
+                return self._dummy(name, shape, form)
+            return Weight(self._source.get(name, shape, self._dtype).to(self.device))
+        first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
+        whole = _room_for(first, num_experts)
+        for expert in range(num_experts):
+            weight = self.below(prefix.format(expert)).weight(modules, rows, num_inputs) if expert else first
+            if not has_form_of(whole, weight, with_order=False):
+                whole = _as_plain(whole, expert, self._dtype)
+                weight = Weight(weight.dequantized(self._dtype))
+            if whole.order is None and weight.order is not None:
+                inputs = torch.arange(num_inputs, device=self.device)
+                whole = replace(whole, order=inputs.expand(num_experts, num_inputs).contiguous())
+            _put(whole, expert, weight)
+        return whole
+
+    def _covers(self, module: str) -> bool:
+        return self._quantization is not None and self._quantization.covers(self.prefix + module)
+
+    def _one(self, module: str, num_outputs: int, num_inputs: int) -> Weight:
+        if self._quantization is None or not self._covers(module):
+            return Weight(self.tensor(f"{module}.weight", num_outputs, num_inputs))
+        shape, name = (num_outputs, num_inputs), self.prefix + module
+        if isinstance(self._source, DummyWeights):
+            return self._dummy(name, shape, self._quantization)
+        return StoredWeight(self._source, name, self._quantization, shape, self._dtype, self.device).read()
+
+    def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
+        assert isinstance(self._source, DummyWeights)
+        return self._source.quantized(name, shape, quantization).to(self.device)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
@@ -276,3 +413,42 @@ class WeightReader:
         for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
             part.copy_(self._source.get(self.prefix + name, (count, *columns), self._dtype))
         return stacked
+
+
+def _room_for(first: Weight, num_experts: int) -> Weight:
+    """Return a weight of as many experts, each in the form of the first, still without numbers."""
+
+    def room(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.new_empty(num_experts, *tensor.shape)
+
+    data = first.data.new_empty(num_experts, *first.data.shape)
+    return replace(first, data=data, scale=room(first.scale), zero=room(first.zero), order=room(first.order))
+
+
+def _as_plain(whole: Weight, num_there: int, dtype: torch.dtype) -> Weight:
+    """Return a weight of as many experts in plain form, of which some are there."""
+    if whole.scale is None:
+        return whole
+    num_experts = len(whole.data)
+    parts = (whole.data, whole.scale, whole.zero, whole.order)
+    data, scale, zero, order = (None if part is None else part[:num_there] for part in parts)
+    assert data is not None
+    plain = torch.empty(num_experts, whole.num_outputs, whole.num_inputs, dtype=dtype, device=whole.data.device)
+    plain[:num_there] = Weight(data, scale, zero, whole.block, order).dequantized(dtype)
+    return Weight(plain)
+
+
+def _put(whole: Weight, expert: int, weight: Weight) -> None:
+    """Make a weight one expert's. Without an order, its inputs are as they come."""
+    order = weight.order
+    if whole.order is not None and order is None:
+        order = torch.arange(whole.num_inputs, device=whole.order.device)
+    pairs = (
+        (whole.data, weight.data),
+        (whole.scale, weight.scale),
+        (whole.zero, weight.zero),
+        (whole.order, order),
+    )
+    for to, part in pairs:
+        if to is not None and part is not None:
+            to[expert].copy_(part)

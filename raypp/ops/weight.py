@@ -72,6 +72,14 @@ class Weight:
         order = self.order.unsqueeze(-2).expand(matrix.shape)
         return torch.empty_like(matrix).scatter_(-1, order, matrix)
 
+    def to(self, device: torch.device) -> Weight:
+        """Return the weight there."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        return Weight(self.data.to(device), moved(self.scale), moved(self.zero), self.block, moved(self.order))
+
     def _spread(self, by_block: torch.Tensor) -> torch.Tensor:
         """Return a number per block as one per element."""
         rows, columns = self.block
@@ -79,15 +87,28 @@ class Weight:
         return by_row.repeat_interleave(columns, -1)[..., : self.num_inputs]
 
 
+def has_form_of(one: Weight, other: Weight, *, with_order: bool = True) -> bool:
+    """Return whether two weights can be stacked: of one kind, the same inputs in a block, in one order."""
+    forms = [
+        (weight.kind, weight.scale is None, weight.zero is None, weight.num_inputs, weight.block[1])
+        for weight in (one, other)
+    ]
+    if forms[0] != forms[1] or not with_order:
+        return forms[0] == forms[1]
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
+
+
 def stacked_weights(weights: Sequence[Weight]) -> Weight:
-    """Return weights of the same inputs one below the other, as one product. They have one kind and one order.
+    """Return weights of one form (`has_form_of`) one below the other, as one product.
 
     Where a weight ends within a block of outputs, each output gets a scale of its own.
     """
     first, rows = weights[0], weights[0].block[0]
     if len(weights) == 1:
         return first
-    assert len({(weight.kind, weight.num_inputs, weight.zero is None) for weight in weights}) == 1
+    assert all(has_form_of(first, weight) for weight in weights)
     if any(weight.num_outputs % rows for weight in weights[:-1]) or len({weight.block for weight in weights}) > 1:
         weights = [by_output(weight) for weight in weights]
         first = weights[0]

@@ -29,11 +29,11 @@ from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
-from raypp.ops.cuda.quantize import quantize_rows
 from raypp.ops.cuda.router_kernels import Routed, arrange, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.kv_cache import FP8
+from raypp.ops.quantize import quantize_rows
 from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
 from raypp.ops.row_tokens import NO_TOKEN, NewTokens, RowTokens

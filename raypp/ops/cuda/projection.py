@@ -29,7 +29,7 @@ from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.few_rows_kernel import project_few
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
 from raypp.ops.cuda.product_loads import load, load_scale, load_vector
-from raypp.ops.cuda.quantize import quantize_rows
+from raypp.ops.quantize import quantize_rows
 from raypp.ops.weight import Weight
 
 FEW_ROWS = 2
@@ -63,7 +63,7 @@ class Product:
 
 
 def rounded_to_8_bits(product: Product) -> Product:
-    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.cuda.quantize`."""
+    """Return this product with a plain weight rounded to 8 bits; see `raypp.ops.quantize`."""
     data, scale = quantize_rows(product.weight.data)
     return replace(product, weight=Weight(data, scale[:, None], block=(1, product.num_inputs)))
 

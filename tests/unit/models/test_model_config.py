@@ -179,7 +179,7 @@ def test_a_stored_lm_head_that_is_not_the_embedding_is_not_tied(tmp_path, sharde
         ({"hidden_act": "gelu"}, ["'hidden_act'", "gelu", "silu"]),
         ({"tie_word_embeddings": "yes"}, ["'tie_word_embeddings'", "yes"]),
         ({"torch_dtype": "int8"}, ["'torch_dtype'", "int8", "bfloat16"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["'quantization_config'", "awq"]),
+        ({"quantization_config": {"quant_method": "hqq"}}, ["'quantization_config.quant_method'", "hqq"]),
         ({"eos_token_id": ["5"]}, ["'eos_token_id'"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'rope_scaling.rope_type'", "yarn", "llama3"]),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'rope_scaling.rope_type'", "dynamic"]),

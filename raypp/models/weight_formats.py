@@ -1,0 +1,220 @@
+"""Makes a `Weight` of the tensors by which a checkpoint stores a linear layer's, one reader for each format.
+
+    fp8              weight [N, K] float8_e4m3fn; weight_scale_inv or weight_scale, by block, by output, or one
+    awq              qweight [K, N / 8], qzeros [C, N / 8] int32, outputs interleaved; scales [C, N]
+    gptq             qweight [K / 8, N], qzeros [C, N / 8] int32; scales [C, N]; g_idx [K]
+    compressed_int4  weight_packed [N, K / 8], weight_zero_point [N / 8, C] int32; weight_scale [N, C]; weight_g_idx [K]
+    online_fp8       weight [N, K] in 16 or 32 bits
+
+N outputs, K inputs in C groups. An int32 holds eight numbers of 4 bits, the first one lowest; N / 8 and K / 8 are
+rounded up.
+
+Sources: the published checkpoints' tensors; for the order of bits the code of AutoAWQ, AutoGPTQ, compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from raypp.errors import ModelLoadError
+from raypp.models.quantization import Quantization, WeightFormat
+from raypp.ops.quantize import quantize_rows
+from raypp.ops.weight import Weight
+
+_NUMBERS = 8  # of an int32
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an int32 AWQ keeps output 0, 1, ... of its eight."""
+_SYMMETRIC_ZERO = 8
+
+
+class StoredTensors(Protocol):
+    """Gives a checkpoint's tensors by their names; see `raypp.models.weights.WeightSource`."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor, converted to `dtype`."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor, None if there is none of that name."""
+
+
+class StoredWeight:
+    """The tensors of one linear layer.
+
+    Args:
+        tensors: Where they are.
+        module: Its whole name, such as `model.layers.0.mlp.gate_proj`.
+        quantization: How it is stored.
+        shape: N and K.
+        dtype: What weights become that are not in 8 bits yet, before they are.
+        device: Where everything goes.
+    """
+
+    def __init__(
+        self,
+        tensors: StoredTensors,
+        module: str,
+        quantization: Quantization,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._tensors = tensors
+        self.module = module
+        self.quantization = quantization
+        self.num_outputs, self.num_inputs = shape
+        self.dtype = dtype
+        self._device = device
+        rows, columns = quantization.block
+        self.block = (rows, columns or self.num_inputs)
+
+    def read(self) -> Weight:
+        """Return the weight.
+
+        Raises:
+            ModelLoadError: a tensor is missing, has the wrong shape or type, or cannot be read.
+        """
+        if self.quantization.bits == 4 and self.num_inputs % 2:
+            raise self.error("weight", f"{self.num_inputs} inputs", "an even number of inputs, for 4 bits")
+        return _READERS[self.quantization.format](self)
+
+    @property
+    def num_groups(self) -> int:
+        """C."""
+        return math.ceil(self.num_inputs / self.block[1])
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of this layer, on the device."""
+        return self._tensors.get(f"{self.module}.{name}", shape, dtype).to(self._device)
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a tensor of this layer, None if it has none of that name."""
+        return self._tensors.shape_of(f"{self.module}.{name}")
+
+    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
+        """Return the error of a tensor of this layer."""
+        return ModelLoadError(f"tensor {self.module}.{name} is not usable", got=got, expected=expected, hint=hint)
+
+
+def _read_fp8(stored: StoredWeight) -> Weight:
+    data = stored.get("weight", (stored.num_outputs, stored.num_inputs), torch.float8_e4m3fn)
+    name = "weight_scale_inv" if stored.shape_of("weight_scale_inv") is not None else "weight_scale"
+    rows, columns = stored.block
+    shape = (math.ceil(stored.num_outputs / rows), math.ceil(stored.num_inputs / columns))
+    got = stored.shape_of(name)
+    if got is not None and stored.quantization.block == (1, 0) and got in ((), (1,), (1, 1), shape[:1]):
+        scale = stored.get(name, got, torch.float32).reshape(-1, 1).expand(shape).contiguous()
+    else:
+        scale = stored.get(name, shape, torch.float32)
+    return Weight(data, scale, block=stored.block)
+
+
+def _read_online_fp8(stored: StoredWeight) -> Weight:
+    data, scale = quantize_rows(stored.get("weight", (stored.num_outputs, stored.num_inputs), stored.dtype))
+    return Weight(data, scale.unsqueeze(1), block=stored.block)
+
+
+def _read_awq(stored: StoredWeight) -> Weight:
+    num_outputs, groups = stored.num_outputs, stored.num_groups
+    packed_outputs = math.ceil(num_outputs / _NUMBERS)
+    packed = stored.get("qweight", (stored.num_inputs, packed_outputs), torch.int32)
+    zeros = stored.get("qzeros", (groups, packed_outputs), torch.int32)
+    scale = stored.get("scales", (groups, num_outputs), torch.float32)
+    return Weight(
+        _in_pairs(_unpacked(packed, 1, _AWQ_PLACES)[:, :num_outputs].t()),
+        scale.t().contiguous(),
+        _unpacked(zeros, 1, _AWQ_PLACES)[:, :num_outputs].t().contiguous(),
+        stored.block,
+    )
+
+
+def _read_gptq(stored: StoredWeight) -> Weight:
+    num_outputs, groups = stored.num_outputs, stored.num_groups
+    packed = stored.get("qweight", (math.ceil(stored.num_inputs / _NUMBERS), num_outputs), torch.int32)
+    zeros = stored.get("qzeros", (groups, math.ceil(num_outputs / _NUMBERS)), torch.int32)
+    scale = stored.get("scales", (groups, num_outputs), torch.float32)
+    zero = (_unpacked(zeros, 1)[:, :num_outputs].t() + stored.quantization.zero_offset) & 15
+    if not stored.quantization.has_zeros and not bool((zero == _SYMMETRIC_ZERO).all()):
+        raise stored.error(
+            "qzeros",
+            f"zeros from {int(zero.min())} to {int(zero.max())}",
+            f"{_SYMMETRIC_ZERO} everywhere: config.json says sym",
+            hint="set sym to false in config.json's quantization_config if the zeros are right",
+        )
+    numbers, order = _by_group(stored, _unpacked(packed, 0)[: stored.num_inputs].t(), "g_idx")
+    return Weight(
+        _in_pairs(numbers),
+        scale.t().contiguous(),
+        zero.contiguous() if stored.quantization.has_zeros else None,
+        stored.block,
+        order,
+    )
+
+
+def _read_compressed_int4(stored: StoredWeight) -> Weight:
+    num_outputs, num_inputs, groups = stored.num_outputs, stored.num_inputs, stored.num_groups
+    packed = stored.get("weight_packed", (num_outputs, math.ceil(num_inputs / _NUMBERS)), torch.int32)
+    scale = stored.get("weight_scale", (num_outputs, groups), torch.float32)
+    if stored.shape_of("weight_shape") is not None:
+        shape = stored.get("weight_shape", (2,), torch.int64).tolist()
+        if shape != [num_outputs, num_inputs]:
+            raise stored.error("weight_shape", shape, f"{[num_outputs, num_inputs]}, by config.json")
+    zero = None
+    if stored.quantization.has_zeros:
+        zeros = stored.get("weight_zero_point", (math.ceil(num_outputs / _NUMBERS), groups), torch.int32)
+        zero = _unpacked(zeros, 0)[:num_outputs].contiguous()
+    numbers, order = _by_group(stored, _unpacked(packed, 1)[:, :num_inputs], "weight_g_idx")
+    return Weight(_in_pairs(numbers), scale, zero, stored.block, order)
+
+
+_READERS: dict[WeightFormat, Callable[[StoredWeight], Weight]] = {
+    "fp8": _read_fp8,
+    "online_fp8": _read_online_fp8,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed_int4": _read_compressed_int4,
+}
+
+
+def _unpacked(packed: torch.Tensor, dim: int, places: tuple[int, ...] = tuple(range(_NUMBERS))) -> torch.Tensor:
+    """Return the numbers of a matrix of int32 along one of its dimensions, uint8.
+
+    Args:
+        packed: [A, B] int32.
+        dim: Along which eight numbers were put into one.
+        places: Where in an int32 the first, second, ... number of these is.
+    """
+    in_bytes = packed.contiguous().view(torch.uint8).view(*packed.shape, _NUMBERS // 2)
+    numbers = torch.stack((in_bytes & 15, in_bytes >> 4), -1).flatten(-2)  # [A, B, 8]
+    if places != tuple(range(_NUMBERS)):
+        numbers = numbers[..., list(places)]
+    return numbers.transpose(1, 2).flatten(0, 1) if dim == 0 else numbers.flatten(1)
+
+
+def _in_pairs(numbers: torch.Tensor) -> torch.Tensor:
+    """Return numbers of 4 bits, [N, K] uint8, two in a byte, [N, K / 2]: the first in its low half."""
+    return (numbers[:, ::2] | numbers[:, 1::2] << 4).contiguous()
+
+
+def _by_group(stored: StoredWeight, numbers: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the columns of a matrix sorted by their group, and their inputs; None where they were sorted.
+
+    Args:
+        stored: Whose they are.
+        numbers: [N, K].
+        name: Of the tensor that says which group an input is of.
+    """
+    num_inputs, columns = stored.num_inputs, stored.block[1]
+    if not stored.quantization.has_order and stored.shape_of(name) is None:
+        return numbers, None
+    group = stored.get(name, (num_inputs,), torch.int64)
+    sorted_group, order = group.sort(stable=True)
+    expected = torch.arange(num_inputs, device=group.device) // columns
+    if torch.equal(group, expected):
+        return numbers, None
+    if not torch.equal(sorted_group, expected):
+        raise stored.error(name, "groups of other sizes", f"{stored.num_groups} groups of {columns} inputs")
+    return numbers.index_select(1, order), order

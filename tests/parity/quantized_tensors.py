@@ -1,0 +1,210 @@
+"""Linear layers as checkpoints store them in few bits: written bit by bit, from the published layouts.
+
+Nothing here shares code with `raypp.models.weight_formats`, which reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+_GROUP = 8
+_BLOCK = (12, 20)  # which divides few sizes
+_CODE_BITS, _CODES = 4, 8
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def _compressed(form: str, **weights: object) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {"dynamic": False, "symmetric": True, "actorder": None, **weights},
+                "input_activations": {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"},
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+def _fp8(**more: object) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", **more}
+
+
+def _float8(**weights: object) -> dict[str, Any]:
+    return _compressed("float-quantized", num_bits=8, type="float", **weights)
+
+
+def _int4(**weights: object) -> dict[str, Any]:
+    return _compressed("pack-quantized", num_bits=4, type="int", **weights)
+
+
+def _gptq(**more: object) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": True, "desc_act": False, **more}
+
+
+CONFIGS = {
+    "fp8 blocks": _fp8(weight_block_size=list(_BLOCK), modules_to_not_convert=["lm_head"]),
+    "fp8 tensor": _fp8(activation_scheme="static"),
+    "compressed fp8 tensor": _float8(strategy="tensor"),
+    "compressed fp8 channel": _float8(strategy="channel"),
+    "compressed fp8 blocks": _float8(strategy="block", block_structure=list(_BLOCK)),
+    "compressed fp8 groups": _float8(strategy="group", group_size=_GROUP),
+    "compressed int4": _int4(strategy="group", group_size=_GROUP),
+    "compressed int4 zeros": _int4(strategy="group", group_size=_GROUP, symmetric=False, actorder="weight"),
+    "compressed int4 channel": _int4(strategy="channel", symmetric=False),
+    "compressed int4 order": _int4(strategy="group", group_size=_GROUP, actorder="group"),
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"},
+    "gptq": _gptq(lm_head=False),
+    "gptq channel": _gptq(group_size=-1, desc_act=True),
+    "gptq zeros": _gptq(sym=False),
+    "gptq order": _gptq(desc_act=True),
+    "gptq v2 zeros order": _gptq(sym=False, desc_act=True, checkpoint_format="gptq_v2"),
+}
+"""By a name of our own, the `quantization_config` of checkpoints whose tensors `quantized_layer` writes."""
+
+
+def quantized_layer(form: str, weight: torch.Tensor, order_seed: int = 0) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return a linear layer's tensors by the ends of their names, and the values that they stand for, [N, K] float32.
+
+    Args:
+        form: A key of `CONFIGS`.
+        weight: [N, K] float32.
+        order_seed: Of which group each input is, where that is up to the layer.
+    """
+    config = CONFIGS[form]
+    if "fp8" in form:
+        return _eight_bits(config, weight)
+    return _four_bits(form, config, weight, order_seed)
+
+
+def _eight_bits(config: dict[str, Any], weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    (num_outputs, num_inputs), is_compressed = weight.shape, "config_groups" in config
+    scheme = config["config_groups"]["group_0"]["weights"] if is_compressed else config
+    structure = scheme.get("block_structure" if is_compressed else "weight_block_size")
+    rows, columns = {
+        "channel": (1, num_inputs),
+        "group": (1, _GROUP),
+        "block": structure,
+    }.get(scheme.get("strategy", "block" if structure else "tensor"), (num_outputs, num_inputs))
+    scale = torch.zeros(math.ceil(num_outputs / rows), math.ceil(num_inputs / columns))
+    data, values = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn), torch.zeros(weight.shape)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            block = (slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns))
+            scale[i, j] = (weight[block].abs().max() / 448).bfloat16()
+            data[block] = (weight[block] / scale[i, j]).to(torch.float8_e4m3fn)
+            values[block] = data[block].float() * scale[i, j]
+    if is_compressed:
+        stored = scale.reshape(1) if scheme["strategy"] == "tensor" else scale
+        return {"weight": data, "weight_scale": stored.bfloat16()}, values
+    if structure:
+        return {"weight": data, "weight_scale_inv": scale}, values
+    return {"weight": data, "weight_scale": scale.reshape(()), "input_scale": torch.ones(())}, values
+
+
+def _four_bits(
+    form: str, config: dict[str, Any], weight: torch.Tensor, order_seed: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    num_outputs, num_inputs = weight.shape
+    group = num_inputs if "channel" in form else _GROUP
+    has_zeros = "zeros" in form or form in ("awq", "compressed int4 channel")
+    num_groups = math.ceil(num_inputs / group)
+    places = list(range(num_inputs))
+    if "order" in form:
+        places = torch.randperm(num_inputs, generator=torch.Generator().manual_seed(order_seed)).tolist()
+    group_of = [0] * num_inputs
+    for place, column in enumerate(places):
+        group_of[column] = place // group
+    scale = torch.zeros(num_outputs, num_groups)
+    zero = torch.full((num_outputs, num_groups), 8)
+    code = torch.zeros(num_outputs, num_inputs, dtype=torch.int64)
+    for g in range(num_groups):
+        columns = [column for column in range(num_inputs) if group_of[column] == g]
+        part = weight[:, columns]
+        if has_zeros:
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
+            scale[:, g] = ((high - low) / 14).half().float()
+            zero[:, g] = (-low / scale[:, g]).round().clamp(1, 15).long()
+        else:
+            scale[:, g] = (part.abs().amax(1) / 7).half().float()
+        code[:, columns] = (part / scale[:, g : g + 1] + zero[:, g : g + 1]).round().clamp(0, 15).long()
+    values = (code - zero[:, group_of]) * scale[:, group_of]
+    g_idx = torch.tensor(group_of, dtype=torch.int32)
+    if form == "awq":
+        tensors = {
+            "qweight": _joined(code.t(), 1, _AWQ_ORDER),
+            "qzeros": _joined(zero.t(), 1, _AWQ_ORDER),
+            "scales": scale.t().half().contiguous(),
+        }
+    elif form.startswith("gptq"):
+        tensors = {
+            "qweight": _joined(code.t(), 0),
+            "qzeros": _joined(zero.t() - (0 if "v2" in form else 1), 1),
+            "scales": scale.t().half().contiguous(),
+            "g_idx": g_idx,
+        }
+    else:
+        tensors = {
+            "weight_packed": _joined(code, 1),
+            "weight_scale": scale.half(),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if has_zeros:
+            tensors["weight_zero_point"] = _joined(zero, 0)
+        if "order" in form:
+            tensors["weight_g_idx"] = g_idx
+    return tensors, values
+
+
+def _joined(numbers: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(_CODES))) -> torch.Tensor:
+    """Return eight numbers in one int32 along a dimension; the lowest bits hold number order[0] of eight."""
+    listed: list[list[int]] = numbers.tolist() if dim else numbers.t().tolist()
+    joined = []
+    for line in listed:
+        words = []
+        for start in range(0, len(line), _CODES):
+            eight = (line[start : start + _CODES] + [0] * _CODES)[:_CODES]
+            word = 0
+            for index, of in enumerate(order):
+                word |= eight[of] << (_CODE_BITS * index)
+            words.append(word - (1 << 32) if word >= 1 << 31 else word)
+        joined.append(words)
+    result = torch.tensor(joined, dtype=torch.int32)
+    return result if dim else result.t().contiguous()
+
+
+def quantize_checkpoint(form: str, source: Path, quantized: Path, dequantized: Path) -> None:
+    """Write a checkpoint with the linear layers of another, of one file, in few bits, and one with the same values.
+
+    Queries and values have different act-orders; a gate and what it is multiplied with have one.
+    """
+    small: dict[str, torch.Tensor] = {}
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        layer = module.rpartition(".")[2]
+        if kind != "weight" or layer not in _LINEAR:
+            small[name] = plain[name] = tensor
+            continue
+        tensors, plain[name] = quantized_layer(form, tensor.float(), order_seed=int(layer == "v_proj"))
+        small |= {f"{module}.{end}": stored for end, stored in tensors.items()}
+    config = json.loads((source / "config.json").read_text())
+    for directory, tensors, more in (
+        (quantized, small, {"quantization_config": CONFIGS[form]}),
+        (dequantized, plain, {}),
+    ):
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps({**config, **more}))
