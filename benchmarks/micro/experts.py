@@ -1,11 +1,11 @@
-"""Checks the kernels of experts on a GPU, and times them by the tokens of a step: whole, one by one, and other cuts.
+"""Checks the kernels of experts on a GPU, and times them by the tokens of a step: whole, and one by one.
 
-    python benchmarks/micro/experts.py                                     Qwen3-30B-A3B's shapes, about two minutes
-    python benchmarks/micro/experts.py --shape 235b --tokens 1 32 --cuts   other shapes, some sizes, more cuts
+    python benchmarks/micro/experts.py                                         Qwen3-30B-A3B, about a minute
+    python benchmarks/micro/experts.py --shape 235b --kinds fp8 --tokens 1 32  another model, one kind of weights
 
 Times are medians in microseconds per layer, of a CUDA graph of layers that have weights of their own, so that the
 second-level cache does not help. `floor` is what the chosen experts' weights take at 4.3 TB/s. A part that fails says
-why and does not stop the others. The last line is JSON.
+why and does not stop the others. The last line is JSON. Other cuts: `tune_experts.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from raypp.ops.cuda import expert_products as products
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
-from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import arrange, route
 from raypp.ops.routing import Routing, choose_experts
 from raypp.ops.weight import Weight, WeightKind
@@ -43,7 +42,6 @@ SHAPES = {
     "mixtral": ExpertShape(4096, 14336, 8, 2),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
-TUNED = (1, 2, 8, 32, 128, 256, 2048)  # every second one in fewer bits
 BYTES_PER_US = 4.3e6
 LAYER_BYTES = 12 << 30  # of all layers that are timed
 MOST_LAYERS = 12
@@ -193,77 +191,24 @@ def measure(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> F
     return {"us": us, "floor": round(floor, 2), "parts": by_part}
 
 
-def few_cuts(shape: ExpertShape, chosen: ExpertCut) -> list[ExpertCut]:
-    """Return cuts without tiles."""
-    gate_up, down = shape.kinds
-    if gate_up == "plain":
-        cuts = [(1, 2048, 4), (2, 1024, 4), (2, 2048, 4), (4, 512, 4), (8, 512, 4), (8, 256, 4), (4, 1024, 4)]
-        cuts += [(4, 2048, 8), (2, 2048, 8), (1, 2048, 2), (2, 512, 2), (2, 1024, 2), (4, 512, 2), (2, 512, 1)]
-    else:
-        cuts = [(outputs, 128, warps) for outputs in (4, 8, 16, 32, 64) for warps in (1, 2, 4, 8)]
-    found = [
-        replace(chosen, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages))
-        for outputs, inputs, warps in cuts
-        for stages in ((1, 2, 3, 4) if gate_up == "plain" else (1, 3, 5))
-    ]
-    if down == "plain":
-        cuts = [(1, 1024, 4), (2, 256, 4), (2, 512, 4), (4, 256, 4), (4, 128, 4), (8, 128, 4), (8, 256, 4)]
-        cuts += [(1, 256, 2), (2, 256, 2), (4, 256, 8), (2, 256, 8)]
-    else:
-        cuts = [(outputs, 128, warps) for outputs in (1, 2, 4, 8, 16) for warps in (2, 4, 8)]
-    return found + [
-        replace(chosen, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages))
-        for outputs, inputs, warps in cuts
-        for stages in (1, 3, 5)
-    ]
+def compile_cuts(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
+    """Compile the kernels of cuts, by as many processes as there are processors."""
+    started = time.monotonic()
+    num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
+    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
+        pool.map(_compile_some, [jobs[index::num_processes] for index in range(num_processes)])
+    print(f"compiled {len(jobs)} cuts in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def tile_cuts(shape: ExpertShape, chosen: ExpertCut, rows_mean: float) -> list[ExpertCut]:
-    """Return cuts with tiles."""
-    if rows_mean > 24:  # compute counts
-        tile_rows: Sequence[int] = (64, 128)
-        gate_ups = [(128, 64, 3, 8), (128, 64, 4, 8), (64, 64, 4, 4), (64, 64, 4, 8), (128, 32, 4, 8), (64, 128, 3, 4)]
-        downs = [(128, 64, 3, 8), (128, 64, 4, 4), (64, 64, 4, 4), (256, 64, 3, 8), (128, 128, 3, 8), (128, 64, 4, 8)]
-    else:
-        tile_rows = (8, 16, 32) if shape.kinds[0] != "fp8" else (16, 32)
-        tile_rows = tuple(rows for rows in tile_rows if rows_mean <= rows <= 32 * max(1, rows_mean))
-        gate_ups = [(32, 128, 4, 4), (64, 64, 3, 4), (64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 2, 4), (64, 128, 3, 4)]
-        gate_ups += [(128, 64, 3, 4), (128, 64, 4, 8), (64, 256, 2, 4), (128, 128, 2, 8)]
-        downs = [(64, 64, 4, 4), (64, 64, 6, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 256, 2, 4), (64, 256, 3, 4)]
-        downs += [(128, 64, 4, 4), (128, 128, 3, 4), (128, 128, 3, 8), (128, 64, 3, 4), (32, 256, 3, 4)]
-    if shape.kinds[0] != "plain":
-        every = [(stages, warps) for stages in (2, 3, 4, 5, 6) for warps in (4, 8)]
-        gate_ups = [(outputs, 128, *each) for outputs in (128,) for each in every]
-        if shape.kinds[0] == "int4":
-            gate_ups += [(outputs, 128, stages, 4) for outputs in (32, 64) for stages in (3, 4, 5)]
-        downs = [(outputs, 128, *each) for outputs in (64, 128, 256) for each in every]
-    found = []
-    for rows in tile_rows:
-        base = replace(chosen, tile_rows=rows)
-        found.append(base)
-        for outputs, inputs, stages, warps in gate_ups:
-            found.append(replace(base, gate_up=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
-        for outputs, inputs, stages, warps in downs:
-            found.append(replace(base, down=Tuning(outputs, inputs, num_warps=warps, num_stages=stages)))
-    return found
+def layers_of(shape: ExpertShape) -> list[CudaExperts]:
+    """Return as many layers as are timed in one graph."""
+    layer = random_experts(shape, 1)[0]
+    layer_bytes = layer._gate_up.num_bytes + layer._down.num_bytes
+    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer_bytes)) - 1)
+    return [layer, *random_experts(shape, num_others, 1)]
 
 
-def candidates(num_tokens: int, shape: ExpertShape, device: Device) -> list[ExpertCut]:
-    """Return cuts to try: those of one product with the chosen one of the other."""
-    chosen = choose_cut(num_tokens, shape, device)
-    found = [chosen]
-    few = choose_cut(1, shape, device)
-    tiles = choose_cut(max(num_tokens, 4), shape, device)
-    if num_tokens == 1:
-        found += few_cuts(shape, few)
-    elif num_tokens * shape.num_chosen <= 64:
-        found.append(few)
-    if num_tokens > 1:
-        found += tile_cuts(shape, tiles, num_tokens * shape.num_chosen / shape.num_experts)
-    return list(dict.fromkeys(found))
-
-
-def compile_some(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
+def _compile_some(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
     """Launch kernels once with few experts, so that they lie in Triton's cache."""
     layers: dict[ExpertShape, CudaExperts] = {}
     for shape, num_tokens, cut in jobs:
@@ -277,32 +222,6 @@ def compile_some(jobs: Sequence[tuple[ExpertShape, int, ExpertCut]]) -> None:
             continue  # it will show up later
 
 
-def tune(layers: list[CudaExperts], num_tokens: int, shape: ExpertShape) -> Figures:
-    """Time cuts, and print the best ones."""
-    hidden = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=BF16)
-    device, results = layers[0]._device, []
-    chosen = choose_cut(num_tokens, shape, device)
-    for cut in candidates(num_tokens, shape, device):
-        us = attempt(cut_name(cut), lambda cut=cut: time_layers(layers, hidden, cut))
-        if us is not None:
-            results.append((us, cut_name(cut) + (" (chosen)" if cut == chosen else "")))
-    results.sort()
-    print(f"cuts for {num_tokens} tokens, the best, the chosen one and the worst of {len(results)}:", flush=True)
-    for at, (us, name) in enumerate(results):
-        if at < 14 or "chosen" in name or at == len(results) - 1:
-            print(f"   {us:9.2f} {name}", flush=True)
-    return {name: us for us, name in results}
-
-
-def cut_name(cut: ExpertCut) -> str:
-    """Return a cut in a few characters: outputs x inputs, stages, warps."""
-
-    def name(tuning: Tuning) -> str:
-        return f"{tuning.outputs}x{tuning.inputs} s{tuning.num_stages} w{tuning.num_warps}"
-
-    return f"rows {cut.tile_rows}, gate_up {name(cut.gate_up)}, down {name(cut.down)}"
-
-
 def library_tflops(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> str:
     """Return what torch's grouped product reaches for the first product alone."""
     pairs = num_tokens * shape.num_chosen
@@ -314,22 +233,17 @@ def library_tflops(layer: CudaExperts, num_tokens: int, shape: ExpertShape) -> s
     )
 
 
-def measure_kind(shape: ExpertShape, tokens: Sequence[int], tuned: Sequence[int]) -> Figures:
+def measure_kind(shape: ExpertShape, tokens: Sequence[int]) -> Figures:
     """Check and time all numbers of tokens with weights of one kind."""
     figures: Figures = {}
-    layer = random_experts(shape, 1)[0]
-    layer_bytes = layer._gate_up.num_bytes + layer._down.num_bytes
-    num_others = max(1, min(MOST_LAYERS, math.floor(LAYER_BYTES / layer_bytes)) - 1)
-    layers = [layer, *random_experts(shape, num_others, 1)]
+    layers = layers_of(shape)
+    layer = layers[0]
     print(f"{torch.cuda.get_device_name()}, {len(layers)} layers in {' and '.join(shape.kinds)}", flush=True)
     for num_tokens in tokens:
         print(attempt(f"check of {num_tokens}", partial(check, layer, num_tokens, shape)), flush=True)
     for num_tokens in tokens:
         some = layers if num_tokens <= 256 else layers[:2]
         figures[f"{num_tokens} tokens"] = attempt(str(num_tokens), partial(measure, some, num_tokens, shape))
-    for num_tokens in tuned if shape.kinds[0] == "plain" else tuned[::2]:
-        some = layers if num_tokens <= 256 else layers[:2]
-        figures[f"cuts for {num_tokens}"] = attempt(str(num_tokens), partial(tune, some, num_tokens, shape))
     if shape.kinds[0] == "plain":
         print(attempt("library", partial(library_tflops, layer, 8192, shape)), flush=True)
     return figures
@@ -341,22 +255,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="30b")
     parser.add_argument("--kinds", choices=("plain", "fp8", "int4"), nargs="+", default=["plain", "fp8", "int4"])
     parser.add_argument("--tokens", type=int, nargs="*", default=list(TOKENS))
-    parser.add_argument("--cuts", type=int, nargs="*", default=list(TUNED), help="numbers of tokens to try cuts for")
     args = parser.parse_args()
     require_gpu()
     started = time.monotonic()
     device = Device.of(torch.device("cuda"))
     shapes = {kind: replace(SHAPES[args.shape], kinds=(kind, kind)) for kind in args.kinds}
     jobs = [(shape, n, choose_cut(n, shape, device)) for shape in shapes.values() for n in args.tokens]
-    jobs += [(shape, n, cut) for shape in shapes.values() for n in args.cuts for cut in candidates(n, shape, device)]
-    num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
-    with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        pool.map(compile_some, [jobs[index::num_processes] for index in range(num_processes)])
-    print(f"compiled {len(jobs)} cuts in {time.monotonic() - started:.0f} s", flush=True)
+    compile_cuts(jobs)
     with torch.inference_mode():
-        figures = {
-            kind: attempt(kind, partial(measure_kind, shape, args.tokens, args.cuts)) for kind, shape in shapes.items()
-        }
+        figures = {kind: attempt(kind, partial(measure_kind, shape, args.tokens)) for kind, shape in shapes.items()}
     print(f"{time.monotonic() - started:.0f} s", flush=True)
     print_report("experts", vars(args), figures)
 

@@ -32,7 +32,7 @@ from raypp.ops.weight import Weight, WeightKind
 _SUMMED = 1024  # outputs of a program that adds
 
 
-def has_kernel(weight: Weight, dtype: torch.dtype) -> bool:
+def has_kernel(weight: Weight, dtype: torch.dtype, device: Device) -> bool:
     """Return whether these kernels read a weight as it is, with tokens of this type."""
     if weight.kind == "plain":
         return weight.data.dtype == dtype
@@ -42,7 +42,7 @@ def has_kernel(weight: Weight, dtype: torch.dtype) -> bool:
     if weight.order is not None or weight.num_inputs % 32:
         return False
     if weight.kind == "fp8":
-        return is_one or columns % SCALED == 0
+        return device.has_fp8 and (is_one or columns % SCALED == 0)
     return rows == 1 and (is_one or columns in (32, 64) or columns % SCALED == 0)
 
 

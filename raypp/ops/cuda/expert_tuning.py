@@ -1,14 +1,24 @@
-"""Chooses how the products of experts are cut, by the tokens of a step and the shapes."""
+"""Chooses how the products of experts are cut, by the tokens of a step and the shapes.
+
+`raypp/assets/expert_cuts.json` has what benchmarks/micro/tune_experts.py found for some models. Other shapes get cuts
+that are good for those.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import triton
 
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.weight import WeightKind
+
+TABLE = Path(__file__).parents[2] / "assets" / "expert_cuts.json"
 
 MOST_FEW_PAIRS = 16
 """Up to so many pairs of a token and an expert are multiplied element by element."""
@@ -41,16 +51,57 @@ class ExpertCut:
 
 
 def choose_cut(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut:
-    """Return how the experts of so many tokens are computed."""
+    """Return how the experts of so many tokens are computed: by the table if it has the shape."""
+    return _tabulated(num_tokens, shape, device) or default_cut(num_tokens, shape)
+
+
+def default_cut(num_tokens: int, shape: ExpertShape, tile_rows: int | None = None) -> ExpertCut:
+    """Return a cut for shapes that are not in the table, with tiles of `tile_rows` if that is given."""
     num_pairs = num_tokens * shape.num_chosen
-    if num_pairs <= MOST_FEW_PAIRS:
-        return ExpertCut(0, _few_gate_up(shape.kinds[0]), _few_down(shape))
-    rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
-    tile_rows = (
-        16 if rows <= 8 else 32 if rows <= 16 else 64 if rows <= 32 or shape.kinds != ("plain", "plain") else 128
-    )
     gate_up, down = shape.kinds
+    if tile_rows is None:
+        rows = triton.next_power_of_2(triton.cdiv(num_pairs, shape.num_experts))
+        most = 128 if shape.kinds == ("plain", "plain") else 64
+        tile_rows = 0 if num_pairs <= MOST_FEW_PAIRS else min(max(16, 2 * rows), most)
+    if not tile_rows:
+        return ExpertCut(0, _few_gate_up(gate_up), _few_down(shape))
     return ExpertCut(tile_rows, _tiles(tile_rows, gate_up, True), _tiles(tile_rows, down, False))
+
+
+def shape_entry(shape: ExpertShape) -> str:
+    """Return the table's name of a shape."""
+    gate_up, down = shape.kinds
+    sizes = f"hidden {shape.hidden}, intermediate {shape.intermediate}"
+    return f"{sizes}, experts {shape.num_experts}, chosen {shape.num_chosen}, {gate_up} and {down}"
+
+
+def cut_entry(cut: ExpertCut) -> list[Any]:
+    """Return a cut as the table has it."""
+    products = [
+        [tuning.outputs, tuning.inputs, tuning.num_warps, tuning.num_stages] for tuning in (cut.gate_up, cut.down)
+    ]
+    return [cut.tile_rows, *products]
+
+
+def _tabulated(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut | None:
+    """Return the cut for the next larger number of tokens in the table. All GPUs of 227 KiB share what one has not."""
+    tables = _table()
+    if device.name not in tables and device.shared_bytes < Device.shared_bytes:
+        return None
+    for name in sorted(tables, key=lambda name: name != device.name):
+        cuts = {int(tokens): entry for tokens, entry in tables[name].get(shape_entry(shape), {}).items()}
+        if cuts:
+            tile_rows, *products = cuts[min((tokens for tokens in cuts if tokens >= num_tokens), default=max(cuts))]
+            tunings = (Tuning(outputs, inputs, 1, warps, stages) for outputs, inputs, warps, stages in products)
+            return ExpertCut(tile_rows, *tunings)
+    return None
+
+
+@cache
+def _table() -> dict[str, Any]:
+    """Return cuts by GPU, shape and number of tokens."""
+    tables: dict[str, Any] = json.loads(TABLE.read_text())
+    return tables
 
 
 def _few_gate_up(kind: WeightKind) -> Tuning:

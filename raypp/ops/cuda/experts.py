@@ -58,7 +58,7 @@ class CudaExperts:
         self._norm_weight = norm_weight
         self._eps = eps
         self._router = (router.float() * norm_weight.float()).to(router.dtype)
-        self._gate_up, self._down = (_readable(weight, router.dtype) for weight in (gate_up, down))
+        self._gate_up, self._down = (_readable(weight, router.dtype, device) for weight in (gate_up, down))
         self._routing = routing
         self._device = device
         self._workspace = workspace
@@ -68,11 +68,14 @@ class CudaExperts:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the MLP, [T, H]. Shapes: hidden [T, H] contiguous, may be overwritten."""
-        num_tokens = len(hidden)
+        return self.run(hidden, self.cut(len(hidden)))
+
+    def cut(self, num_tokens: int) -> ExpertCut:
+        """Return how so many tokens are cut."""
         cut = self._cuts.get(num_tokens)
         if cut is None:
             cut = self._cuts[num_tokens] = choose_cut(num_tokens, self._shape, self._device)
-        return self.run(hidden, cut)
+        return cut
 
     def run(self, hidden: torch.Tensor, cut: ExpertCut) -> torch.Tensor:
         """Do it with a cut of the caller's choice."""
@@ -90,9 +93,9 @@ class CudaExperts:
         return sum_of_experts(y, routed, hidden, device)
 
 
-def _readable(weight: Weight, dtype: torch.dtype) -> Weight:
+def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
     """Return a weight of a form that the kernels read."""
-    if not has_kernel(weight, dtype):
+    if not has_kernel(weight, dtype, device):
         if weight.kind != "plain":
             _LOG.warning(
                 "experts of %s with scales for blocks of %s%s have no kernels: they are widened to 16 bits",

@@ -29,6 +29,7 @@ class Device:
         shared_bytes: The most shared memory that a program may have.
         has_fp8: Whether it converts and multiplies float8_e4m3fn.
         is_interpreter: Whether Triton's interpreter runs kernels, which knows no assembly.
+        name: The GPU's.
     """
 
     torch_device: torch.device
@@ -37,6 +38,7 @@ class Device:
     shared_bytes: int = 227 << 10  # of compute capability 9.0
     has_fp8: bool = True
     is_interpreter: bool = False
+    name: str = ""
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
@@ -51,6 +53,7 @@ class Device:
             has_dependent_launch=properties.major >= 9,
             shared_bytes=most,
             has_fp8=(properties.major, properties.minor) >= (8, 9),
+            name=properties.name,
         )
 
     @property

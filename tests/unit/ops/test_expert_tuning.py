@@ -1,0 +1,56 @@
+"""How the products of experts are cut: by the table, which GPUs share, else by what is good in general."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from raypp.ops.cuda import expert_tuning
+from raypp.ops.cuda.expert_tuning import TABLE, ExpertShape, choose_cut, cut_entry, default_cut, shape_entry
+from raypp.ops.cuda.kernel_launch import Device
+
+SHAPE = ExpertShape(2048, 768, 128, 8)
+H200 = Device(torch.device("cpu"), 132, has_dependent_launch=True, name="NVIDIA H200")
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    cuts = {"8": [16, [64, 64, 4, 3], [64, 128, 4, 2]], "64": [32, [64, 64, 4, 4], [128, 64, 8, 4]]}
+    path = tmp_path / "cuts.json"
+    path.write_text(json.dumps({"NVIDIA H200": {shape_entry(SHAPE): cuts}}))
+    monkeypatch.setattr(expert_tuning, "TABLE", path)
+    expert_tuning._table.cache_clear()
+    yield cuts
+    expert_tuning._table.cache_clear()
+
+
+def test_the_next_larger_number_of_tokens_is_looked_up(table):
+    found = [cut_entry(choose_cut(num_tokens, SHAPE, H200)) for num_tokens in (1, 8, 9, 64, 65)]
+    assert found == [table["8"], table["8"], table["64"], table["64"], table["64"]]
+
+
+def test_a_gpu_that_nobody_measured_takes_those_of_another_if_they_fit(table):
+    other = replace(H200, name="NVIDIA H100")
+    assert cut_entry(choose_cut(8, SHAPE, other)) == table["8"]
+    assert choose_cut(8, SHAPE, replace(other, shared_bytes=99 << 10)) == default_cut(8, SHAPE)
+
+
+def test_other_shapes_are_not_in_the_table(table):
+    for shape in (replace(SHAPE, hidden=1024), replace(SHAPE, kinds=("fp8", "fp8"))):
+        for num_tokens in (1, 40, 5000):
+            assert choose_cut(num_tokens, shape, H200) == default_cut(num_tokens, shape)
+
+
+def test_the_table_that_ships_can_be_read():
+    for shapes in json.loads(TABLE.read_text()).values():
+        for cuts in shapes.values():
+            for tokens, (tile_rows, *products) in cuts.items():
+                assert int(tokens) > 0
+                assert tile_rows in (0, 8, 16, 32, 64, 128)
+                assert [len(product) for product in products] == [4, 4]
