@@ -28,6 +28,7 @@ def time_us(calls: Sequence[Callable[[], object]]) -> float:
 
     Each is run once before, so that nothing is compiled or allocated for the first time while capturing.
     """
+    torch.cuda.synchronize()  # what the calls read may still be under way in another stream
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls[:2]:

@@ -38,7 +38,7 @@ from raypp.ops.cuda.expert_tuning import (
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.projection import Tuning
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 8192)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 FEW_PAIRS = 32  # with more pairs, they are put into tiles
 
 

@@ -28,6 +28,8 @@ SCALED = 128
 _MAX_SPLITS = 16
 _SPLIT_INPUTS = 256  # loaded at once, before the tokens are there
 _MOST_SORTED_AT_ONCE = 4096
+_SEGMENT = 8192  # pairs that a program puts into their places
+_MOST_COMPARED = 1 << 15  # pairs with experts, by a program
 _MOST_PROGRAMS = 1024  # that normalize tokens
 
 
@@ -73,8 +75,15 @@ class Arranged:
 
 
 def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """Return how many tiles there can be at most, however the pairs are spread over experts."""
-    return (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
+    """Return how many places for tiles there are, however the pairs are spread over experts."""
+    if _is_tight(num_pairs, num_experts):
+        return (num_pairs + min(num_pairs, num_experts) * (tile_rows - 1)) // tile_rows
+    return num_pairs // tile_rows + num_experts
+
+
+def _is_tight(num_pairs: int, num_experts: int) -> bool:
+    """Return whether each program counts every expert's pairs, so that no place before the last tile is empty."""
+    return num_pairs * num_experts <= _MOST_COMPARED
 
 
 def route(
@@ -148,7 +157,9 @@ def arrange(
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=x.device)
     tiles = torch.empty(3, num_tiles, dtype=torch.int32, device=x.device)
     block = max(SCALED, triton.next_power_of_2(size))
-    _arrange[(max(num_experts, min(num_tokens, _MOST_PROGRAMS)),)](
+    num_segments = triton.cdiv(num_pairs, _SEGMENT)
+    num_programs = max(num_experts * num_segments, min(num_tokens, _MOST_PROGRAMS))
+    _arrange[(num_programs,)](
         x,
         norm_weight,
         eps,
@@ -162,9 +173,12 @@ def arrange(
         tiles,
         num_tiles,
         EXPERTS=num_experts,
-        EXPERTS_PADDED=triton.next_power_of_2(num_experts + 1),
+        EXPERTS_PADDED=triton.next_power_of_2(num_experts),
+        IS_TIGHT=_is_tight(num_pairs, num_experts),
         TILE_ROWS=tile_rows,
         AT_ONCE=min(_MOST_SORTED_AT_ONCE, max(32, triton.next_power_of_2(num_pairs))),
+        SEGMENT=_SEGMENT,
+        SEGMENTS=num_segments,
         BLOCK=block,
         KIND=kind,
         SCALED=SCALED,
@@ -313,19 +327,23 @@ def _arrange(
     num_tiles,
     EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
+    IS_TIGHT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND: tl.constexpr,
     SCALED: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    expert = tl.program_id(0)
+    program = tl.program_id(0)
+    expert, segment = program // SEGMENTS, program % SEGMENTS
     column = tl.arange(0, BLOCK)
     inside = column < size
     factor = tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)
     start(OVERLAPS)
-    for token in range(expert, num_tokens, tl.num_programs(0)):
+    for token in range(program, num_tokens, tl.num_programs(0)):
         row = tl.cast(token, tl.int64) * size
         value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
         value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
@@ -337,31 +355,48 @@ def _arrange(
             tl.store(normed_scale + tl.cast(token, tl.int64) * num_scales + group, scale, mask=group < num_scales)
         tl.store(normed + row + placed(column, size, KIND), value.to(normed.dtype.element_ty), mask=inside)
     if expert < EXPERTS:
-        other = tl.arange(0, EXPERTS_PADDED)
         index = tl.arange(0, AT_ONCE)
-        counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
+        before = tl.zeros((AT_ONCE,), tl.int32)  # pairs of experts with lower numbers
+        own = tl.zeros((AT_ONCE,), tl.int32)
+        own_before = tl.zeros((AT_ONCE,), tl.int32)  # in segments before this one
         for begin in range(0, num_pairs, AT_ONCE):
             of_pair = tl.load(experts + begin + index, mask=begin + index < num_pairs, other=EXPERTS)
-            counts += tl.histogram(of_pair, EXPERTS_PADDED)
-            tl.debug_barrier()  # Triton 3.7 forgets that all must have read the counts before their memory is used
-        num_before = tl.sum(tl.where(other < expert, counts, 0), 0)
-        num_own = tl.sum(tl.where(other == expert, counts, 0), 0)
-        own_tiles = tl.where(other < EXPERTS, (counts + TILE_ROWS - 1) // TILE_ROWS, 0)
-        tiles_before = tl.sum(tl.where(other < expert, own_tiles, 0), 0)
-        num_own_tiles = (num_own + TILE_ROWS - 1) // TILE_ROWS
-        some = tl.arange(0, 32)
-        for begin in range(0, num_own_tiles, 32):
-            number = begin + some
-            mask = number < num_own_tiles
-            tile = tiles + tiles_before + number
-            tl.store(tile, tl.zeros((32,), tl.int32) + expert, mask=mask)
-            tl.store(tile + num_tiles, num_before + number * TILE_ROWS, mask=mask)
-            tl.store(tile + 2 * num_tiles, tl.minimum(num_own - number * TILE_ROWS, TILE_ROWS), mask=mask)
-        if expert == EXPERTS - 1:  # the rest of the tiles
-            for begin in range(tiles_before + num_own_tiles, num_tiles, 32):
-                tl.store(tiles + begin + some, tl.full((32,), -1, tl.int32), mask=begin + some < num_tiles)
+            before += (of_pair < expert).to(tl.int32)
+            is_own = (of_pair == expert).to(tl.int32)
+            own += is_own
+            if SEGMENTS > 1:
+                own_before += tl.where(begin < segment * SEGMENT, is_own, 0)
+        num_before, num_own = tl.sum(before, 0), tl.sum(own, 0)
+        num_tiles_own = (num_own + TILE_ROWS - 1) // TILE_ROWS
+        if segment == 0:
+            some = tl.arange(0, 32)
+            if IS_TIGHT:
+                # Tiles follow each other; the last expert marks the places that are left.
+                other = tl.arange(0, EXPERTS_PADDED)
+                counts = tl.zeros((EXPERTS_PADDED,), tl.int32)
+                few = tl.arange(0, 32)
+                for begin in range(0, num_pairs, 32):
+                    of_pair = tl.load(experts + begin + few, mask=begin + few < num_pairs, other=EXPERTS)
+                    counts += tl.sum((of_pair[None, :] == other[:, None]).to(tl.int32), 1)
+                first_tile = tl.sum(tl.where(other < expert, (counts + TILE_ROWS - 1) // TILE_ROWS, 0), 0)
+                end_tile = first_tile + num_tiles_own
+                if expert == EXPERTS - 1:
+                    end_tile = num_tiles
+            else:
+                # Each expert has a place more than the tiles that its pairs fill.
+                first_tile = num_before // TILE_ROWS + expert
+                end_tile = (num_before + num_own) // TILE_ROWS + expert + 1
+            for begin in range(0, end_tile - first_tile, 32):
+                number = begin + some
+                mask = number < end_tile - first_tile
+                tile = tiles + first_tile + number
+                tl.store(tile, tl.where(number < num_tiles_own, expert, -1), mask=mask)
+                tl.store(tile + num_tiles, num_before + number * TILE_ROWS, mask=mask)
+                tl.store(tile + 2 * num_tiles, tl.minimum(num_own - number * TILE_ROWS, TILE_ROWS), mask=mask)
         place = num_before
-        for begin in range(0, num_pairs, AT_ONCE):
+        if SEGMENTS > 1:
+            place += tl.sum(own_before, 0)
+        for begin in range(segment * SEGMENT, tl.minimum(num_pairs, (segment + 1) * SEGMENT), AT_ONCE):
             pair = begin + index
             is_own = (tl.load(experts + pair, mask=pair < num_pairs, other=EXPERTS) == expert).to(tl.int32)
             tl.store(pairs + place + tl.cumsum(is_own, 0) - 1, pair, mask=is_own > 0)

@@ -13,6 +13,7 @@ import kernel_checks as checks
 import reference_ops as reference
 import torch
 
+from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
@@ -274,6 +275,13 @@ def test_routing(num_experts, routing):
 )
 def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
     checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
+
+
+def test_arrangement_of_many_pairs(monkeypatch):
+    """By several programs per expert, which do not count the pairs of others."""
+    for limit, value in {"_SEGMENT": 32, "_MOST_SORTED_AT_ONCE": 16, "_MOST_COMPARED": 0}.items():
+        monkeypatch.setattr(router_kernels, limit, value)
+    checks.check_arrangement(45, 5, 2, 8, 4)
 
 
 FEW, TILES = ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), ExpertCut(8, Tuning(16, 32), Tuning(16, 32))
