@@ -218,13 +218,18 @@ def _dynamic_skips(section: _Section) -> tuple[str, ...]:
     return skips
 
 
-def _read_compressed(section: _Section, model: ConfigFields) -> Quantization:
-    """Read compressed-tensors' `config_groups`, which must agree on the weights."""
+def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | None:
+    """Read compressed-tensors' `config_groups`, which must agree on the weights; None if only the KV cache has a form.
+
+    What form that is: `raypp.models.kv_cache_scheme`.
+    """
     if section.get("sparsity_config"):
         section.below("sparsity_config").require("format", ("dense",), where_unsaid="dense")
     if section.get("transform_config"):
         raise section.error("transform_config", _said(section.get("transform_config")), "nothing: weights as they are")
     skipped = section.names("ignore")
+    if not section.get("config_groups") and section.get("kv_cache_scheme"):
+        return None
     groups = section.below("config_groups")
     if not groups.values:
         raise section.error("config_groups", "no group", "a group of the weights of all linear layers")

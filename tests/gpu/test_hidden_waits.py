@@ -58,7 +58,7 @@ def run(engine: LocalEngine, seed: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("settings", [{}, NGRAM], ids=["plain", "drafts"])
+@pytest.mark.parametrize("settings", [{}, NGRAM, {"kv_cache_dtype": "fp8"}], ids=["plain", "drafts", "fp8_kv"])
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
 def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
     config = EngineConfig.from_flat(
@@ -76,7 +76,7 @@ def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, A
         num_kv_blocks=300,
         **settings,
     )
-    engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30)))
+    engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
     run(engine, 0)  # what is made when it is first needed is made
     with waits_are_errors():
         run(engine, 1)

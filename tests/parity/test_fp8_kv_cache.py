@@ -6,6 +6,7 @@ the same in one chunk and in many, after a preemption and behind a cached prefix
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from eagle_reference import make_head
 from hf_models import make_checkpoint
 from paged_runner import PagedRunner
+from safetensors.torch import load_file, save_file
 
 from raypp.config.engine_config import EngineConfig
 from raypp.ops.kv_cache import FP8
@@ -76,6 +78,30 @@ def test_text_does_not_depend_on_the_way(checkpoint, expected, way, tmp_path):
     assert stats.num_preemptions > 0 or "preemption" not in way
     assert stats.num_prefix_hit_tokens > 0 or "cached" not in way
     assert stats.num_prefill_chunks > stats.num_prefills or "chunks" not in way
+
+
+def test_scales_and_scheme_of_a_checkpoint(checkpoint, expected, tmp_path):
+    """The scheme switches 8 bits on, `model` switches them off; a scale that cuts values off changes the text."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    texts = {}
+    for scale in (1.0, 1e-5):
+        path = tmp_path / str(scale)
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config))
+        tensors = {}
+        for file in checkpoint.glob("*.safetensors"):
+            tensors |= load_file(file)
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}.self_attn."
+            tensors |= {prefix + "k_scale": torch.tensor(scale), prefix + "v_scale": torch.tensor([scale])}
+        save_file(tensors, path / "model.safetensors")
+        texts[scale], _ = generate(path, kv_cache_dtype="auto")
+        plan = plan_engine(EngineConfig.from_flat(str(path), kv_cache_dtype="model"), Hardware(1))
+        assert plan.kv_dtype == "float32"
+    assert texts[1.0] == expected
+    assert texts[1e-5] != expected
 
 
 def test_logits_are_near_those_of_32_bits(checkpoint):

@@ -8,6 +8,7 @@ from checkpoints import write_config
 from safetensors.torch import save_file
 
 from raypp.errors import ModelLoadError
+from raypp.models.config import load_model_config
 from raypp.models.config_fields import ConfigFields
 from raypp.models.kv_cache_scheme import has_fp8_kv_cache
 from raypp.models.kv_scales import read_kv_scales
@@ -21,6 +22,14 @@ def says(tmp_path, scheme):
     return has_fp8_kv_cache(
         ConfigFields(tmp_path / "config.json", {"quantization_config": {"kv_cache_scheme": scheme}})
     )
+
+
+@pytest.mark.parametrize("groups", [{}, None])
+def test_a_checkpoint_that_has_scales_alone(tmp_path, groups):
+    quantization = {"quant_method": "compressed-tensors", "config_groups": groups, "kv_cache_scheme": SCHEME}
+    config = load_model_config(write_config(tmp_path, quantization_config=quantization))
+    assert config.has_fp8_kv_cache
+    assert config.quantization is None
 
 
 def test_the_scheme_of_compressed_tensors(tmp_path):
