@@ -225,8 +225,9 @@ def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | N
     """
     if section.get("sparsity_config"):
         section.below("sparsity_config").require("format", ("dense",), where_unsaid="dense")
-    if section.get("transform_config"):
-        raise section.error("transform_config", _said(section.get("transform_config")), "nothing: weights as they are")
+    for name in ("transform_config", "moe_sparsity_config"):
+        if section.get(name):
+            raise section.error(name, _said(section.get(name)), "nothing: raypp reads the layers as the model has them")
     skipped = section.names("ignore")
     if not section.get("config_groups") and section.get("kv_cache_scheme"):
         return None

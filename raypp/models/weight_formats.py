@@ -29,6 +29,8 @@ _NUMBERS = 8  # of an int32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an int32 AWQ keeps output 0, 1, ... of its eight."""
 _SYMMETRIC_ZERO = 8
+_UNSORTED = -1
+"""The group of every input where compressed-tensors was told to sort and did not."""
 
 
 class StoredTensors(Protocol):
@@ -213,7 +215,7 @@ def _by_group(stored: StoredWeight, numbers: torch.Tensor, name: str) -> tuple[t
     group = stored.get(name, (num_inputs,), torch.int64)
     sorted_group, order = group.sort(stable=True)
     expected = torch.arange(num_inputs, device=group.device) // columns
-    if torch.equal(group, expected):
+    if torch.equal(group, expected) or bool((group == _UNSORTED).all()):
         return numbers, None
     if not torch.equal(sorted_group, expected):
         raise stored.error(name, "groups of other sizes", f"{stored.num_groups} groups of {columns} inputs")

@@ -158,6 +158,7 @@ def test_gptqs_dynamic_modules():
         (_compressed({"weights": None}), ["group_0.weights", "nothing", "an object"]),
         (_compressed(sparsity_config={"format": "sparse-24-bitmask"}), ["sparsity_config", "sparse-24"]),
         (_compressed(transform_config={"config_groups": {}}), ["transform_config"]),
+        (_compressed(moe_sparsity_config={"method": "prune"}), ["moe_sparsity_config", "prune"]),
         (_float8(strategy="tensor", symmetric=False), ["symmetric", "false", "true"]),
         (_float8(strategy="tensor", dynamic=True), ["dynamic", "true", "false"]),
     ],

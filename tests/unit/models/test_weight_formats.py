@@ -181,5 +181,28 @@ def test_an_odd_number_of_inputs_is_refused_in_4_bits(tmp_path):
         reader(tmp_path, quantization_of(CONFIGS["gptq"])).weight(("a",), (16,), 25)
 
 
+def test_inputs_that_were_never_sorted(tmp_path):
+    tensors, values = quantized_layer("compressed int4", torch.randn(16, 24))
+    tensors["weight_g_idx"] = torch.full((24,), -1)
+    save_file({f"m.a.{end}": tensor for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    weight = reader(tmp_path, quantization_of(CONFIGS["compressed int4 order"])).weight(("a",), (16,), 24)
+    assert weight.order is None
+    assert torch.equal(weight.dequantized(torch.float32), values)
+
+
+@pytest.mark.parametrize("form", [form for form in CONFIGS if form.startswith("compressed")])
+def test_the_tests_own_tensors_are_those_of_compressed_tensors(form):
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    if "order" in form:
+        pytest.skip("it no longer knows that")
+    config = quantization.QuantizationConfig.model_validate(CONFIGS[form])
+    scheme = config.config_groups["group_0"]
+    tensors, values = quantized_layer(form, torch.randn(16, 40))
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+    theirs = compressor.decompress(tensors, scheme)["weight"]
+    torch.testing.assert_close(theirs.float(), values, rtol=0.01, atol=0)  # it multiplies in 16 bits
+
+
 def test_fixtures_are_configurations_of_json():
     assert json.loads(json.dumps(CONFIGS)) == CONFIGS
