@@ -92,6 +92,8 @@ class JobSettings:
             "model": model.model,
             "load_format": model.load_format,
             "dtype": model.dtype,
+            "quantization": model.quantization,
+            "kv_cache_dtype": self.config.cache.kv_cache_dtype,
             "max_model_len": model.max_model_len,
             "seed": model.seed,
             "served_model_names": list(self.served_model_names),

@@ -25,6 +25,7 @@ from raypp.plan.speculation_plan import (
     speculation_bytes,
 )
 from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes
+from raypp.plan.weight_form import with_weight_form
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -73,7 +74,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         ResourceError: there is no GPU, and one is asked for.
     """
     model_path = find_model(config.model.model, config.model.revision)
-    described = load_model_config(model_path)
+    described = with_weight_form(config, load_model_config(model_path))
     model = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)

@@ -17,7 +17,7 @@ _GROUP = 8
 _BLOCK = (12, 20)  # which divides few sizes
 _CODE_BITS, _CODES = 4, 8
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def _compressed(form: str, **weights: object) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def quantize_checkpoint(form: str, source: Path, quantized: Path, dequantized: P
     for name, tensor in load_file(source / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
         layer = module.rpartition(".")[2]
-        if kind != "weight" or layer not in _LINEAR:
+        if kind != "weight" or layer not in LINEAR:
             small[name] = plain[name] = tensor
             continue
         tensors, plain[name] = quantized_layer(form, tensor.float(), order_seed=int(layer == "v_proj"))

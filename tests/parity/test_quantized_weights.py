@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from exactness import ExactComparison
 from hf_models import hf_greedy, load_reference, make_checkpoint
-from quantized_tensors import CONFIGS, quantize_checkpoint
+from quantized_tensors import CONFIGS, LINEAR, quantize_checkpoint
+from safetensors.torch import load_file, save_file
 
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
@@ -19,39 +21,60 @@ from raypp.types import SamplingParams
 FAMILY_SEEDS = (("qwen3", 14), ("llama", 9), ("qwen2", 12))  # all of one file; tied and not, with and without biases
 
 
-@pytest.mark.parametrize(("index", "form"), enumerate(CONFIGS))
-def test_greedy_tokens_equal_those_of_the_dequantized_model(tmp_path, index, form):
-    num_stages, (family, seed) = 1 + index % 3, FAMILY_SEEDS[index // 3 % 3]
-    source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3)
-    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
-    plan = plan_engine(
-        EngineConfig.from_flat(
-            str(tmp_path / "small"),
-            num_stages=num_stages,
-            block_size=4,
-            max_num_batched_tokens=24,
-            min_prefill_chunk_tokens=8,
-            max_model_len=128,
-            max_num_seqs=6,
-            num_kv_blocks=200,
-            stage_num_threads=1,
-        ),
-        Hardware(1),
-    )
+def compare_texts(source: Path, quantized: Path, dequantized: Path, **settings: object) -> None:
+    """Check that what one directory generates is what transformers generates from another."""
+    fixed = {"block_size": 4, "max_num_batched_tokens": 24, "min_prefill_chunk_tokens": 8, "max_model_len": 128}
+    more = {"max_num_seqs": 6, "num_kv_blocks": 200, "stage_num_threads": 1}
+    plan = plan_engine(EngineConfig.from_flat(str(quantized), **fixed, **more, **settings), Hardware(1))
     assert plan.model.quantization is not None
     engine = LocalEngine(plan)
 
-    def generate(prompts, lengths):
+    def generate(prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
         params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in lengths]
         return engine.generate(prompts, params)
 
-    rng, vocab_size = random.Random(seed), plan.model.vocab_size
+    rng, vocab_size = random.Random(0), plan.model.vocab_size
     prompts = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, 40))] for _ in range(4)]
     comparison = ExactComparison()
-    comparison.compare(tmp_path / "plain", prompts, 16, generate)
+    comparison.compare(dequantized, prompts, 16, generate)
     comparison.assert_rare()
     # The comparison is worth something: rounding changes every linear layer, and the text is no single token.
-    plain, original = (load_reference(path).state_dict() for path in (tmp_path / "plain", source))
+    plain, original = (load_reference(path).state_dict() for path in (dequantized, source))
     changed = [name for name, tensor in plain.items() if not torch.equal(tensor, original[name])]
     assert len(changed) == 7 * plan.model.num_layers
-    assert len(set(hf_greedy(tmp_path / "plain", prompts[0], 16)[0])) > 3
+    assert len(set(hf_greedy(dequantized, prompts[0], 16)[0])) > 3
+
+
+@pytest.mark.parametrize(("index", "form"), enumerate(CONFIGS))
+def test_greedy_tokens_equal_those_of_the_dequantized_model(tmp_path, index, form):
+    family, seed = FAMILY_SEEDS[index // 3 % 3]
+    source = make_checkpoint(family, seed, tmp_path / "source", min_layers=3)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    compare_texts(source, tmp_path / "small", tmp_path / "plain", num_stages=1 + index % 3)
+
+
+def test_greedy_tokens_of_weights_rounded_at_load(tmp_path):
+    source = make_checkpoint("qwen3", 14, tmp_path / "source", min_layers=3)
+    plain = load_file(source / "model.safetensors")
+    for name, tensor in plain.items():
+        if name.split(".")[-2] in LINEAR and name.endswith(".weight"):
+            scale = tensor.abs().amax(1, keepdim=True) / 448
+            plain[name] = (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "plain" / "config.json").write_text((source / "config.json").read_text())
+    compare_texts(source, source, tmp_path / "plain", num_stages=2, quantization="fp8")
+
+
+@pytest.mark.parametrize("form", ["fp8 blocks", "gptq v2 zeros order"])
+def test_dummy_weights_in_a_form(tmp_path, form):
+    source = make_checkpoint("qwen3", 14, tmp_path / "source", min_layers=3)
+    quantize_checkpoint(form, source, tmp_path / "small", tmp_path / "plain")
+    texts = []
+    for num_stages in (1, 3):
+        config = EngineConfig.from_flat(
+            str(tmp_path / "small"), load_format="dummy", num_stages=num_stages, num_kv_blocks=50, stage_num_threads=1
+        )
+        engine = LocalEngine(plan_engine(config, Hardware(1)))
+        texts.append(engine.generate([[5, 6, 7]], [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)]))
+    assert texts[0] == texts[1]
