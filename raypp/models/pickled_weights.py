@@ -42,6 +42,11 @@ class PickledWeights:
         tensor = self._tensors.get(name)
         return None if tensor is None else tuple(tensor.shape)
 
+    def type_of(self, name: str) -> torch.dtype | None:
+        """Return the type of a tensor, None if there is none of that name."""
+        tensor = self._tensors.get(name)
+        return None if tensor is None else tensor.dtype
+
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
         return self._tensors.keys() - self._read

@@ -25,7 +25,7 @@ WeightFormat = Literal["fp8", "awq", "gptq", "compressed_int4", "online_fp8"]
 LM_HEAD_MODULE = "lm_head"
 _FIELD = "quantization_config"
 _PATTERN = "re:"
-_SCALE_BYTES = 4
+_SCALE_BYTES = {4: 2, 8: 4}  # by the bits of an element
 _COMPRESSED_FORMATS = {"float": ("float-quantized", "naive-quantized"), "int": ("pack-quantized",)}
 
 
@@ -49,7 +49,7 @@ class Quantization:
         """Return the bytes of one weight: elements, scales, zeros, order."""
         rows, columns = self.block
         num_blocks = math.ceil(num_outputs / rows) * (math.ceil(num_inputs / columns) if columns else 1)
-        total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (_SCALE_BYTES + self.has_zeros)
+        total = num_outputs * num_inputs * self.bits // 8 + num_blocks * (_SCALE_BYTES[self.bits] + self.has_zeros)
         return total + 8 * num_inputs * self.has_order
 
     def covers(self, module: str) -> bool:

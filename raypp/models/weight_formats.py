@@ -42,6 +42,9 @@ class StoredTensors(Protocol):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, None if there is none of that name."""
 
+    def type_of(self, name: str) -> torch.dtype | None:
+        """Return the type of a tensor, None if there is none of that name."""
+
 
 class StoredWeight:
     """The tensors of one linear layer.
@@ -92,6 +95,11 @@ class StoredWeight:
         """Return a tensor of this layer, on the device."""
         return self._tensors.get(f"{self.module}.{name}", shape, dtype).to(self._device)
 
+    def get_scale(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the scales of 4-bit integers: in 16 bits, where they are stored so, else in float32."""
+        dtype = self._tensors.type_of(f"{self.module}.{name}")
+        return self.get(name, shape, dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32)
+
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor of this layer, None if it has none of that name."""
         return self._tensors.shape_of(f"{self.module}.{name}")
@@ -124,7 +132,7 @@ def _read_awq(stored: StoredWeight) -> Weight:
     packed_outputs = math.ceil(num_outputs / _NUMBERS)
     packed = stored.get("qweight", (stored.num_inputs, packed_outputs), torch.int32)
     zeros = stored.get("qzeros", (groups, packed_outputs), torch.int32)
-    scale = stored.get("scales", (groups, num_outputs), torch.float32)
+    scale = stored.get_scale("scales", (groups, num_outputs))
     return Weight(
         _in_pairs(_unpacked(packed, 1, _AWQ_PLACES)[:, :num_outputs].t()),
         scale.t().contiguous(),
@@ -137,7 +145,7 @@ def _read_gptq(stored: StoredWeight) -> Weight:
     num_outputs, groups = stored.num_outputs, stored.num_groups
     packed = stored.get("qweight", (math.ceil(stored.num_inputs / _NUMBERS), num_outputs), torch.int32)
     zeros = stored.get("qzeros", (groups, math.ceil(num_outputs / _NUMBERS)), torch.int32)
-    scale = stored.get("scales", (groups, num_outputs), torch.float32)
+    scale = stored.get_scale("scales", (groups, num_outputs))
     zero = (_unpacked(zeros, 1)[:, :num_outputs].t() + stored.quantization.zero_offset) & 15
     if not stored.quantization.has_zeros and not bool((zero == _SYMMETRIC_ZERO).all()):
         raise stored.error(
@@ -159,7 +167,7 @@ def _read_gptq(stored: StoredWeight) -> Weight:
 def _read_compressed_int4(stored: StoredWeight) -> Weight:
     num_outputs, num_inputs, groups = stored.num_outputs, stored.num_inputs, stored.num_groups
     packed = stored.get("weight_packed", (num_outputs, math.ceil(num_inputs / _NUMBERS)), torch.int32)
-    scale = stored.get("weight_scale", (num_outputs, groups), torch.float32)
+    scale = stored.get_scale("weight_scale", (num_outputs, groups))
     if stored.shape_of("weight_shape") is not None:
         shape = stored.get("weight_shape", (2,), torch.int64).tolist()
         if shape != [num_outputs, num_inputs]:

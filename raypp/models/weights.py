@@ -39,6 +39,7 @@ _TYPE_NAMES = {
     torch.uint8: "U8",
 }
 """As safetensors names types."""
+_TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
 class WeightSource(StoredTensors, Protocol):
@@ -96,6 +97,11 @@ class CheckpointWeights:
         """Return the shape of a tensor, None if there is none of that name."""
         file_name = self._file_of_tensor.get(name)
         return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
+
+    def type_of(self, name: str) -> torch.dtype | None:
+        """Return the type of a tensor, None if there is none of that name, or it is one that raypp never uses."""
+        file_name = self._file_of_tensor.get(name)
+        return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
@@ -227,7 +233,8 @@ class DummyWeights:
         else:
             noise = torch.randn(self._PERIOD, generator=generator).to(torch.float8_e4m3fn)
             data, deviation = self._repeated(noise, shape), 1.0
-        scale = torch.full(blocks, self._STANDARD_DEVIATION / deviation, device=self._device)
+        dtype = torch.float16 if quantization.bits == 4 else torch.float32  # as checkpoints mostly have them
+        scale = torch.full(blocks, self._STANDARD_DEVIATION / deviation, dtype=dtype, device=self._device)
         return Weight(data, scale, zero, (rows, columns), order)
 
     def _generator(self, name: str) -> torch.Generator:
@@ -244,6 +251,10 @@ class DummyWeights:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return None: what a checkpoint need not have is not there."""
+        return None
+
+    def type_of(self, name: str) -> torch.dtype | None:
+        """Return None, likewise."""
         return None
 
     def unread(self) -> Collection[str]:

@@ -41,6 +41,12 @@ class Weight:
         return "fp8" if self.data.dtype == torch.float8_e4m3fn else "plain"
 
     @property
+    def form(self) -> tuple[object, ...]:
+        """What weights that are one product have in common, but for the order of inputs."""
+        scale_dtype = None if self.scale is None else self.scale.dtype
+        return self.kind, scale_dtype, self.zero is None, self.num_inputs, self.block[1]
+
+    @property
     def num_outputs(self) -> int:
         """N."""
         return self.data.shape[-2]
@@ -89,12 +95,8 @@ class Weight:
 
 def has_form_of(one: Weight, other: Weight, *, with_order: bool = True) -> bool:
     """Return whether two weights can be stacked: of one kind, the same inputs in a block, in one order."""
-    forms = [
-        (weight.kind, weight.scale is None, weight.zero is None, weight.num_inputs, weight.block[1])
-        for weight in (one, other)
-    ]
-    if forms[0] != forms[1] or not with_order:
-        return forms[0] == forms[1]
+    if one.form != other.form or not with_order:
+        return one.form == other.form
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)
