@@ -11,6 +11,7 @@ What is compiled is compiled before, by as many processes as there are processor
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import os
@@ -34,9 +35,10 @@ from raypp.ops.cuda import scaled_library
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.int4_products import Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.projection import FEW_ROWS, Tuning
+from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8
+from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
-from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
+from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight
 
 BF16 = torch.bfloat16
@@ -135,37 +137,49 @@ class Products:
 
 def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4Tuning | None]:
     """Yield the cuts to try."""
-    kind = FORMS[form][0]
-    if kind == "fp8" and num_rows <= FEW_ROWS:
-        for outputs, inputs in ((1, 4096), (2, 4096), (4, 4096), (8, 2048), (4, 2048), (8, 1024), (8, 512), (16, 512)):
-            if inputs * outputs * num_rows * (1 + shape.is_gated) <= 16384 * 2:
-                yield Tuning(outputs, inputs)
-        return
-    if kind == "fp8":
+    splits: tuple[int, ...]
+    if FORMS[form][0] == "fp8" and num_rows <= MAX_EXACT_ROWS_OF_FP8:
+        cuts = (
+            (4, 4096),
+            (2, 4096),
+            (4, 2048),
+            (8, 2048),
+            (4, 1024),
+            (8, 1024),
+            (8, 512),
+            (16, 512),
+            (16, 256),
+            (32, 512),
+        )
+        for (outputs, inputs), stages in itertools.product(cuts, (2, 3, 4)):
+            yield Tuning(outputs, inputs, num_stages=stages)
+    elif FORMS[form][0] == "fp8":
         if num_rows > 64:
             yield None
-            for outputs, warps, stages in ((64, 4, 4), (128, 8, 4), (128, 4, 3)):
-                yield Tuning(outputs, 128, 1, warps, stages)
-            return
-        for outputs, inputs, stages in ((64, 128, 4), (64, 128, 6), (64, 256, 3), (128, 128, 3), (128, 128, 4)):
-            if inputs == 256 and form == "fp8 blocks":
-                continue
-            for splits in (1,) if shape.is_gated else (1, 2, 4):
-                yield Tuning(outputs, inputs, splits, 8 if outputs == 128 else 4, stages)
-        return
-    if num_rows > 64:
+        splits = (1, 2, 3, 4) if num_rows <= 128 else (1,)
+        tiles = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 8, 3)) if num_rows <= 64 else ()
+        wide = ((64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3))
+        for (outputs, warps, stages), num_splits in itertools.product(tiles or wide, splits):
+            yield Tuning(outputs, 128, num_splits, warps, stages)
+    elif num_rows <= 64:
+        rounds = ((1, 3), (1, 4), (2, 3), (4, 2))
+        for strips, num_splits, (pieces, stages), folds in itertools.product(
+            (1, 2), (1, 2, 3, 4), rounds, (False, True)
+        ):
+            yield Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
+    else:
         yield None
-        for strips, warps, most in ((1, 4, 64), (1, 4, 128), (2, 8, 64), (2, 8, 128), (2, 4, 64)):
-            yield Int4Tuning(strips, 1, warps, 4, most)
-        return
-    for strips, warps, stages in ((1, 4, 3), (1, 4, 5), (1, 4, 8), (2, 8, 4), (2, 4, 4)):
-        for splits in (1,) if shape.is_gated else (1, 2, 4):
-            yield Int4Tuning(strips, splits, warps, stages)
+        splits = (1, 2, 3) if num_rows <= 128 else (1,)
+        tiles = ((1, 4, 64), (1, 4, 128), (1, 8, 128), (2, 8, 64), (2, 8, 128))
+        for num_splits, (strips, warps, most), (pieces, stages), folds in itertools.product(
+            splits, tiles, ((1, 3), (1, 4), (2, 2)), (False, True)
+        ):
+            yield Int4Tuning(strips, num_splits, warps, stages, most, pieces, folds)
 
 
 def tried_rows(form: str) -> tuple[int, ...]:
     """Return the numbers of rows at which candidates are tried."""
-    return (1, 8, 32, 128)
+    return (1, 8, 32, 64, 128, 256)
 
 
 def run_jobs(jobs: list[Job]) -> None:
@@ -328,7 +342,7 @@ def print_candidates(figures: dict[str, Any]) -> None:
                     results.append((us, _name(tuning) + (" (chosen)" if tuning == chosen else "")))
                 results.sort()
                 figures[f"{form} {shape.name} {num_rows} rows"] = results
-                best = [f"{us} {name}" for us, name in results]
+                best = [f"{us} {name}" for us, name in results if us in dict(results[:8]) or "chosen" in name]
                 print(f"   {form} {shape.name} {num_rows} rows: {'; '.join(best)}", flush=True)
             del products
             torch.cuda.empty_cache()
@@ -338,9 +352,9 @@ def _name(tuning: Tuning | Int4Tuning | None) -> str:
     if tuning is None:
         return "library"
     if isinstance(tuning, Int4Tuning):
-        name = f"{64 * tuning.strips} o {tuning.num_splits} s {tuning.num_warps} w {tuning.num_stages} st"
-        return name + ("" if tuning.most_rows == 128 else f" {tuning.most_rows} rows")
-    return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits} s {tuning.num_warps} w {tuning.num_stages} st"
+        cut = f"{64 * tuning.strips}o {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st {tuning.pieces}p"
+        return cut + (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
+    return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
 
 
 def print_humming(folder: str, figures: dict[str, Any]) -> None:
@@ -369,11 +383,11 @@ def print_library() -> None:
     device = torch.device("cuda")
     for product, block in ((scaled_library.by_output, 1), (scaled_library.by_block, scaled_library.BLOCK)):
         try:
-            blocks = 512 // block if block > 1 else 1
-            x, weight = (torch.ones(rows, 512, device=device).to(torch.float8_e4m3fn) for rows in (96, 256))
-            x_scale, scale = torch.rand(96, blocks, device=device), torch.rand(256 // block, blocks, device=device)
-            y = product(x, x_scale, weight, scale)
-            expected = (x_scale @ scale.t() * (512 // blocks)).repeat_interleave(block, 1)
+            blocks = 768 // block if block > 1 else 1
+            data, weight = (torch.ones(rows, 768, device=device).to(torch.float8_e4m3fn) for rows in (100, 256))
+            x_scale, scale = torch.rand(blocks, 100, device=device), torch.rand(256 // block, blocks, device=device)
+            y = product(QuantizedTokens(data, x_scale, 98), weight, scaled_library.prepared(product, scale))
+            expected = (x_scale.t() @ scale.t() * (768 // blocks)).repeat_interleave(block, 1)
             print(f"   {product.__name__}: largest error {(y.float() - expected).abs().max().item():.3g}")
         except Exception as error:
             print(f"   {product.__name__}: {type(error).__name__}: {str(error)[:1200]}")

@@ -27,7 +27,7 @@ from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
+from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
@@ -527,12 +527,12 @@ def check_quantized_projections(
         read = x.float()
         if has_norm:
             read = reference.rms_norm(read, norm_weight, 1e-6)
-            read = read if num_rows <= FEW_ROWS and weight.kind == "fp8" else read.to(dtype).float()
-        if weight.kind == "fp8" and num_rows > FEW_ROWS:
+            read = read if num_rows <= MAX_EXACT_ROWS_OF_FP8 and weight.kind == "fp8" else read.to(dtype).float()
+        if weight.kind == "fp8" and num_rows > MAX_EXACT_ROWS_OF_FP8:
             norm = TokenNorm(norm_weight, 1e-6) if has_norm else None
-            quantized, scale = quantize_tokens(x, weight.block[1], random.device, norm)
+            tokens = quantize_tokens(x, weight.block[1], random.device, norm)
             columns = torch.arange(num_inputs, device=DEVICE) // min(weight.block[1], num_inputs)
-            read = quantized.float() * scale[:, columns]
+            read = tokens.tokens.float() * tokens.scale.t()[:num_rows, columns]
         expected = reference.linear(
             read, matrix, bias=bias, is_gated=is_gated, residual=None if residual is None else residual.float()
         ).to(dtype)
@@ -561,7 +561,8 @@ def check_quantized_tokens(dtype: torch.dtype, num_tokens: int, size: int, block
             value[0, :block] = 0
             if not is_gated and norm is None:
                 x[0, :block] = 0
-        quantized, scale = quantize_tokens(x, block, random.device, norm, is_gated=is_gated)
+        tokens = quantize_tokens(x, block, random.device, norm, is_gated=is_gated)
+        quantized, scale = tokens.tokens, tokens.scale.t()[:num_tokens]
         block = min(block, size)
         blocks = torch.nn.functional.pad(value, (0, -size % block)).unflatten(1, (-1, block))
         expected = (blocks.abs().amax(2) / 448).clamp(min=1e-30)

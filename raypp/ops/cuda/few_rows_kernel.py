@@ -20,9 +20,9 @@ def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _factors(scale, outputs, column, num_inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the scales of outputs, one or [n, 1], at inputs, [1, m] or [m]; float32."""
-    index = outputs // ROWS * tl.cdiv(num_inputs, COLUMNS) + tl.minimum(column, num_inputs - 1) // COLUMNS
+def _factors(scale, output, column, num_inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the scales of outputs [n, 1] at inputs [1, m], float32."""
+    index = output // ROWS * tl.cdiv(num_inputs, COLUMNS) + tl.minimum(column, num_inputs - 1) // COLUMNS
     return tl.load(scale + index).to(tl.float32)
 
 
@@ -50,12 +50,10 @@ def _multiplied(
     piece,
     values,
     scale,
-    first,
     output,
-    column,
+    begin,
     num_inputs,
     HAS_BLOCKS: tl.constexpr,
-    HAS_WIDE_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,17 +61,19 @@ def _multiplied(
 ):
     """Return each row's products with those of one more piece of the weight, whose blocks may have scales.
 
-    TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
-    more. Where all outputs are of one row of blocks, x is multiplied by their scales, else the weight.
+    TOGETHER neighbouring inputs, which one thread holds, share a sum, and a scale: with several rows there are no
+    registers for more sums, with blocks no time for more scales.
     """
     sums, weight = (), piece.to(tl.float32)
     shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
-    if HAS_WIDE_BLOCKS:
-        values = _times(values, _factors(scale, first, column, num_inputs, BLOCK_ROWS, BLOCK_COLUMNS), ROWS)
-    elif HAS_BLOCKS:
-        weight *= _factors(scale, output[:, None], column[None, :], num_inputs, BLOCK_ROWS, BLOCK_COLUMNS)
+    if HAS_BLOCKS:
+        column = begin + TOGETHER * tl.arange(0, piece.shape[1] // TOGETHER)
+        factor = _factors(scale, output[:, None], column[None, :], num_inputs, BLOCK_ROWS, BLOCK_COLUMNS)
     for row in tl.static_range(ROWS):
-        sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
+        part = tl.sum(tl.reshape(weight * values[row][None, :], shape), 2)
+        if HAS_BLOCKS:
+            part *= factor
+        sums += (totals[row] + part,)
     return sums
 
 
@@ -104,7 +104,6 @@ def project_few(
     HAS_GATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
-    HAS_WIDE_BLOCKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -123,8 +122,6 @@ def project_few(
     column = tl.arange(0, INPUTS)
     # Past the end, the last output is computed again, and not stored.
     real = tl.minimum(output, num_outputs - 1)
-    begin_output = tl.program_id(0) * OUTPUTS
-    begin_up = num_outputs + begin_output
     cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
     totals, squares, before = (), (), ()
@@ -160,12 +157,10 @@ def project_few(
                 piece,
                 values,
                 weight_scale,
-                begin_output,
                 real,
-                begin + column,
+                begin,
                 num_inputs,
                 HAS_BLOCKS,
-                HAS_WIDE_BLOCKS,
                 BLOCK_ROWS,
                 BLOCK_COLUMNS,
                 ROWS,
@@ -178,12 +173,10 @@ def project_few(
                     up_piece,
                     values,
                     weight_scale,
-                    begin_up,
                     num_outputs + real,
-                    begin + column,
+                    begin,
                     num_inputs,
                     HAS_BLOCKS,
-                    HAS_WIDE_BLOCKS,
                     BLOCK_ROWS,
                     BLOCK_COLUMNS,
                     ROWS,
@@ -197,12 +190,10 @@ def project_few(
         first_piece,
         first_values,
         weight_scale,
-        begin_output,
         real,
-        column,
+        0,
         num_inputs,
         HAS_BLOCKS,
-        HAS_WIDE_BLOCKS,
         BLOCK_ROWS,
         BLOCK_COLUMNS,
         ROWS,
@@ -214,12 +205,10 @@ def project_few(
             first_up_piece,
             first_values,
             weight_scale,
-            begin_up,
             num_outputs + real,
-            column,
+            0,
             num_inputs,
             HAS_BLOCKS,
-            HAS_WIDE_BLOCKS,
             BLOCK_ROWS,
             BLOCK_COLUMNS,
             ROWS,

@@ -21,7 +21,7 @@ from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, start
 from raypp.ops.cuda.packed_int4 import TILE, PackedInt4
 from raypp.ops.cuda.product_loads import load_vector
-from raypp.ops.cuda.projection import sum_of_splits
+from raypp.ops.cuda.projection import sums_of_splits
 
 _MOST_ROWS_OF_A_TILE = 128
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
@@ -78,10 +78,12 @@ class Int4Tuning:
 
     Args:
         strips: Of 64 outputs, that a program multiplies at once: 1, or 2.
-        num_splits: Parts of K; only with one tile of rows and no gate.
+        num_splits: Parts of K.
         num_warps: Of a program: 4 or 8.
         num_stages: Pieces of the weight under way from memory.
         most_rows: Of a tile.
+        pieces: Of up to 128 inputs in a round, at whose beginning the next one's scales are asked for.
+        folds: Whether codes are multiplied by their scales before the product, not sums after it.
     """
 
     strips: int = 1
@@ -89,13 +91,17 @@ class Int4Tuning:
     num_warps: int = 4
     num_stages: int = 4
     most_rows: int = _MOST_ROWS_OF_A_TILE
+    pieces: int = 1
+    folds: bool = False
 
 
 def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
     """Return how many floats of the workspace `project_int4` needs."""
     if tuning.num_splits == 1:
         return 0
-    return product.weight.padded_outputs * tuning.num_splits * _padded(num_rows, tuning)
+    padded, weight = _padded(num_rows, tuning), product.weight
+    num_rows = int(triton.cdiv(num_rows, padded)) * padded
+    return weight.padded_outputs * weight.num_parts * tuning.num_splits * num_rows
 
 
 def project_int4(
@@ -114,7 +120,6 @@ def project_int4(
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     padded = _padded(num_rows, tuning)
     num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
-    assert tuning.num_splits == 1 or not (product.is_gated or num_row_tiles > 1)
     tiles = 2 if weight.group % (2 * TILE) == 0 else 1
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
@@ -137,7 +142,7 @@ def project_int4(
         HAS_GATE=product.is_gated,
         HAS_BIAS=product.bias is not None,
         HAS_RESIDUAL=residual is not None,
-        IS_EVEN=weight.num_inputs % TILE == 0,
+        IS_EVEN=weight.num_inputs % (TILE * tiles * tuning.pieces) == 0,
         GROUP=weight.group,
         CLAMPS=x.dtype == torch.float16,
         OVERLAPS=device.has_dependent_launch,
@@ -145,6 +150,8 @@ def project_int4(
         STRIPS=tuning.strips,
         TILES=tiles,
         SPLITS=tuning.num_splits,
+        PIECES=tuning.pieces,
+        FOLDS=tuning.folds,
         **options,
         **device.launch_options,
     )
@@ -161,18 +168,19 @@ def expanded(codes, dtype: tl.constexpr, IS_CENTERED: tl.constexpr):
     """Return the low and the high halves of bytes, less 8, or else plus the offset of `dtype`."""
     if _IS_INTERPRETED:
         offset: tl.constexpr = -8 if IS_CENTERED else 1024 if dtype == tl.float16 else 128
-        low, high = (codes & 15).to(dtype) + offset, (codes >> 4).to(dtype) + offset
-        return low.to(dtype), high.to(dtype)
-    if dtype == tl.float16:
+        halves = ((codes & 15).to(dtype) + offset).to(dtype), ((codes >> 4).to(dtype) + offset).to(dtype)
+    elif dtype == tl.float16:
         half: tl.constexpr = _FP16_CENTERED if IS_CENTERED else _FP16_RAISED
-        return tl.inline_asm_elementwise(
+        halves = tl.inline_asm_elementwise(
             half, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
-    tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
-    asm: tl.constexpr = _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
-    return tl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-    )
+    else:
+        tl.static_assert(dtype == tl.bfloat16, "products of 4 bits are in bfloat16 or float16")
+        asm: tl.constexpr = _BF16_CENTERED if IS_CENTERED else _BF16_RAISED
+        halves = tl.inline_asm_elementwise(
+            asm, "=r,=r,=r,=r,r", [codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    return halves
 
 
 @triton.jit
@@ -193,42 +201,75 @@ def _multiplied(
     scale,
     zero,
     HAS_ZERO: tl.constexpr,
-    IS_SPLIT_GROUP: tl.constexpr,
+    FOLDS: tl.constexpr,
     TILES: tl.constexpr,
     STRIPS: tl.constexpr,
 ):
-    """Return a total with the products of one more piece. Scale and zero are a pair: of low and of high halves."""
+    """Return a total with the products of one more piece.
+
+    Scale and zero are those of the piece's outputs, or a pair: of low and of high halves.
+    """
+    LAST: tl.constexpr = len(scale) - 1
     low, high = expanded(codes, low_x.dtype, not HAS_ZERO)
     low, high = _matrix(low, TILES, STRIPS), _matrix(high, TILES, STRIPS)
     if HAS_ZERO:
-        low, high = low - zero[0][:, None], high - zero[1][:, None]
+        offset: tl.constexpr = 1024 if low_x.dtype == tl.float16 else 128
+        low -= (zero[0] + offset).to(low.dtype)[:, None]
+        high -= (zero[LAST] + offset).to(low.dtype)[:, None]
+    if FOLDS:
+        low, high = low * scale[0].to(low.dtype)[:, None], high * scale[LAST].to(low.dtype)[:, None]
+        return tl.dot(high, tl.trans(high_x), tl.dot(low, tl.trans(low_x), total))
     part = tl.dot(low, tl.trans(low_x))
-    if IS_SPLIT_GROUP:
-        total += part * scale[0][:, None]
-        return total + tl.dot(high, tl.trans(high_x)) * scale[1][:, None]
-    return total + tl.dot(high, tl.trans(high_x), part) * scale[0][:, None]
-
-
-@triton.jit
-def _scales(scale, tile, num_groups, stride, GROUP: tl.constexpr):
-    """Return a piece's scales: of low and of high halves."""
-    if GROUP == 32:
-        low, high = tl.minimum(2 * tile, num_groups - 1), tl.minimum(2 * tile + 1, num_groups - 1)
-        return tl.load(scale + low * stride).to(tl.float32), tl.load(scale + high * stride).to(tl.float32)
-    by_output = tl.load(scale + tl.minimum(tile * 64 // GROUP, num_groups - 1) * stride).to(tl.float32)
-    return by_output, by_output
-
-
-@triton.jit
-def _zeros(zero, tile, num_groups, stride, dtype: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr):
-    """Return what is subtracted from a piece's expanded codes."""
-    if HAS_ZERO:
-        offset: tl.constexpr = 1024 if dtype == tl.float16 else 128
-        low, high = _scales(zero, tile, num_groups, stride, GROUP)
-        zeros = (low + offset).to(dtype), (high + offset).to(dtype)
+    if LAST > 0:
+        total += part * scale[0].to(tl.float32)[:, None]
+        part = tl.dot(high, tl.trans(high_x))
     else:
-        zeros = 0.0, 0.0
-    return zeros
+        part = tl.dot(high, tl.trans(high_x), part)
+    return total + part * scale[LAST].to(tl.float32)[:, None]
+
+
+@triton.jit
+def _fetched(by_group, tile, num_groups, stride, IS_THERE: tl.constexpr, GROUP: tl.constexpr):
+    """Return the scales or zeros of a piece's outputs: one vector, or one of low and one of high halves.
+
+    They stay as they are stored: a conversion would wait for them.
+    """
+    if not IS_THERE:
+        found = ()
+    elif GROUP == 32:
+        low, high = tl.minimum(2 * tile, num_groups - 1), tl.minimum(2 * tile + 1, num_groups - 1)
+        found = tl.load(by_group + low * stride), tl.load(by_group + high * stride)
+    else:
+        found = (tl.load(by_group + tl.minimum(tile * 64 // GROUP, num_groups - 1) * stride),)
+    return found
+
+
+@triton.jit
+def _all_fetched(
+    by_group,
+    tile,
+    num_groups,
+    stride,
+    IS_THERE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILES: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Return what `_fetched` returns for some pieces, one after the other."""
+    found = ()
+    for piece in tl.static_range(PIECES):
+        found += _fetched(by_group, tile + piece * TILES, num_groups, stride, IS_THERE, GROUP)
+    return found
+
+
+@triton.jit
+def _of_piece(found, piece: tl.constexpr, PIECES: tl.constexpr):
+    """Return one piece's part of what was fetched for some."""
+    COUNT: tl.constexpr = len(found) // PIECES
+    part = ()
+    for index in tl.static_range(COUNT):
+        part += (found[piece * COUNT + index],)
+    return part
 
 
 @triton.jit
@@ -268,9 +309,10 @@ def _project_int4(
     STRIPS: tl.constexpr,
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
+    PIECES: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):
     strip, split = tl.program_id(0), tl.program_id(1)
-    dtype: tl.constexpr = x.dtype.element_ty
     SIZE: tl.constexpr = TILES * STRIPS * 2048
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = strip * (64 * STRIPS) + tl.arange(0, 64 * STRIPS)
@@ -281,50 +323,65 @@ def _project_int4(
     up_tiles = tiles + (padded_outputs // 64).to(tl.int64) * (num_tiles * 2048)
     scale += output
     zero += output
-    index = tl.arange(0, 32 * TILES)
-    column = index // 32 * 64 + index % 32  # of the low halves; the high ones lie 32 inputs behind
+    half_column = tl.arange(0, 32 * TILES)
+    column = half_column // 32 * 64 + half_column % 32  # of the low halves; the high ones lie 32 inputs behind
     x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_inputs
-    split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES), SPLITS) * TILES
+    split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
     first = split * split_tiles
     last = tl.minimum(first + split_tiles, num_tiles)
     total = tl.zeros((64 * STRIPS, ROWS), tl.float32)
     up_total = total
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
-    by_output = _scales(scale, first, num_groups, stride, GROUP)
-    by_up = by_output
+    # Scales are asked for one round ahead: unlike the codes, nobody else would.
+    scales = _all_fetched(scale, first, num_groups, stride, True, GROUP, TILES, PIECES)
+    zeros = _all_fetched(zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
+    up_scales, up_zeros = scales, zeros
     if HAS_GATE:
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
-        by_up = _scales(scale + padded_outputs, first, num_groups, stride, GROUP)
+        up_scales = _all_fetched(scale + padded_outputs, first, num_groups, stride, True, GROUP, TILES, PIECES)
+        up_zeros = _all_fetched(zero + padded_outputs, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
     start(OVERLAPS)
     y_cell = row.to(tl.int64)[:, None] * num_outputs + output[None, :]
     in_y = (row < num_rows)[:, None] & (output < num_outputs)[None, :]
     before = tl.zeros((ROWS, 64 * STRIPS), tl.float32)
     if HAS_RESIDUAL and ROWS <= 32:  # now, not at the end: nobody waits for it there, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-    for tile in range(first, last, TILES):
-        # The next piece's scales are asked for now: unlike the codes, nobody else would.
-        next_by_output = _scales(scale, tile + TILES, num_groups, stride, GROUP)
-        low_x = _rows(x_rows, tile * 64 + column, num_inputs, IS_EVEN)
-        high_x = _rows(x_rows, tile * 64 + 32 + column, num_inputs, IS_EVEN)
-        piece = tl.load(tiles + tile * 2048)
-        by_zero = _zeros(zero, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
-        total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, GROUP == 32, TILES, STRIPS)
-        by_output = next_by_output
+    for begin in range(first, last, TILES * PIECES):
+        later = begin + TILES * PIECES
+        next_scales = _all_fetched(scale, later, num_groups, stride, True, GROUP, TILES, PIECES)
+        next_zeros = _all_fetched(zero, later, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
         if HAS_GATE:
-            next_by_up = _scales(scale + padded_outputs, tile + TILES, num_groups, stride, GROUP)
-            piece = tl.load(up_tiles + tile * 2048)
-            by_zero = _zeros(zero + padded_outputs, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
-            up_total = _multiplied(up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, GROUP == 32, TILES, STRIPS)
-            by_up = next_by_up
-    total, up_total = tl.trans(total), tl.trans(up_total)
-    total, is_last = sum_of_splits(total, partial, counters, SPLITS)
+            next_up_scales = _all_fetched(scale + padded_outputs, later, num_groups, stride, True, GROUP, TILES, PIECES)
+            next_up_zeros = _all_fetched(
+                zero + padded_outputs, later, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES
+            )
+        for index in tl.static_range(PIECES):
+            tile = begin + index * TILES
+            low_x = _rows(x_rows, tile * 64 + column, num_inputs, IS_EVEN)
+            high_x = _rows(x_rows, tile * 64 + 32 + column, num_inputs, IS_EVEN)
+            if PIECES > 1:
+                tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
+            piece = tl.load(tiles + tile * 2048)
+            by_output, by_zero = _of_piece(scales, index, PIECES), _of_piece(zeros, index, PIECES)
+            total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
+            if HAS_GATE:
+                piece = tl.load(up_tiles + tile * 2048)
+                by_up, by_zero = _of_piece(up_scales, index, PIECES), _of_piece(up_zeros, index, PIECES)
+                up_total = _multiplied(up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
+        scales, zeros = next_scales, next_zeros
+        if HAS_GATE:
+            up_scales, up_zeros = next_up_scales, next_up_zeros
+    if HAS_GATE:
+        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+    else:
+        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
     if is_last:
         if HAS_RESIDUAL and ROWS > 32:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        result = total + addend[None, :]
+        result = totals[0] + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total + up_addend[None, :])
+            result = silu(result) * (totals[1] + up_addend[None, :])
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
 
 
@@ -375,17 +432,20 @@ def _dequantize_int4(
     strip, tile = tl.program_id(0), tl.program_id(1) * TILES
     output = (first_strip + strip) * 64 + tl.arange(0, 64)
     piece = tl.load(codes + ((first_strip + strip).to(tl.int64) * num_tiles + tile) * 2048 + tl.arange(0, TILES * 2048))
-    by_output = _scales(scale + output, tile, num_groups, stride, GROUP)
-    by_zero = _zeros(zero + output, tile, num_groups, stride, dtype, HAS_ZERO, GROUP)
+    by_output = _fetched(scale + output, tile, num_groups, stride, True, GROUP)
+    by_zero = _fetched(zero + output, tile, num_groups, stride, HAS_ZERO, GROUP)
+    LAST: tl.constexpr = len(by_output) - 1
     start(OVERLAPS)  # what is written here, earlier kernels may read
     low, high = expanded(piece, dtype, not HAS_ZERO)
     low, high = _matrix(low, TILES, 1), _matrix(high, TILES, 1)
     if HAS_ZERO:
-        low, high = low - by_zero[0][:, None], high - by_zero[1][:, None]
+        offset: tl.constexpr = 1024 if dtype == tl.float16 else 128
+        low -= (by_zero[0] + offset).to(dtype)[:, None]
+        high -= (by_zero[LAST] + offset).to(dtype)[:, None]
     index = tl.arange(0, 32 * TILES)
     column = tile * 64 + index // 32 * 64 + index % 32
     cell = matrix + (strip * 64 + tl.arange(0, 64)).to(tl.int64)[:, None] * num_inputs
-    low = (low.to(tl.float32) * by_output[0][:, None]).to(dtype)
-    high = (high.to(tl.float32) * by_output[1][:, None]).to(dtype)
+    low = (low.to(tl.float32) * by_output[0].to(tl.float32)[:, None]).to(dtype)
+    high = (high.to(tl.float32) * by_output[LAST].to(tl.float32)[:, None]).to(dtype)
     tl.store(cell + column[None, :], low, mask=(column < num_inputs)[None, :])
     tl.store(cell + 32 + column[None, :], high, mask=(column + 32 < num_inputs)[None, :])

@@ -21,6 +21,12 @@ MAX_ROWS = 64
 MAX_ROWS_IN_8_BITS = 64
 """With more rows, the library multiplies the weights that were not rounded."""
 
+MAX_EXACT_ROWS_OF_FP8 = 1
+"""With more rows, x is rounded to 8 bits before a product with a weight in 8 bits."""
+
+MAX_OWN_ROWS_OF_FP8 = 128
+"""With more rows, the library multiplies weights in 8 bits, if it can."""
+
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as fast for weights of this size. For smaller ones its fixed time counts."""
 
@@ -148,27 +154,33 @@ def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
 
 
 def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
-    """Return the cut of a product of 8 bits whose x, with more than few rows, has scales of its own."""
-    if num_rows <= FEW_ROWS:
-        return _tune_row(product) if num_rows == 1 else _tune_few(product)
-    if num_rows > MAX_ROWS_IN_8_BITS:
-        inputs = min(128, product.weight.block[1])
-        is_narrow = product.is_gated or product.has_blocks  # registers hold no more
-        return Tuning(outputs=64 if is_narrow else 128, inputs=inputs, num_warps=8, num_stages=3)
-    tuning = _tune_rows_in_8_bits(num_rows, product, device)
-    if product.has_blocks:  # a piece has one scale
-        inputs = min(128, product.weight.block[1])
-        tuning = replace(tuning, inputs=inputs, num_stages=tuning.num_stages * tuning.inputs // inputs)
+    """Return the cut of a product of 8 bits whose x, with more than one row, has scales of its own."""
+    if num_rows <= MAX_EXACT_ROWS_OF_FP8:
+        return _tune_fp8_row(product)
+    inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
+    tile = min(128, int(triton.next_power_of_2(num_rows)))
+    num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, tile)
+    if product.is_gated:
+        return Tuning(outputs=64, inputs=inputs, num_warps=8 if tile == 128 else 4, num_stages=4)
+    most = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
+    num_splits = max(1, min(_MAX_SPLITS, most, product.num_inputs // 512))
+    tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=6 if num_rows <= 32 else 4)
     most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
 
 
+def _tune_fp8_row(product: Product) -> Tuning:
+    """Return the cut for one row."""
+    if product.is_gated or product.num_outputs > product.num_inputs:
+        return Tuning(outputs=16, inputs=512)
+    return Tuning(outputs=8, inputs=512) if product.num_inputs > 4096 else Tuning(outputs=4, inputs=4096)
+
+
 def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
-    """Return the cut of a product of 4 bits: strips of 64 outputs, split along K until processors have three."""
-    if product.is_gated:
-        return Int4Tuning(most_rows=64)
-    num_strips = triton.cdiv(product.num_outputs, 64)
-    if num_rows > 128:
-        return Int4Tuning()
-    num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.weight.num_inputs // 512))
-    return Int4Tuning(num_splits=num_splits)
+    """Return the cut of a product of 4 bits: strips split along K until every processor has three programs."""
+    strips = 2 if num_rows <= 32 else 1
+    most_rows = 64 if product.is_gated else 128
+    num_programs = triton.cdiv(product.num_outputs, 64 * strips) * triton.cdiv(num_rows, most_rows)
+    most = 3 * device.num_processors // num_programs
+    num_splits = max(1, min(_MAX_SPLITS, most, product.weight.num_inputs // 512))
+    return Int4Tuning(strips=strips, num_splits=num_splits, most_rows=most_rows)

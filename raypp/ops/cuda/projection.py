@@ -101,8 +101,9 @@ def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return how many floats of the workspace `project` needs."""
     if tuning.num_splits == 1:
         return 0
-    num_strips = triton.cdiv(product.num_outputs, tuning.outputs)
-    return int(num_strips * tuning.outputs * tuning.num_splits * _padded(num_rows, product))
+    num_outputs = triton.cdiv(product.num_outputs, tuning.outputs) * tuning.outputs * (2 if product.is_gated else 1)
+    padded = _padded(num_rows, product)
+    return int(num_outputs * tuning.num_splits * triton.cdiv(num_rows, padded) * padded)
 
 
 def shared_bytes(num_rows: int, product: Product, tuning: Tuning) -> int:
@@ -129,8 +130,8 @@ def project(
     All three may be of types of their own. A product in 8 bits keeps within the range of y's; with more than few rows
     its x is in 8 bits as well, and has scales if the weight's outputs have several.
 
-    Shapes: x [T, K] contiguous, few rows with a norm, and one split with more than 128; residual [T, N], left as it is;
-    x_scale [T, 1], or [T, C] for C blocks of the weight's inputs, float32.
+    Shapes: x [T, K] contiguous, few rows with a norm; residual [T, N], left as it is;
+    x_scale [C, T or more] float32, for C blocks of the weight's inputs, or one.
     """
     num_rows, num_inputs, num_outputs = x.shape[0], product.num_inputs, product.num_outputs
     weight, scale = product.weight.data, product.weight.scale
@@ -155,9 +156,7 @@ def project(
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     block_rows, block_columns = product.weight.block
-    if num_rows <= FEW_ROWS:
-        has_wide_blocks = product.has_blocks and block_rows % tuning.outputs == 0
-        has_wide_blocks &= not product.is_gated or num_outputs % block_rows == 0
+    if num_rows <= FEW_ROWS and x_scale is None:
         project_few[(num_programs,)](
             x,
             product.norm_eps or 0.0,
@@ -169,21 +168,19 @@ def project(
             HAS_NORM_WEIGHT=product.norm_weight is not None,
             HAS_SCALE=scale is not None and not product.has_blocks,
             HAS_BLOCKS=product.has_blocks,
-            HAS_WIDE_BLOCKS=has_wide_blocks,
             BLOCK_ROWS=block_rows,
             BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
             IS_WHOLE=num_inputs <= tuning.inputs,
             ROWS=num_rows,
             OUTPUTS=tuning.outputs,
             INPUTS=tuning.inputs,
-            TOGETHER=1 if num_rows == 1 else 8,
+            TOGETHER=_LEAST_BLOCK if product.has_blocks else 1 if num_rows == 1 else 8,
             STAGES=tuning.num_stages,
             **flags,
         )
         return y
     assert scale is None or x.element_size() == 1, "tensor cores multiply what is alike"
     assert product.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
-    assert tuning.num_splits == 1 or not (product.is_gated or num_rows > _MOST_PADDED)
     assert not product.has_blocks or (x_scale is not None and block_columns % tuning.inputs == 0)
     padded = _padded(num_rows, product)
     _project_rows[(num_programs, tuning.num_splits, triton.cdiv(num_rows, padded))](
@@ -195,6 +192,7 @@ def project(
         workspace.floats,
         workspace.counters,
         num_rows,
+        1 if x_scale is None else x_scale.stride(0),
         HAS_SCALE=scale is not None and not product.has_blocks,
         HAS_X_SCALE=x_scale is not None and not product.has_blocks,
         HAS_BLOCKS=product.has_blocks,
@@ -211,6 +209,7 @@ def project(
 
 
 _MOST_PADDED = 128
+_LEAST_BLOCK = 16  # inputs that share a scale and lie in one thread
 
 
 def _padded(num_rows: int, product: Product) -> int:
@@ -220,24 +219,31 @@ def _padded(num_rows: int, product: Product) -> int:
 
 
 @triton.jit
-def sum_of_splits(total, partial, counters, SPLITS: tl.constexpr):
-    """Return the sum of all splits' totals, in their order, and whether this program, the last one to come, has it.
+def sums_of_splits(totals, partial, counters, SPLITS: tl.constexpr):
+    """Return sums of all splits' totals, in their order, and whether this program, the last one to come, has them.
 
-    Shapes: total [n, m], of program (strip, split).
+    Shapes: totals a tuple of [n, m], of program (strip, split, tile of rows).
     """
     is_last = True
     if SPLITS > 1:
-        strip, split = tl.program_id(0), tl.program_id(1)
-        size: tl.constexpr = total.shape[0] * total.shape[1]
-        cell = tl.arange(0, total.shape[0])[:, None] * total.shape[1] + tl.arange(0, total.shape[1])[None, :]
-        parts = partial + strip * (SPLITS * size) + cell
-        tl.store(parts + split * size, total)
-        is_last = arrives_last(counters + strip, SPLITS)
-        if is_last:
-            total = tl.zeros_like(total)
-            for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
-                total += tl.load(parts + index * size, cache_modifier=".cg")
-    return total, is_last
+        COUNT: tl.constexpr = len(totals)
+        height: tl.constexpr = totals[0].shape[0]
+        width: tl.constexpr = totals[0].shape[1]
+        place, split = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), tl.program_id(1)
+        cell = tl.arange(0, height)[:, None] * width + tl.arange(0, width)[None, :]
+        parts = partial + place.to(tl.int64) * (COUNT * SPLITS * height * width) + cell
+        for i in tl.static_range(COUNT):
+            tl.store(parts + (i * SPLITS + split) * (height * width), totals[i])
+        is_last = arrives_last(counters + place, SPLITS)
+        sums = ()
+        for i in tl.static_range(COUNT):
+            total = tl.zeros_like(totals[i])
+            if is_last:
+                for index in tl.static_range(SPLITS):  # written out, so that the parts come at once
+                    total += tl.load(parts + (i * SPLITS + index) * (height * width), cache_modifier=".cg")
+            sums += (total,)
+        totals = sums
+    return totals, is_last
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -254,6 +260,7 @@ def _project_rows(
     partial,
     counters,
     num_rows,
+    x_scale_stride,
     HAS_SCALE: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
@@ -307,25 +314,27 @@ def _project_rows(
     if HAS_RESIDUAL and EARLY:  # now, not at the end: nobody waits for it there, if registers hold it
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     if HAS_BLOCKS:
-        # The scales of a piece are asked for one piece ahead: unlike the piece, nobody else would.
+        # Scales are asked for one piece ahead: unlike the pieces, nobody else would.
         num_blocks = tl.cdiv(num_inputs, BLOCK_COLUMNS)
-        x_scales, scales = x_scale + real_row * num_blocks, weight_scale + real // BLOCK_ROWS * num_blocks
+        x_scales, scales = x_scale + real_row, weight_scale + real // BLOCK_ROWS * num_blocks
         up_scales = weight_scale + (num_outputs + real) // BLOCK_ROWS * num_blocks
-        first_block, last_block = first // BLOCK_COLUMNS, (num_inputs - 1) // BLOCK_COLUMNS
-        block = tl.minimum(first_block, last_block)
-        first_by_row, first_by_output = tl.load(x_scales + block), tl.load(scales + block)
+        last_block = num_blocks - 1
+        block = tl.minimum(first // BLOCK_COLUMNS, last_block)
+        first_by_row, first_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
         first_by_up = first_by_output
         block = tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block)
-        by_row, by_output, by_up = tl.load(x_scales + block), tl.load(scales + block), first_by_output
+        by_row, by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
+        by_up = by_output
         if HAS_GATE:
-            first_by_up, by_up = tl.load(up_scales + first_block), tl.load(up_scales + block)
+            first_by_up = tl.load(up_scales + tl.minimum(first // BLOCK_COLUMNS, last_block))
+            by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
         value = load(x + x_cell + begin, inside, IS_EVEN)
         piece = load(weight + cell + begin, inside, IS_EVEN)
         if HAS_BLOCKS:
             block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
-            next_by_row, next_by_output = tl.load(x_scales + block), tl.load(scales + block)
+            next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)
             total += tl.dot(piece, tl.trans(value)) * (by_output.to(tl.float32)[:, None] * by_row[None, :])
             by_output = next_by_output
         else:
@@ -350,13 +359,14 @@ def _project_rows(
         total = tl.dot(first_piece, tl.trans(first_value), total)
         if HAS_GATE:
             up_total = tl.dot(first_up_piece, tl.trans(first_value), up_total)
-    total, up_total = tl.trans(total), tl.trans(up_total)
-
-    total, is_last = sum_of_splits(total, partial, counters, SPLITS)
+    if HAS_GATE:
+        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+    else:
+        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
     if is_last:
         if HAS_RESIDUAL and not EARLY:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        result = total * (x_factor[:, None] * factor[None, :]) + addend[None, :]
+        result = totals[0] * (x_factor[:, None] * factor[None, :]) + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (up_total * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
+            result = silu(result) * (totals[1] * (x_factor[:, None] * up_factor[None, :]) + up_addend[None, :])
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)

@@ -21,14 +21,11 @@ from raypp.ops.cuda.int4_products import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.packed_int4 import can_pack, pack
-from raypp.ops.cuda.product_tuning import tune_fp8, tune_int4
-from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, partial_floats, project
-from raypp.ops.cuda.scaled_library import library_product
+from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, MAX_OWN_ROWS_OF_FP8, tune_fp8, tune_int4
+from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
+from raypp.ops.cuda.scaled_library import library_product, prepared
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight, by_output
-
-MAX_OWN_ROWS_OF_FP8 = 64
-"""With more rows, the library computes, if it can."""
 
 MAX_OWN_ROWS_OF_INT4 = 256
 """With more rows, the weight is expanded and the library computes."""
@@ -79,6 +76,10 @@ class Fp8Projection:
         self._device = device
         self._workspace = workspace
         self._library = library_product(weight, device.torch_device)
+        self._library_scale: torch.Tensor | None = None
+        if self._library is not None:
+            assert weight.scale is not None
+            self._library_scale = prepared(self._library, weight.scale)
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, MAX_OWN_ROWS_OF_FP8 + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, device)
@@ -96,19 +97,19 @@ class Fp8Projection:
         num_rows, product = len(x), self._product
         if num_rows == 0:
             return x.new_empty(0, product.num_outputs)
-        if num_rows <= FEW_ROWS:
+        if num_rows <= MAX_EXACT_ROWS_OF_FP8:
             return project(x, self._few, residual, self._tunings[num_rows], self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
-        quantized, scale = quantize_tokens(x, block, self._device, self._norm)
+        tokens = quantize_tokens(x, block, self._device, self._norm)
         tuning = self._tunings.get(num_rows)
         if tuning is None and (self._library is None or x.dtype != torch.bfloat16):
             tuning = tune_fp8(num_rows, product, self._device)
         if tuning is not None:
-            arguments = quantized, product, residual, tuning, self._device, self._workspace, x.dtype, None, scale
-            return project(*arguments)
+            arguments = product, residual, tuning, self._device, self._workspace, x.dtype, None, tokens.scale
+            return project(tokens.tokens, *arguments)
         assert self._library is not None
-        assert product.weight.scale is not None
-        y = self._library(quantized, scale, product.weight.data, product.weight.scale)
+        assert self._library_scale is not None
+        y = self._library(tokens, product.weight.data, self._library_scale)[:num_rows]
         return _finished(y, product.bias, residual, self._device, is_gated=product.is_gated)
 
 

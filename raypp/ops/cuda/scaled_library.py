@@ -12,39 +12,45 @@ from collections.abc import Callable
 
 import torch
 
+from raypp.ops.cuda.token_quantization import QuantizedTokens
 from raypp.ops.weight import Weight
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(x [T, K], its scales [T, C], weight [N, K], its scales) -> x W^T [T, N] in bfloat16."""
+Product = Callable[[QuantizedTokens, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, weight [N, K], its prepared scale) -> x W^T, [T', N] in bfloat16."""
 
 BLOCK = 128
 
 _LOG = logging.getLogger(__name__)
 
 
-def by_output(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a product of one scale per token, [T, 1], and output, [N, 1]."""
-    y = torch._scaled_mm(x, weight.t(), scale_a=x_scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+def by_output(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token, and output, [1, N]."""
+    y = torch._scaled_mm(x.data, weight.t(), scale_a=x.scale.t(), scale_b=scale, out_dtype=torch.bfloat16)
     assert isinstance(y, torch.Tensor)
     return y
 
 
-def by_block(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a product of one scale per token and 128 inputs, [T, C], and per 128 x 128 of the weight, [R, C]."""
+def by_block(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return a product of one scale per token and 128 inputs, and per 128 x 128 of the weight, [C, R]."""
     from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
 
-    along_tokens = x_scale.t().contiguous().t()
-    blocks = scale.shape[1]
-    padded = torch.nn.functional.pad(scale, (0, -blocks % 4))[:, :blocks]
     return scaled_mm(
-        x,
+        x.data,
         weight.t(),
-        along_tokens,
+        x.scale.t(),
         ScalingType.BlockWise1x128,
-        padded.t(),
+        scale,
         ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
     )
+
+
+def prepared(product: Product, scale: torch.Tensor) -> torch.Tensor:
+    """Return a weight's scale, [R, C], as a product reads it. Rows of blocks are padded in memory."""
+    if product is by_output:
+        return scale.t().contiguous()
+    blocks = scale.shape[1]
+    return torch.nn.functional.pad(scale, (0, -blocks % 4))[:, :blocks].t()
 
 
 def library_product(weight: Weight, device: torch.device) -> Product | None:
@@ -61,16 +67,15 @@ def library_product(weight: Weight, device: torch.device) -> Product | None:
 @functools.cache
 def _tried(product: Product, block: int, device: torch.device) -> Product | None:
     """Return a product that yields what it should; None if it does not."""
-    num_rows, num_outputs, num_inputs = 96, 256, 512
-    x = torch.ones(num_rows, num_inputs, device=device).to(torch.float8_e4m3fn)
-    weight = torch.ones(num_outputs, num_inputs, device=device).to(torch.float8_e4m3fn)
+    num_rows, num_outputs, num_inputs = 98, 256, 768
     blocks = num_inputs // block if block > 1 else 1
-    x_scale = torch.rand(num_rows, blocks, device=device)
+    x_scale = torch.rand(blocks, 100, device=device)
+    data = torch.ones(100, num_inputs, device=device).to(torch.float8_e4m3fn)
+    weight = torch.ones(num_outputs, num_inputs, device=device).to(torch.float8_e4m3fn)
     scale = torch.rand(num_outputs // block, blocks, device=device)
-    expected = x_scale.double() @ scale.double().t() * (num_inputs // blocks)
-    expected = expected.repeat_interleave(block, 1)
+    expected = (x_scale.double().t() @ scale.double().t() * (num_inputs // blocks)).repeat_interleave(block, 1)
     try:
-        y = product(x, x_scale, weight, scale)
+        y = product(QuantizedTokens(data, x_scale, num_rows), weight, prepared(product, scale))
         torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=1e-2)
     except (
         AssertionError,

@@ -15,6 +15,7 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import narrowed, silu
 from raypp.ops.cuda.kernel_launch import Device, start
 
+_MULTIPLE = 4
 _PIECE = 1024  # inputs of a program that does not need the whole row
 
 
@@ -26,20 +27,37 @@ class TokenNorm:
     eps: float
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedTokens:
+    """T tokens in 8 bits: data * scale is within 2^-4 of each element. T' is T up to a multiple of 4.
+
+    Past T there is anything: the library wants its rows and scales aligned.
+    """
+
+    data: torch.Tensor  # [T', K] float8_e4m3fn
+    scale: torch.Tensor  # [C, T'] float32, of C blocks of inputs
+    num_tokens: int
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The data of the T tokens."""
+        return self.data[: self.num_tokens]
+
+
 def quantize_tokens(
     x: torch.Tensor, block: int, device: Device, norm: TokenNorm | None = None, *, is_gated: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x, its norm or its gate in 8 bits, and its scales: quantized * scale is within 2^-4 of each element.
+) -> QuantizedTokens:
+    """Return x, its norm or its gate in 8 bits, with ceil(K / block) scales per token.
 
-    Shapes: x [T, K], with a gate [T, 2 K], contiguous; quantized [T, K] float8_e4m3fn; scale [T, ceil(K / block)]
-    float32. `block` is a power of two, or at least K.
+    Shapes: x [T, K], with a gate [T, 2 K], contiguous. `block` is a power of two, or at least K.
     """
     num_tokens, size = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     num_blocks = triton.cdiv(size, block)
-    quantized = torch.empty(num_tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(num_tokens, num_blocks, dtype=torch.float32, device=x.device)
+    num_padded = triton.cdiv(num_tokens, _MULTIPLE) * _MULTIPLE
+    quantized = torch.empty(num_padded, size, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(num_blocks, num_padded, dtype=torch.float32, device=x.device)
     if not num_tokens:
-        return quantized, scale
+        return QuantizedTokens(quantized, scale, num_tokens)
     piece = triton.next_power_of_2(size)
     if norm is None and num_blocks > 1:
         piece = min(piece, max(_PIECE, block))
@@ -51,6 +69,7 @@ def quantize_tokens(
         0.0 if norm is None else norm.eps,
         size,
         num_blocks,
+        num_padded,
         HAS_NORM=norm is not None,
         HAS_GATE=is_gated,
         BLOCK=piece if num_blocks == 1 else block,
@@ -59,7 +78,7 @@ def quantize_tokens(
         num_warps=min(16, max(1, piece // 512)),
         **device.launch_options,
     )
-    return quantized, scale
+    return QuantizedTokens(quantized, scale, num_tokens)
 
 
 @triton.jit
@@ -71,6 +90,7 @@ def _quantize_tokens(
     eps,
     size,
     num_blocks,
+    num_padded,
     HAS_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -95,4 +115,4 @@ def _quantize_tokens(
     result = narrowed(blocks / by_block[:, None], y.dtype.element_ty)
     tl.store(y + row * size + column, tl.reshape(result, (PIECE,)), mask=inside)
     block = piece * (PIECE // BLOCK) + tl.arange(0, PIECE // BLOCK)
-    tl.store(scale + row * num_blocks + block, by_block, mask=block < num_blocks)
+    tl.store(scale + block * num_padded + row, by_block, mask=block < num_blocks)
