@@ -10,6 +10,8 @@ INSTALLED := .venv/.installed
 INSTALLED_DEMO := .venv/.installed_demo
 INSTALLED_DOCS := .venv/.installed_docs
 PIP = $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
+# By a path, not by an import hook: this folder has the package's name, and from its parent it would be found first.
+EDITABLE = --config-settings editable_mode=compat --editable
 
 .PHONY: install demo test soak lint bench docs clean
 
@@ -63,12 +65,12 @@ clean:
 
 # pip compiles one file after the other. Some packages hold templates that are no Python; they stay as they are.
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --no-compile --editable ".[dev]"
+	$(PIP) --no-compile $(EDITABLE) ".[dev]"
 	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 	@touch $@
 
 $(INSTALLED_DOCS): $(INSTALLED)
-	$(PIP) --editable ".[docs]"
+	$(PIP) $(EDITABLE) ".[docs]"
 	@touch $@
 
 # Without the libraries for structured outputs: xgrammar brings Triton, which is as large as torch. Bytecode is not made of
@@ -77,7 +79,7 @@ $(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	sed -n '/^dependencies = /,/^]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml \
 	  | grep -vE '^(xgrammar|llguidance)' > .venv/demo.txt
 	$(PIP) --no-compile --requirement .venv/demo.txt
-	$(PIP) --no-compile --no-deps --no-build-isolation --editable .
+	$(PIP) --no-compile --no-deps --no-build-isolation $(EDITABLE) .
 	@touch $@
 
 $(BIN)/python:

@@ -45,9 +45,11 @@ def run_server(
         EngineDeadError: it did not start.
     """
     # What is wrong with it is said now, not by replicas that try again and again.
+    starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+    if starts_ray:  # else a Serve of the cluster's may have the port, and take the application
+        _check_port(address.host, address.port)
     describe_engine(config)
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
-    starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     with StopSignals() as stop:
         if starts_ray:
             os.environ.update(ENVIRONMENT | os.environ)  # Ray's processes inherit it; a value of the user's own counts

@@ -131,8 +131,11 @@ class _Run:
                 await self._refuse_bad_lines()
                 while progress.num_left:
                     num_done = progress.num_done
+                    progress.engine_starts()
                     try:
-                        await self._answer_with(await open_engine(self._settings.config))
+                        engine = await open_engine(self._settings.config)
+                        progress.engine_runs()
+                        await self._answer_with(engine)
                     except EngineDeadError as error:
                         num_fruitless = 0 if progress.num_done > num_done else num_fruitless + 1
                         if num_fruitless >= self._settings.max_engine_starts:

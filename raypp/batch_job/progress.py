@@ -46,7 +46,9 @@ class Progress:
         self.num_output_tokens = 0
         self._clock = clock
         self._start_s = clock()
-        self._samples: deque[tuple[float, int, int]] = deque([(self._start_s, 0, 0)])
+        self._runs_since_s: float | None = None  # the engine; None: it starts
+        self._ran_s = 0.0  # by engines before this one
+        self._samples: deque[tuple[float, int, int]] = deque()
 
     @property
     def num_left(self) -> int:
@@ -57,6 +59,26 @@ class Progress:
     def elapsed_s(self) -> float:
         """Seconds since this run began."""
         return self._clock() - self._start_s
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether the engine has started."""
+        return self._runs_since_s is not None
+
+    @property
+    def num_completed(self) -> int:
+        """Lines with a text, in this run."""
+        return self.num_done - self.num_failed
+
+    def engine_starts(self) -> None:
+        """Note that there is no engine until `engine_runs`: the time until then is in no rate."""
+        self._ran_s = self._engine_s()
+        self._runs_since_s = None
+
+    def engine_runs(self) -> None:
+        """Note that the engine has started."""
+        self._runs_since_s = self._clock()
+        self._samples = deque([(self._runs_since_s, self.num_completed, self.num_output_tokens)])
 
     def count(self, answer: Answer) -> None:
         """Take in an answer that was written."""
@@ -74,37 +96,50 @@ class Progress:
         )
 
     def rates(self) -> tuple[float, float]:
-        """Return lines and generated tokens per second, over the last minute."""
+        """Return completed lines and generated tokens per second, over the last minute in which the engine ran.
+
+        Refused lines are left out: they take no time, and would promise an early end.
+        """
+        if self._runs_since_s is None:
+            return 0.0, 0.0
         now_s = self._clock()
-        self._samples.append((now_s, self.num_done, self.num_output_tokens))
+        self._samples.append((now_s, self.num_completed, self.num_output_tokens))
         while len(self._samples) > 2 and self._samples[1][0] < now_s - _RATE_WINDOW_S:
             self._samples.popleft()
         then_s, done, tokens = self._samples[0]
         seconds = max(now_s - then_s, 1e-9)
-        return (self.num_done - done) / seconds, (self.num_output_tokens - tokens) / seconds
+        return (self.num_completed - done) / seconds, (self.num_output_tokens - tokens) / seconds
 
     def line(self) -> str:
         """Return where the job stands, in one line."""
-        lines_per_s, tokens_per_s = self.rates()
         done = self.num_done_before + self.num_done
+        num_failed = self.num_failed_before + self.num_failed
+        state = f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %)"
+        if not self.has_engine:
+            return f"{state}, starting the engine, {num_failed:,} failed"
+        lines_per_s, tokens_per_s = self.rates()
         left = f"{duration(self.num_left / lines_per_s)} left" if lines_per_s else "time left unknown"
         return (
-            f"{done:,}/{self.total:,} lines ({100 * done / self.total:.0f} %), {self.num_running:,} running, "
-            f"{lines_per_s:,.1f} lines/s, {tokens_per_s:,.0f} tokens/s, "
-            f"{self.num_failed_before + self.num_failed:,} failed, {left}"
+            f"{state}, {self.num_running:,} running, "
+            f"{lines_per_s:,.1f} lines/s, {tokens_per_s:,.0f} tokens/s, {num_failed:,} failed, {left}"
         )
 
     def summary(self) -> str:
         """Return what this run did."""
-        seconds = max(self.elapsed_s, 1e-9)
+        engine_s = self._engine_s()
+        seconds = max(engine_s, 1e-9)
         return (
-            f"{self.num_done:,} lines answered in {duration(seconds)}: "
-            f"{self.num_done - self.num_failed:,} completed, {self.num_failed:,} failed\n"
+            f"{self.num_done:,} lines answered in {duration(self.elapsed_s)}, the engine ran {duration(engine_s)}: "
+            f"{self.num_completed:,} completed, {self.num_failed:,} failed\n"
             f"{self.num_prompt_tokens:,} prompt tokens, {self.num_output_tokens:,} generated tokens; "
-            f"{self.num_done / seconds:,.1f} lines/s, {self.num_output_tokens / seconds:,.1f} tokens/s"
+            f"{self.num_completed / seconds:,.1f} lines/s, {self.num_output_tokens / seconds:,.1f} tokens/s"
             f"{_peak_memory()}\n"
             f"in all: {self.totals()}"
         )
+
+    def _engine_s(self) -> float:
+        """Return for how many seconds of this run there was an engine."""
+        return self._ran_s + (0.0 if self._runs_since_s is None else self._clock() - self._runs_since_s)
 
 
 class Reporter:
@@ -129,11 +164,11 @@ class Reporter:
         if self._bar is None:
             print(f"raypp batch: {progress.line()}", file=self._stream, flush=True)
             return
-        _, tokens_per_s = progress.rates()
         num_failed = progress.num_failed_before + progress.num_failed
-        self._bar.set_postfix_str(
-            f"{progress.num_running:,} running, {tokens_per_s:,.0f} tokens/s, {num_failed:,} failed", refresh=False
-        )
+        _, tokens_per_s = progress.rates()
+        work = f"{progress.num_running:,} running, {tokens_per_s:,.0f} tokens/s"
+        state = work if progress.has_engine else "starting the engine"
+        self._bar.set_postfix_str(f"{state}, {num_failed:,} failed")  # drawn also where no line is done
         self._bar.update(progress.num_done_before + progress.num_done - self._bar.n)
 
     def close(self) -> None:
@@ -156,7 +191,7 @@ def _peak_memory() -> str:
     except OSError:
         return ""
     match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return f"; peak memory {int(match[1]) / 1024:,.0f} MB" if match else ""
+    return f"; peak memory of this process, without the stages: {int(match[1]) / 1024:,.0f} MB" if match else ""
 
 
 def duration(seconds: float) -> str:

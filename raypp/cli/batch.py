@@ -38,7 +38,11 @@ def add_parser(commands: Any) -> None:
     )
     job.add_argument("--max-in-flight", metavar="N", type=int, help="requests at the engine; default: 2 * max_num_seqs")
     job.add_argument(
-        "--progress-interval", metavar="S", type=float, default=10.0, help="seconds between reports without a terminal"
+        "--progress-interval",
+        metavar="S",
+        type=float,
+        default=10.0,
+        help="seconds between reports without a terminal; default: %(default)g",
     )
     add_sampling_options(
         parser, "for lines that do not say; else the model's generation_config.json counts, then OpenAI's defaults"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -149,6 +150,10 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         sizes = {machine["gpu_memory_bytes"] for machine in fit["machines"]}
         if len(sizes) > 1:
             yield f"GPUs differ: every stage is planned for the smallest, {_gib(min(sizes))} GiB."
+        if (num_unused := _num_unused_gpus(fit)) > 0:
+            together = len(fit["stages"]) + num_unused
+            unused = counted(num_unused, "GPU")
+            yield f"{unused} not used: --num-stages {together} plans for all (the default is 1 stage)."
     if (fit["num_machines_used"] or 1) > 1:
         yield (
             f"{fit['num_machines_used']} machines: one Ray cluster over them (`ray start`), "
@@ -156,6 +161,16 @@ def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
         )
     if not fit["is_described"] and fit["machines"] is None:
         yield "RAY_ADDRESS is set: whether the cluster has enough GPUs is seen at the start (--start)."
+
+
+def _num_unused_gpus(fit: Mapping[str, Any]) -> int:
+    """Return how many described GPUs neither stages nor encoders have, each stage with a GPU of its own."""
+    if fit["machines"] is None or fit["device"] == "cpu" or fit["stage_num_gpus"] != 1:
+        return 0
+    share = (fit["encoders"] or {}).get("resources", {}).get("GPU", 0)
+    of_encoders = math.ceil(share * fit["encoders"]["num_encoders"]) if share else 0
+    num_gpus: int = sum(machine["num_gpus"] for machine in fit["machines"])
+    return num_gpus - len(fit["stages"]) - of_encoders
 
 
 def _place(fit: Mapping[str, Any]) -> str:

@@ -19,7 +19,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue prompts",
-        description="Continue prompts. Texts go to stdout, in order, each ended by a newline; logs go to stderr.",
+        description="Continue prompts. Texts go to stdout, in order, each ended by a newline; on a terminal "
+        "the prompt comes before its text. Logs go to stderr.",
     )
     parser.add_argument(
         "--prompt",
@@ -57,8 +58,20 @@ def run(args: argparse.Namespace) -> int:
             outputs = llm.generate(prompts, params)
     for output in outputs:
         for completion in output.outputs:
-            print(_as_json(output, completion) if args.json else completion.text)
+            print(_as_json(output, completion) if args.json else _text(output, completion, is_answer=bool(args.image)))
     return 0
+
+
+def _text(output: RequestOutput, completion: CompletionOutput, *, is_answer: bool) -> str:
+    """Return what is printed: on a terminal after the prompt that it continues, for scripts the continuation alone.
+
+    Args:
+        output: Of the request.
+        completion: One of its continuations.
+        is_answer: Whether it answers a question instead of going on with a text.
+    """
+    begins = "" if is_answer or not sys.stdout.isatty() else output.prompt or ""
+    return begins + completion.text
 
 
 def _question(prompt: str, images: Sequence[str]) -> list[dict[str, Any]]:

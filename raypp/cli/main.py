@@ -75,7 +75,11 @@ def main(argv: Sequence[str] | None = None, *, entry_points: EntryPoints | None 
         entry_points: What the commands reach the engine through; None for the real one.
     """
     try:
-        args = _parser().parse_args(argv)
+        parser = _parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help()
+            return 0
+        args = parser.parse_args(argv)
         args.entry_points = entry_points or EntryPoints()
         log_to_stderr()
         warn_of_unknown_variables()

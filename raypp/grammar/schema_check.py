@@ -135,7 +135,7 @@ def _types(path: str, node: dict[str, Any], keywords: Collection[str]) -> list[s
     types = node["type"] if isinstance(node["type"], list) else [node["type"]]
     for name in types:
         if not isinstance(name, str) or name not in _BY_TYPE:
-            raise cannot_be_enforced(path, f"the type {name!r}")
+            raise cannot_be_enforced(path, f"the type {name!r}", expected=f"one of {', '.join(sorted(_BY_TYPE))}")
     return types
 
 
@@ -320,12 +320,14 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield "propertyNames", node["propertyNames"]
 
 
-def cannot_be_enforced(path: str, what: str) -> RequestError:
+def cannot_be_enforced(
+    path: str, what: str, *, expected: str = "keywords that a grammar can hold a text to"
+) -> RequestError:
     """Return the error of a schema with a part that no grammar here holds a text to."""
     return RequestError(
         "structured_outputs: this json_schema cannot be enforced",
         got=f"{what}, at {path[:200]}",
-        expected="keywords that a grammar can hold a text to",
+        expected=expected,
         hint="docs/structured_outputs.md lists them; take the part out and check it on the answer instead",
         param="structured_outputs",
     )

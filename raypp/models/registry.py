@@ -160,7 +160,9 @@ def _resolve(
         return _download(model, expected, patterns, revision)
     except ModelLoadError as error:
         if nearest := difflib.get_close_matches(model, embedded, n=1, cutoff=0.5):
-            error.hint = f"did you mean {nearest[0]}?"
+            raise ModelLoadError(
+                f"there is no model {model!r}; did you mean {nearest[0]}?", expected=expected, hint=error.hint
+            ) from error
         raise
 
 

@@ -100,6 +100,7 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     fields = [_field_path(complaint, body) for complaint in complaints]
     of_first = [(c, f) for c, f in zip(complaints, fields, strict=True) if f.startswith(fields[0])]
     first, where = max(of_first, key=lambda pair: pair[1].count("["))
+    first, where = _misspelt(first, complaints, fields) or (first, where)
     of_field = [complaint for complaint, field in of_first if field == where]
     if first["type"] == "extra_forbidden":
         *before, name = first["loc"]
@@ -162,6 +163,21 @@ def model_not_found(name: str, served: Sequence[str]) -> tuple[int, ErrorRespons
     message = f"there is no model {name!r} here; served: {', '.join(served)}"
     error = ErrorObject(message=message, type="invalid_request_error", param="model", code="model_not_found")
     return 404, ErrorResponse(error=error)
+
+
+def _misspelt(
+    missing: Mapping[str, Any], complaints: Sequence[Mapping[str, Any]], fields: Sequence[str]
+) -> tuple[Mapping[str, Any], str] | None:
+    """Return the complaint of an unknown field that stands where one is missing, and is nearly called so."""
+    if missing["type"] != "missing":
+        return None
+    *before, name = missing["loc"]
+    unknown = {
+        str(complaint["loc"][-1]): (complaint, field)
+        for complaint, field in zip(complaints, fields, strict=True)
+        if complaint["type"] == "extra_forbidden" and [*complaint["loc"][:-1]] == before
+    }
+    return next((unknown[near] for near in difflib.get_close_matches(str(name), unknown, n=1)), None)
 
 
 def _not_json(raw: bytes, what: str, complaint: str) -> BodyError:

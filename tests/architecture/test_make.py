@@ -54,6 +54,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_demo_installs_what_text_needs_and_says_what_is_next(checkout: Checkout) -> None:
     calls, said = checkout.make("demo")
     assert "[dev]" not in calls
+    assert "editable_mode=compat --editable ." in calls, "else nothing imports from the folder above the clone"
     assert "raypp generate tiny --num-stages 2" in calls
     packages = checkout.demo_packages()
     assert {"ray", "torch", "transformers"} <= packages
@@ -66,7 +67,7 @@ def test_demo_installs_what_text_needs_and_says_what_is_next(checkout: Checkout)
 def test_install_adds_the_rest_and_demo_then_needs_no_more(checkout: Checkout) -> None:
     checkout.make("demo")
     calls, _ = checkout.make("install")
-    assert "--editable .[dev]" in calls
+    assert "editable_mode=compat --editable .[dev]" in calls
     assert "compileall" in calls, "also of what demo left uncompiled"
     os.utime(checkout.folder / ".venv/.installed", (1, 1))
     assert "--editable .[dev]" in checkout.make("demo")[0], "what changed since is installed, as install does it"

@@ -137,6 +137,7 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
     ("line", "status", "words"),
     [
         ({"url": "/v1/completions", "body": {"prompt": "a", "temprature": 1}}, 400, "did you mean temperature?"),
+        ({"promt": "a"}, 400, "unknown field promt; expected: did you mean prompt?"),
         ({"url": "/v1/completions", "body": {"prompt": "a", "model": "gpt-5"}}, 404, "there is no model 'gpt-5'"),
         ({"url": "/v1/chat/completions", "body": {"messages": []}}, 400, "invalid value for messages"),
         ({"prompt": "a", "stream": True}, 400, "cannot be streamed"),

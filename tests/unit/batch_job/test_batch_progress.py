@@ -21,21 +21,26 @@ class Clock:
 def test_rates_and_time_left() -> None:
     clock = Clock()
     progress = Progress(total=1000, num_done_before=100, num_failed_before=10, clock=clock)
+    progress.count(Answer(b"", is_error=True))
+    assert progress.line() == "101/1,000 lines (10 %), starting the engine, 11 failed"
+    clock.now_s += 30
+    progress.engine_runs()
     assert "time left unknown" in progress.line()
+    progress.count(Answer(b"", is_error=True))
     for _ in range(90):
         progress.count(Answer(b"", num_prompt_tokens=3, num_output_tokens=20))
     clock.now_s += 10
     progress.num_running = 3
-    assert progress.line() == "190/1,000 lines (19 %), 3 running, 9.0 lines/s, 180 tokens/s, 10 failed, 1 min 30 s left"
+    assert progress.line() == "192/1,000 lines (19 %), 3 running, 9.0 lines/s, 180 tokens/s, 12 failed, 1 min 30 s left"
     clock.now_s += 100
-    progress.count(Answer(b"", is_error=True))
+    progress.count(Answer(b""))
     assert progress.rates() == pytest.approx((0.01, 0.0))  # the fast beginning is long ago
-    assert progress.num_left == 809
+    assert progress.num_left == 807
     assert progress.summary().startswith(
-        "91 lines answered in 1 min 50 s: 90 completed, 1 failed\n"
-        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory "
+        "93 lines answered in 2 min 20 s, the engine ran 1 min 50 s: 91 completed, 2 failed\n"
+        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory of this process"
     )
-    assert progress.summary().endswith("\nin all: 1,000 lines, 180 completed, 11 failed, 809 left")
+    assert progress.summary().endswith("\nin all: 1,000 lines, 181 completed, 12 failed, 807 left")
 
 
 def test_without_a_terminal_there_are_lines() -> None:
@@ -59,6 +64,9 @@ def test_on_a_terminal_there_is_a_bar() -> None:
     assert reporter.interval_s < 1
     for _ in range(3):
         progress.count(Answer(b"", num_output_tokens=5))
+    reporter.show()
+    assert "starting the engine" in stream.getvalue()
+    progress.engine_runs()
     reporter.close()
     assert "4/4" in stream.getvalue()
     assert "tokens/s, 0 failed" in stream.getvalue()

@@ -89,6 +89,19 @@ def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert llm.num_closed == 1
 
 
+def test_on_a_terminal_the_prompt_stands_before_its_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run(FakeLLM(), "--prompt", "def f(") == 0
+    assert capsys.readouterr().out == "def f(DEF F(\n"
+
+
+def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "serve" in capsys.readouterr().out
+
+
 def test_the_models_defaults_hold_for_options_that_are_left_out() -> None:
     llm = FakeLLM()
     llm.sampling_defaults = {"temperature": 0.6, "top_k": 20}
@@ -221,7 +234,7 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "raypp COMMAND MODEL" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["sing"], ["generate", "tiny"], ["generate", "--max-tokens", "x"]])
+@pytest.mark.parametrize("argv", [["sing"], ["generate", "tiny"], ["generate", "--max-tokens", "x"]])
 def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)

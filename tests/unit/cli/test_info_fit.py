@@ -38,6 +38,12 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for line in lines if line.startswith("Estimates:")][1].startswith("Estimates: the GPUs' memory")
 
 
+def test_gpus_that_no_stage_has_are_said() -> None:
+    note = "1 GPU not used: --num-stages 2 plans for all (the default is 1 stage)."
+    assert note in _lines("qwen3-8b", "2x24GB")
+    assert not any("not used" in line for line in _lines("qwen3-8b", "2x24GB", num_stages=2))
+
+
 def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert _info("qwen3-32b", "--num-stages", "2", "--gpus", "2x24GB") == 1
     out = capsys.readouterr().out

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
@@ -74,6 +76,13 @@ def test_what_cannot_be_is_told_before_anything_starts(option: list[str], capsys
 def test_a_model_that_does_not_exist_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "/no/such/model"]) == 2
     assert "/no/such/model" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "tiny", "--port", str(taken.getsockname()[1])]) == 2
+    assert "the port cannot be used" in capsys.readouterr().err
+    assert not ray.is_initialized()
 
 
 def test_the_example_configuration_is_one() -> None:
