@@ -191,6 +191,10 @@ def _read_gptq(section: _Section, _: ConfigFields) -> Quantization:
     section.require("bits", (4,))
     section.require(LM_HEAD_MODULE, (False,), where_unsaid=False)
     section.require("is_marlin_format", (False,), where_unsaid=False)
+    section.require("pack_dtype", ("int32",), where_unsaid="int32")
+    if section.get("modules_in_block_to_quantize"):
+        listed = _said(section.get("modules_in_block_to_quantize"))
+        raise section.error("modules_in_block_to_quantize", listed, "nothing: all linear layers are quantized")
     name = "format" if section.get("checkpoint_format") is None else "checkpoint_format"
     form = section.require(name, ("gptq", "gptq_v2"), where_unsaid="gptq")
     group_size = section.group_size()

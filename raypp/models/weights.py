@@ -223,7 +223,8 @@ class DummyWeights:
         generator = self._generator(name)
         zero = order = None
         if quantization.bits == 4:
-            numbers = torch.randint(1, 16, (self._PERIOD, 2), generator=generator, dtype=torch.uint8)  # 8 is their mean
+            count = min(math.prod(shape) // 2, self._PERIOD)
+            numbers = torch.randint(1, 16, (count, 2), generator=generator, dtype=torch.uint8)  # 8 is their mean
             data = self._repeated(numbers[:, 0] | numbers[:, 1] << 4, (*outer, num_outputs, num_inputs // 2))
             deviation = math.sqrt((15**2 - 1) / 12)
             zero = torch.full(blocks, 8, dtype=torch.uint8, device=self._device) if quantization.has_zeros else None
@@ -231,7 +232,7 @@ class DummyWeights:
                 order = torch.randperm(num_inputs, generator=self._generator(f"order/{num_inputs}")).to(self._device)
                 order = order.expand(*outer, num_inputs).contiguous()
         else:
-            noise = torch.randn(self._PERIOD, generator=generator).to(torch.float8_e4m3fn)
+            noise = torch.randn(min(math.prod(shape), self._PERIOD), generator=generator).to(torch.float8_e4m3fn)
             data, deviation = self._repeated(noise, shape), 1.0
         dtype = torch.float16 if quantization.bits == 4 else torch.float32  # as checkpoints mostly have them
         scale = torch.full(blocks, self._STANDARD_DEVIATION / deviation, dtype=dtype, device=self._device)

@@ -73,6 +73,14 @@ def test_forms(config, expected):
     assert _read(config) == Quantization(**{"skipped": skipped, **expected})
 
 
+@pytest.mark.parametrize(("name", "form"), [("qwen3-8b-fp8", "fp8"), ("qwen3-8b-awq", "awq")])
+def test_published_configurations(name, form):
+    quantization = load_model_config(Path(__file__).parents[3] / "benchmarks" / "models" / name).quantization
+    assert quantization is not None
+    assert (quantization.format, quantization.block[1]) == (form, 128)
+    assert quantization.covers("model.layers.35.mlp.down_proj")
+
+
 def test_models_without_and_with_text_config(tmp_path):
     assert load_model_config(write_config(tmp_path)).quantization is None
     assert load_model_config(write_config(tmp_path, quantization_config=None)).quantization is None
@@ -143,6 +151,8 @@ def test_gptqs_dynamic_modules():
         ({**GPTQ, "lm_head": True}, ["lm_head", "true", "false"]),
         ({**GPTQ, "checkpoint_format": "marlin"}, ["checkpoint_format", "marlin", "gptq_v2"]),
         ({**GPTQ, "group_size": ...}, ["group_size", "-1"]),
+        ({**GPTQ, "pack_dtype": "int64"}, ["pack_dtype", "int64", "int32"]),
+        ({**GPTQ, "modules_in_block_to_quantize": [["q_proj"]]}, ["modules_in_block_to_quantize", "q_proj"]),
         ({**GPTQ, "sym": 1}, ["sym", "1", "true or false"]),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, ["dynamic", "+:.*"]),
         (_compressed(ignore=[]), ["ignore", "lm_head"]),

@@ -175,6 +175,14 @@ def test_quantized_tensors_that_config_json_does_not_speak_of(tmp_path):
         reader(tmp_path, None).weight(("a",), (16,), 24)
 
 
+def test_a_truncated_file(tmp_path):
+    write(tmp_path, "awq", {"a": (16, 24, 0)})
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ModelLoadError, match="truncated"):
+        reader(tmp_path, quantization_of(CONFIGS["awq"])).weight(("a",), (16,), 24)
+
+
 def test_an_odd_number_of_inputs_is_refused_in_4_bits(tmp_path):
     save_file({"m.a.qweight": torch.ones(1).int()}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="25 inputs"):
