@@ -40,8 +40,18 @@ HEADS = (32, 8, 128)
 CUTS = [
     DecodeTuning(splits, tile, warps, stages)
     for splits, (tile, warps, stages) in itertools.product(
-        (1, 2, 4, 8, 16),
-        ((64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3), (256, 8, 2)),
+        (1, 2, 3, 4, 8, 16),
+        (
+            (32, 4, 4),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 4, 4),
+            (64, 2, 3),
+            (128, 4, 2),
+            (128, 4, 3),
+            (128, 8, 2),
+            (128, 8, 3),
+        ),
     )
 ]
 PREFILLS = [[(2048, 2048)], [(512, 512)] * 4, [(1024, 8192)]]
@@ -82,15 +92,16 @@ class Rows:
         decode(q, cache, self.lens, self.tables, 1, self.heads, self.out)
 
 
-def measure_decode(rows: list[int], contexts: list[int]) -> dict[str, Any]:
+def measure_decode(rows: list[int], contexts: list[int], names: list[str]) -> dict[str, Any]:
     """Return the times of decode rows over both kinds of cache: as chosen, a layer's step, and the best other cuts."""
     workspace, figures = Workspace(torch.device("cuda")), dict[str, Any]()
     workspace.reserve(64 << 20)
     decode = TritonDecode(*HEADS, 1, Device.of(torch.device("cuda")), workspace)
     assert workspace.counters is not None
-    small = [Rows(1, 512, kv_dtype) for kv_dtype in KV_DTYPES.values()]
+    small = [Rows(1, 512, kv_dtype) for kv_dtype in (KV_DTYPES[name] for name in names)]
     compile_ahead([partial(each.attend, decode, each.caches[0], cut) for each in small for cut in CUTS])
-    for num_rows, context, (name, kv_dtype) in itertools.product(rows, contexts, KV_DTYPES.items()):
+    for num_rows, context, name in itertools.product(rows, contexts, names):
+        kv_dtype = KV_DTYPES[name]
         made = Rows(num_rows, context, kv_dtype)
         chosen = try_us([partial(made.attend, decode, cache) for cache in made.caches])
         step = try_us([partial(made.step, decode, cache) for cache in made.caches])
@@ -140,10 +151,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--contexts", type=int, nargs="+", default=[640, 1024])
+    parser.add_argument("--kv-dtypes", nargs="+", choices=list(KV_DTYPES), default=list(KV_DTYPES))
     parser.add_argument("--prefill", action="store_true")
     args = parser.parse_args()
     require_gpu()
-    figures = measure_prefill() if args.prefill else measure_decode(args.rows, args.contexts)
+    figures = measure_prefill() if args.prefill else measure_decode(args.rows, args.contexts, args.kv_dtypes)
     print_report("kv_dtypes", vars(args), figures)
 
 

@@ -133,12 +133,19 @@ def test_arrangement(num_tokens):
         checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
 
 
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.03, 2.0)], ids=str)
-@pytest.mark.parametrize("heads", [HEADS_8B, (14, 2, 64), (64, 8, 128), (6, 6, 80)], ids=str)
-@pytest.mark.parametrize("dtype", checks.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "scales"),
+    [
+        (BF16, HEADS_8B, (0.03, 2.0)),
+        (BF16, (14, 2, 64), (1.0, 1.0)),
+        (BF16, (6, 6, 80), (0.5, 0.2)),
+        (torch.float16, (64, 8, 128), (0.03, 2.0)),
+    ],
+    ids=str,
+)
 def test_fp8_kv(dtype, heads, scales):
     rng = random.Random(2)
-    for query_len, num_rows in ((1, 3), (1, 40), (5, 3), (3, 40)):
+    for query_len, num_rows in ((1, 3), (1, 40), (5, 9)):
         seq_lens = [rng.choice((query_len, rng.randint(query_len, 3000))) for _ in range(num_rows)]
         checks.check_heads(dtype, num_rows * query_len, *heads, query_len == 1, scales)
         checks.check_decode(dtype, seq_lens, query_len, *heads, scales=scales)
