@@ -10,6 +10,7 @@ last line is JSON.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import math
 import sys
@@ -38,21 +39,14 @@ COLD_BYTES = 400 << 20
 BLOCK_SIZE = 16
 HEADS = (32, 8, 128)
 CUTS = [
-    DecodeTuning(splits, tile, warps, stages)
-    for splits, (tile, warps, stages) in itertools.product(
-        (1, 2, 3, 4, 8, 16),
-        (
-            (32, 4, 4),
-            (64, 4, 2),
-            (64, 4, 3),
-            (64, 4, 4),
-            (64, 2, 3),
-            (128, 4, 2),
-            (128, 4, 3),
-            (128, 8, 2),
-            (128, 8, 3),
-        ),
+    DecodeTuning(splits, *cut)
+    for splits, cut in itertools.product(
+        (1, 2, 3, 4, 8, 16), ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 2, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3))
     )
+]
+CUTS += [
+    DecodeTuning(splits, *cut, max_registers)
+    for splits, cut, max_registers in itertools.product((1, 2), ((32, 4, 4), (64, 4, 2), (64, 4, 3)), (64, 72, 80))
 ]
 PREFILLS = [[(2048, 2048)], [(512, 512)] * 4, [(1024, 8192)]]
 
@@ -110,10 +104,9 @@ def measure_decode(rows: list[int], contexts: list[int], names: list[str]) -> di
             if context // cut.num_splits >= cut.tile_tokens or cut.num_splits == 1:
                 us = try_us([partial(made.attend, decode, cache, cut) for cache in made.caches])
                 if isinstance(us, float):
-                    best.append((us, (cut.num_splits, cut.tile_tokens, cut.num_warps, cut.num_stages)))
-        best, floor = sorted(best)[:4], round(made.num_bytes / BYTES_PER_US, 2)
-        cut = decode.cut(num_rows, 1, kv_dtype.itemsize)
-        taken = (cut.num_splits, cut.tile_tokens, cut.num_warps, cut.num_stages)
+                    best.append((us, dataclasses.astuple(cut)))
+        best, floor = sorted(best, key=lambda each: each[0])[:6], round(made.num_bytes / BYTES_PER_US, 2)
+        taken = dataclasses.astuple(decode.cut(num_rows, 1, kv_dtype.itemsize))
         print(f"{num_rows:>4} x {context:<5} {name} {chosen} {taken} step {step} floor {floor} best {best}", flush=True)
         figures[f"{num_rows} x {context} {name}"] = {"us": chosen, "step_us": step, "floor_us": floor, "best": best}
     return figures

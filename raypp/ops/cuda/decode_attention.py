@@ -61,12 +61,14 @@ class DecodeTuning:
         tile_tokens: Keys that are multiplied at once.
         num_warps: Of a program.
         num_stages: Tiles under way from memory.
+        max_registers: Of a thread: the fewer, the more programs are on a processor at once. None: as many as it takes.
     """
 
     num_splits: int
     tile_tokens: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
 
 
 def tune_decode(
@@ -236,6 +238,7 @@ class TritonDecode:
             OVERLAPS=self._device.has_dependent_launch,
             num_warps=tuning.num_warps,
             num_stages=tuning.num_stages,
+            maxnreg=tuning.max_registers,
             **self._device.launch_options,
         )
 
