@@ -165,7 +165,10 @@ def check_tensor(
     if got_type not in allowed:
         hint = None
         if allowed == _FLOATS:
-            hint = "if it is quantized, config.json's quantization_config has to say so, or to leave it out there"
+            hint = (
+                "only linear layers of the language model's layers can be quantized, and config.json's "
+                "quantization_config has to say so; docs/quantization.md"
+            )
         elif got_type in _FLOATS:
             hint = (
                 "if it is not quantized, config.json's quantization_config has to name it among what stays in 16 bits"

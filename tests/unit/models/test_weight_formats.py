@@ -175,6 +175,14 @@ def test_quantized_tensors_that_config_json_does_not_speak_of(tmp_path):
         reader(tmp_path, None).weight(("a",), (16,), 24)
 
 
+def test_a_quantized_lm_head(tmp_path):
+    save_file({"m.lm_head.weight": torch.ones(16, 24).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelLoadError, match=r"lm_head\.weight is not of a type .* got: F8_E4M3; .*only linear layers of"
+    ):
+        reader(tmp_path, quantization_of(CONFIGS["fp8 blocks"])).tensor("lm_head.weight", 16, 24)
+
+
 def test_a_truncated_file(tmp_path):
     write(tmp_path, "awq", {"a": (16, 24, 0)})
     file = tmp_path / "model.safetensors"
