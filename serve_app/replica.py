@@ -18,6 +18,8 @@ from ray.serve.handle import DeploymentHandle
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpSettings
+from raypp.config.log import log_to_stderr
+from raypp.errors import RayppError
 from serve_app.encoder import ServedPictures
 from serve_app.freed_memory import give_back_freed_memory
 from serve_app.http_app import exposition, make_context, make_http_app, model_names, stats_if_alive
@@ -51,9 +53,13 @@ class EngineReplica:
             stage_factory: Makes other models than the real ones.
             encoder: The deployment that images pass; None for a model that reads text alone.
         """
+        log_to_stderr()  # not Serve's affair: its log has other lines
         give_back_freed_memory()
         self._settings = settings
+        self._is_healthy = True
         self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
+        processes = await asyncio.to_thread(self._llm.processes)
+        logger.info("the engine runs: driver pid %s, stages' pids %s", processes["driver"], processes["stages"])
         context = serve.get_replica_context()
         self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
         self._pictures: PictureGate = OpenGate()
@@ -73,7 +79,14 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raise if the engine cannot serve. After a few times Serve puts another replica in this one's place."""
-        await self._llm.check_health()
+        try:
+            await self._llm.check_health()
+        except RayppError as error:
+            if self._is_healthy:
+                logger.error("this replica (pid %d) is not healthy: %s", os.getpid(), error)
+            self._is_healthy = False
+            raise
+        self._is_healthy = True
 
     async def exposition(self) -> str:
         """Return this replica's metrics."""

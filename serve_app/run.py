@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -19,9 +22,11 @@ from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application, end_timeout_s
 from serve_app.proxy_answers import ENVIRONMENT
-from serve_app.running_serve import RunningServe, delete_application, end_serve, start_serve
+from serve_app.running_serve import RunningServe, delete_application, end_serve, hide_noise, start_serve
 from serve_app.stop_signals import StopSignals
 
+_LOOK_S = 1.0
+_NOTICE_S = 0.1
 _DELETE_S = 10.0
 """For Serve to notice that an application's replicas have ended."""
 
@@ -53,11 +58,12 @@ def run_server(
     with StopSignals() as stop:
         if starts_ray:
             os.environ.update(ENVIRONMENT | os.environ)  # Ray's processes inherit it; a value of the user's own counts
-        cluster = Cluster.connect()
+        cluster = Cluster.connect(shows_logs=True)
         try:
             stop.is_connected = True
             stop.listen()  # again: Ray's core takes SIGTERM for itself
-            _serve(config, settings, address, stop, on_ready, started_ray=starts_ray)
+            hide_noise()
+            _serve(config, settings, address, stop, on_ready, cluster, started_ray=starts_ray)
         finally:
             cluster.disconnect()
 
@@ -68,6 +74,7 @@ def _serve(
     address: HttpAddress,
     stop: StopSignals,
     on_ready: Callable[[str], None],
+    cluster: Cluster,
     *,
     started_ray: bool,
 ) -> None:
@@ -85,13 +92,37 @@ def _serve(
             starting.check()
             stop.has_started = True
             on_ready(address.url)
+        health = _Health(address.app_name)
         while stop.received is None:
-            stop.wait()
+            stop.wait(_LOOK_S)
+            if stop.received is None:
+                health.look(RunningServe.of_this_cluster())
     finally:
         end_s = end_timeout_s(config, settings) if stop.has_started else 0.0
-        _take_down(address.app_name, started_serve=running is None, timeout_s=end_s)
+        if end_s and stop.received is not None:
+            _say(f"stopping: running requests have at most {end_s:g} s; Ctrl-C again stops at once")
+        _while_useful(cluster, partial(_take_down, address.app_name, started_serve=running is None, timeout_s=end_s))
         if not stop.has_started and stop.received is not None:
             stop.exit()  # the thread may wait for minutes; a Ray that was started here ends with this process
+
+
+class _Health:
+    """Says when the application stops serving as it should, and when it does so again."""
+
+    def __init__(self, app_name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app_name = app_name
+        self._clock = clock
+        self._since_s: float | None = None  # it does not serve as it should
+
+    def look(self, running: RunningServe | None) -> None:
+        """Take in what Serve says now; None: there is no Serve."""
+        if running is None or self._app_name in running.troubles:
+            if self._since_s is None:
+                self._since_s = self._clock()
+                _say("a replica does not serve; Ray Serve replaces it")
+        elif self._since_s is not None:
+            _say(f"serving again after {self._clock() - self._since_s:.0f} s")
+            self._since_s = None
 
 
 class _Starting:
@@ -115,10 +146,12 @@ class _Starting:
     def check(self) -> None:
         """Raise what kept it from starting."""
         if isinstance(self._error, RuntimeError):
+            running = RunningServe.of_this_cluster()
+            said = "" if running is None else running.troubles.get(self._address.app_name, "")
             raise EngineDeadError(
                 "Ray Serve could not deploy the application",
-                got=str(self._error).strip().splitlines()[0],
-                hint="the replica's log in Ray's session folder says more",
+                got=cause_of(said) or str(self._error).strip().splitlines()[0],
+                hint=f"logs: {_log_folder()}",
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -135,6 +168,43 @@ class _Starting:
         finally:
             self.is_done = True
             self._stop.wake()
+
+
+def cause_of(said: str) -> str | None:
+    """Return the exception in what Serve says of a replica that does not start; None: there is none."""
+    found = re.findall(r"^(?:ray\.exceptions\.)?[\w.]*(?:Error|Exception)\b: .*", said, re.MULTILINE)
+    return None if not found else str(found[-1])
+
+
+def _log_folder() -> str:
+    node = ray._private.worker._global_node
+    return "logs/ in Ray's session folder" if node is None else str(node.get_logs_dir_path())
+
+
+def _say(text: str) -> None:
+    print(f"raypp: {text}", file=sys.stderr, flush=True)
+
+
+def _while_useful(cluster: Cluster, action: Callable[[], None]) -> None:
+    """Do something with Ray, and leave it when Ray dies: a signal to the whole process group ends its servers, too.
+
+    Raises:
+        Exception: whatever the action raises while Ray lives.
+    """
+    errors: list[Exception] = []
+
+    def act() -> None:
+        try:
+            action()
+        except Exception as error:
+            errors.append(error)
+
+    acting = threading.Thread(target=act, name="raypp-take-down", daemon=True)  # Ray may keep it for half a minute
+    acting.start()
+    while acting.is_alive() and cluster.is_useful():
+        acting.join(_NOTICE_S)
+    if errors and cluster.is_useful():
+        raise errors[0]
 
 
 def _take_down(app_name: str, *, started_serve: bool, timeout_s: float) -> None:

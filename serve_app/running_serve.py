@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.schema import ApplicationStatus, ServeInstanceDetails
@@ -23,6 +24,17 @@ _POLL_S = 0.1
 _ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
 
 logger = logging.getLogger(__name__)
+_SERVES_NOISE = ("Connecting to existing Serve app", "Deleting app ")
+"""What Serve says of what `raypp serve` does by itself, and tells in its own words."""
+
+
+def hide_noise() -> None:
+    """Keep out of this process's stderr what Serve says of each start and end."""
+    logging.getLogger(SERVE_LOGGER_NAME).addFilter(_is_no_noise)
+
+
+def _is_no_noise(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_SERVES_NOISE)
 
 
 def start_serve(host: str, port: int, *, has_environment: bool = False) -> None:
@@ -84,6 +96,8 @@ class RunningServe:
     port: int
     apps: Mapping[str, str]
     """Route prefixes by the names of the applications."""
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """Of applications that do not run as they should, what Serve says of their deployments."""
 
     @classmethod
     def of_this_cluster(cls) -> Self | None:
@@ -93,9 +107,14 @@ class RunningServe:
             return None
         details = ServeInstanceDetails(**client.get_serve_details())
         apps = {name: app.route_prefix or "" for name, app in details.applications.items() if app.status not in _ENDED}
+        troubles = {
+            name: "\n".join(deployment.message for deployment in app.deployments.values() if deployment.message)
+            for name, app in details.applications.items()
+            if app.status != ApplicationStatus.RUNNING
+        }
         http = details.http_options
         assert http is not None
-        return cls(http.host, http.port, apps)
+        return cls(http.host, http.port, apps, troubles)
 
     def check_place(self, host: str, port: int, app_name: str, route_prefix: str) -> None:
         """Refuse a place that is somebody else's: deploying there would replace what is served.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -33,9 +34,14 @@ class StopSignals:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
 
-    def wait(self) -> None:
-        """Return after a signal, and when another thread calls `wake`. Look for what has changed after every return."""
-        self._changes.get()
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return after a signal, and when another thread calls `wake`. Look for what has changed after every return.
+
+        Args:
+            timeout_s: The longest to wait; None: for ever.
+        """
+        with contextlib.suppress(queue.Empty):
+            self._changes.get(timeout=timeout_s)
 
     def wake(self) -> None:
         """Have the waiting thread look."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,11 +19,13 @@ from types import FrameType
 from typing import Any, ClassVar
 
 import ray
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from raypp.actors.forked import leave_ray_alone
 from raypp.actors.gcs_waits import gcs_waits_can_end
 from raypp.actors.local_process import Child
 from raypp.actors.ray_thread import RayThread
+from raypp.config.log import is_log_line
 from raypp.errors import ResourceError
 
 _REACH_TIMEOUT_S = 10.0
@@ -30,6 +34,11 @@ _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTING
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 _LEAST_DISK_BYTES = 16 << 20  # of a local Ray's files when it starts: logs, state
 _STOP_S = 10.0  # for Ray to end in order
+_RAY_PRINTS = "ray_print_logs"
+_DEAD_WORKER = re.compile(
+    r"^A worker died or was killed while .*Worker PID: (\d+) Worker exit type: (\w+) Worker exit detail: ([^.]*\.)",
+    re.DOTALL,
+)
 _GIVE_UP_S = 40.0  # for Ray to give up a start: it waits half a minute for a server that died
 
 
@@ -49,8 +58,12 @@ class Cluster:
         self._connection = connection  # None: somebody else's
 
     @classmethod
-    def connect(cls) -> Cluster:
+    def connect(cls, *, shows_logs: bool = False) -> Cluster:
         """Use the Ray of this process, else the cluster of RAY_ADDRESS, else start a local one.
+
+        Args:
+            shows_logs: Whether what raypp logs in Ray's processes appears on this one's stderr, where the connection is
+                made here.
 
         Raises:
             ResourceError: the cluster cannot be reached, or Ray cannot start.
@@ -66,7 +79,7 @@ class Cluster:
                 if cls._own is None or _session() != cls._own.name:
                     return cls(None)
             else:
-                cls._own, cls._num_users = _prepare(os.environ.get("RAY_ADDRESS") or "local"), 0
+                cls._own, cls._num_users = _prepare(os.environ.get("RAY_ADDRESS") or "local", shows_logs), 0
                 with _own_sigterm_handler():
                     cls._own.start()
             cls._num_users += 1
@@ -122,7 +135,7 @@ def _session() -> str:
     return f"{context.gcs_address} {context.get_job_id()}"
 
 
-def _prepare(address: str) -> RayThread:
+def _prepare(address: str, shows_logs: bool) -> RayThread:
     """Return the connection to be made.
 
     Raises:
@@ -138,10 +151,10 @@ def _prepare(address: str) -> RayThread:
     check_reachable(address)
     if address == "local":
         check_disk(ray_folder())
-    return RayThread(partial(_connect, address), _disconnect, _is_server)
+    return RayThread(partial(_connect, address, shows_logs), _disconnect, _is_server)
 
 
-def _connect(address: str, is_wanted: Callable[[], bool]) -> str:
+def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> str:
     tokens = logging.getLogger("ray._private.authentication.authentication_token_setup")
     tokens.addFilter(_is_not_about_tokens)
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
@@ -149,7 +162,7 @@ def _connect(address: str, is_wanted: Callable[[], bool]) -> str:
         with gcs_waits_can_end(is_wanted) if address == "local" else nullcontext():
             ray.init(
                 address=address,
-                log_to_driver=False,
+                log_to_driver=shows_logs,
                 configure_logging=False,
                 **(local if address == "local" else {}),
             )
@@ -160,6 +173,8 @@ def _connect(address: str, is_wanted: Callable[[], bool]) -> str:
             "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
         ) from error
     _print_errors_to_stderr()
+    if shows_logs:
+        _print_log_lines_alone()
     return _session()
 
 
@@ -182,7 +197,26 @@ def _print_errors_to_stderr() -> None:
 
 
 def _to_stderr(print_data: Callable[..., None], data: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    print_data({**data, "is_err": True}, *args, **kwargs)
+    lines = [_in_short(line) for line in data["lines"]]
+    print_data({**data, "lines": lines, "is_err": True}, *args, **kwargs)
+
+
+def _in_short(line: str) -> str:
+    """Return a line of Ray's; of its page about a dead worker, which one died and how."""
+    found = _DEAD_WORKER.search(line)
+    return line if found is None else f"A worker died or was killed: pid {found[1]}, {found[2]}: {found[3]}"
+
+
+def _print_log_lines_alone() -> None:
+    """Print raypp's log lines of Ray's processes, and nothing else that these write: Ray has no setting for it."""
+    global_worker_stdstream_dispatcher.remove_handler(_RAY_PRINTS)
+    global_worker_stdstream_dispatcher.add_handler(_RAY_PRINTS, _print_log_lines)
+
+
+def _print_log_lines(data: dict[str, Any]) -> None:
+    for line in data["lines"]:
+        if is_log_line(line):
+            print(line, file=sys.stderr, flush=True)
 
 
 def ray_folder() -> Path:

@@ -60,6 +60,7 @@ class Frontend:
         self._client = EngineClient(engine.handle.client_address, self._on_message)
         engine.handle.watch(self._on_death_elsewhere)
         self._num_silent_turns = 0
+        self._is_closing = False
         self._watchdog = self._loop.call_later(engine.config.faults.heartbeat_s, self._check_silence)
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
@@ -180,6 +181,7 @@ class Frontend:
 
     def close(self) -> None:
         """Leave. What is still running ends with EngineDeadError."""
+        self._is_closing = True
         self._watchdog.cancel()
         if self._death is None:
             self._client.send(CloseClient())
@@ -358,6 +360,8 @@ class Frontend:
         if self._death is not None:
             return
         self._death = error
+        if not self._is_closing:
+            _log.error("%s; running requests that it ends: %d", error, len(self._requests))
         for request in list(self._requests.values()):
             self._forget(request)
             request.fail(copy.copy(error))

@@ -48,13 +48,13 @@ def _fail_to_start(**_: Any) -> None:
 def test_whatever_ray_raises_at_its_start_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", _fail_to_start)
     with pytest.raises(ResourceError, match=r"no connection to Ray.*timed out during startup"):
-        cluster._connect("local", bool)
+        cluster._connect("local", False, bool)
 
 
 def test_a_disk_that_fills_up_meanwhile_is_named(monkeypatch: pytest.MonkeyPatch, full_disk: None) -> None:
     monkeypatch.setattr(ray, "init", _fail_to_start)
     with pytest.raises(ResourceError, match="the disk with Ray's files is full"):
-        cluster._connect("local", bool)
+        cluster._connect("local", False, bool)
 
 
 def test_what_ray_tells_of_its_own_goes_to_stderr(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+
 import pytest
 from ray import serve
 
@@ -36,6 +39,53 @@ def test_what_never_served_is_not_waited_for(calls: list[str]) -> None:
 def test_a_serve_that_others_use_stays(calls: list[str], name: str, started_serve: bool) -> None:
     run._take_down(name, started_serve=started_serve, timeout_s=20)
     assert calls == [f"{name} 30"]
+
+
+class FakeCluster:
+    """A Ray that dies."""
+
+    def __init__(self, *, is_useful: bool) -> None:
+        self._is_useful = is_useful
+
+    def is_useful(self) -> bool:
+        return self._is_useful
+
+
+def test_nobody_waits_for_a_ray_that_has_died() -> None:
+    waiting = threading.Event()
+    run._while_useful(FakeCluster(is_useful=False), waiting.wait)
+    waiting.set()
+
+
+def test_what_fails_while_ray_lives_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run._while_useful(FakeCluster(is_useful=True), lambda: 1 / 0)
+
+
+def test_it_says_when_a_replica_is_replaced_and_when_it_serves_again(capsys: pytest.CaptureFixture[str]) -> None:
+    now_s = 0.0
+    health = run._Health("raypp", lambda: now_s)
+    for troubles in ({}, {"raypp": "a health check failed"}, {"raypp": ""}, {}, {}):
+        health.look(RunningServe("127.0.0.1", 8000, {"raypp": "/"}, troubles))
+        now_s += 4
+    assert capsys.readouterr().err.splitlines() == [
+        "raypp: a replica does not serve; Ray Serve replaces it",
+        "raypp: serving again after 8 s",
+    ]
+
+
+def test_the_cause_of_a_failed_start_is_the_last_exception() -> None:
+    said = "A replica failed. Error:\nTraceback:\n  x\nValueError: a\nraypp.errors.ModelLoadError: no model; got: b"
+    assert run.cause_of(said) == "raypp.errors.ModelLoadError: no model; got: b"
+    assert run.cause_of("Waiting for replicas") is None
+
+
+def test_what_serve_says_of_each_start_is_hidden(caplog: pytest.LogCaptureFixture) -> None:
+    running_serve.hide_noise()
+    with caplog.at_level(logging.INFO, logger="ray.serve"):
+        logging.getLogger("ray.serve").info("Deleting app ['raypp']")
+        logging.getLogger("ray.serve").info("Application 'raypp' is ready")
+    assert caplog.messages == ["Application 'raypp' is ready"]
 
 
 def test_with_autoscaling_answers_have_longer() -> None:
