@@ -40,13 +40,12 @@ BLOCK_SIZE = 16
 HEADS = (32, 8, 128)
 CUTS = [
     DecodeTuning(splits, *cut)
-    for splits, cut in itertools.product(
-        (1, 2, 3, 4, 8, 16), ((32, 4, 4), (64, 4, 2), (64, 4, 3), (64, 2, 3), (128, 4, 2), (128, 8, 2), (128, 8, 3))
-    )
+    for splits, cut in itertools.product((1, 2, 4, 8, 16), ((64, 4, 2), (128, 4, 2), (128, 4, 3), (256, 8, 2)))
 ]
 CUTS += [
     DecodeTuning(splits, *cut, max_registers)
-    for splits, cut, max_registers in itertools.product((1, 2), ((32, 4, 4), (64, 4, 2), (64, 4, 3)), (64, 72, 80))
+    for splits, (cut, *bounds) in itertools.product((1, 2), (((64, 4, 2), 72, 80), ((128, 4, 2), 100, 112, 128)))
+    for max_registers in bounds
 ]
 PREFILLS = [[(2048, 2048)], [(512, 512)] * 4, [(1024, 8192)]]
 
