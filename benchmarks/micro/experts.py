@@ -43,6 +43,7 @@ SHAPES = {
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 8192)
 BYTES_PER_US = 4.3e6
+REPEATED = (128, 8192)  # must give the same bits every time
 LAYER_BYTES = 12 << 30  # of all layers that are timed
 MOST_LAYERS = 12
 EPS = 1e-6
@@ -164,6 +165,52 @@ def parts(layer: CudaExperts, hidden: torch.Tensor, cut: ExpertCut) -> dict[str,
     return {"route": routing, "arrange": arranging, "gate_up": gate_up, "down": down, "sum": total}
 
 
+def intermediate(layer: CudaExperts, hidden: torch.Tensor, cut: ExpertCut) -> dict[str, torch.Tensor]:
+    """Return everything that the launches with tiles compute, in their order."""
+    norm, chosen, device, kinds = (
+        (layer._norm_weight, EPS),
+        layer._routing.num_chosen,
+        layer._device,
+        layer._shape.kinds,
+    )
+    routed = route(hidden, layer._router, EPS, layer._routing, device, layer._workspace)
+    arranged = arrange(hidden, *norm, routed, len(layer._down.data), cut.tile_rows, kinds[0], device)
+    between = products.gate_up_tiles(layer._gate_up, arranged, chosen, kinds[1], hidden, cut.gate_up, device)
+    y = products.down_tiles(between, layer._down, arranged, chosen, hidden, cut.down, device)
+    total = products.sum_of_experts(y, routed, hidden.clone(), device)
+    is_tile = arranged.tiles[0] >= 0
+    return {
+        "experts": routed.experts,
+        "weights": routed.weights,
+        "normed": arranged.normed.values.view(torch.uint8),
+        "pairs": arranged.pairs,
+        "tiles": arranged.tiles * is_tile,
+        "gate_up": between.values.view(torch.uint8),
+        "down": y,
+        "sum": total,
+    }
+
+
+def check_repeats(layer: CudaExperts, num_tokens: int, shape: ExpertShape, num_runs: int = 40) -> str:
+    """Return what differs from run to run, and where: nothing should. With and without overlapping launches."""
+    hidden, lines = torch.randn(num_tokens, shape.hidden, device="cuda", dtype=BF16), []
+    cut, device = choose_cut(num_tokens, shape, layer._device), layer._device
+    for overlaps in (True, False):
+        layer._device = replace(device, has_dependent_launch=overlaps)
+        first = intermediate(layer, hidden, cut)
+        for run in range(num_runs):
+            for name, got in intermediate(layer, hidden, cut).items():
+                if not torch.equal(got, first[name]):
+                    places = (got != first[name]).nonzero()
+                    rows, columns = places[:, 0].unique().tolist(), places[:, -1].unique().tolist()
+                    lines.append(
+                        f"   overlaps {overlaps}, run {run}, {name}: {len(places)} elements, {len(rows)} rows "
+                        f"{rows[:6]}, {len(columns)} columns {columns[:4]}..{columns[-1]}"
+                    )
+    layer._device = device
+    return "\n".join([f"{num_tokens} tokens, {num_runs} runs: {len(lines)} differences", *lines[:40]])
+
+
 def time_layers(layers: Sequence[CudaExperts], hidden: torch.Tensor, cut: ExpertCut) -> float:
     """Return microseconds per layer."""
     return round(time_us([partial(layer.run, hidden.clone(), cut) for layer in layers]), 2)
@@ -241,6 +288,9 @@ def measure_kind(shape: ExpertShape, tokens: Sequence[int]) -> Figures:
     print(f"{torch.cuda.get_device_name()}, {len(layers)} layers in {' and '.join(shape.kinds)}", flush=True)
     for num_tokens in tokens:
         print(attempt(f"check of {num_tokens}", partial(check, layer, num_tokens, shape)), flush=True)
+    for num_tokens in tokens:
+        if num_tokens in REPEATED:
+            print(attempt(f"repeats of {num_tokens}", partial(check_repeats, layer, num_tokens, shape)), flush=True)
     for num_tokens in tokens:
         some = layers if num_tokens <= 256 else layers[:2]
         figures[f"{num_tokens} tokens"] = attempt(str(num_tokens), partial(measure, some, num_tokens, shape))

@@ -136,6 +136,20 @@ def cut_name(cut: ExpertCut) -> str:
     return f"rows {cut.tile_rows}, gate_up {name(cut.gate_up)}, down {name(cut.down)}"
 
 
+def table_text(table: dict[str, Any]) -> str:
+    """Return the table as JSON with a line per number of tokens."""
+    lines = ",\n".join(
+        f' "{name}": {{\n'
+        + ",\n".join(
+            f'  "{shape}": {{\n' + ",\n".join(f'   "{tokens}": {cut}' for tokens, cut in cuts.items()) + "\n  }"
+            for shape, cuts in shapes.items()
+        )
+        + "\n }"
+        for name, shapes in table.items()
+    )
+    return "{\n" + lines + "\n}\n"
+
+
 def main() -> None:
     """Compile, measure, write the table, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,7 +182,7 @@ def main() -> None:
                     found[f"{shape_entry(shape)}, {num_tokens} tokens"] = dict(list(tuned[1].items())[:12])
             table[name][shape_entry(shape)] = dict(sorted(entry.items(), key=lambda item: int(item[0])))
         del layers
-        args.table.write_text(json.dumps(table, indent=1) + "\n")
+        args.table.write_text(table_text(table))
         print(f"{time.monotonic() - started:.0f} s", flush=True)
     print("table: " + json.dumps(table))
     print_report("tune_experts", {key: str(value) for key, value in vars(args).items()}, found)

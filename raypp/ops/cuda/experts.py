@@ -8,6 +8,7 @@ The launches depend on the number of tokens alone, so a CUDA graph can hold them
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import replace
 
@@ -97,12 +98,18 @@ def _readable(weight: Weight, dtype: torch.dtype, device: Device) -> Weight:
     """Return a weight of a form that the kernels read."""
     if not has_kernel(weight, dtype, device):
         if weight.kind != "plain":
-            _LOG.warning(
-                "experts of %s with scales for blocks of %s%s have no kernels: they are widened to 16 bits",
-                weight.kind,
-                weight.block,
-                "" if weight.order is None else " and inputs in an order of their own",
-            )
+            _log_widened(weight.kind, weight.block, weight.order is not None)
         weight = Weight(weight.dequantized(dtype))
     scale, zero = (None if part is None else part.contiguous() for part in (weight.scale, weight.zero))
     return replace(weight, data=weight.data.contiguous(), scale=scale, zero=zero)
+
+
+@functools.cache
+def _log_widened(kind: str, block: tuple[int, int], has_order: bool) -> None:
+    order = " in an order of their own" if has_order else ""
+    _LOG.warning(
+        "no kernel of this device multiplies experts in %s with a scale per %d x %d weights%s: they become 16 bits",
+        kind,
+        *block,
+        order,
+    )

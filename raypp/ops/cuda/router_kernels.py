@@ -270,7 +270,8 @@ def _route(
 
     row = tl.arange(0, TOKENS)
     part = (tile * SPLITS + split) * TOKENS + row
-    tl.store(partial + part[:, None] * PADDED + expert[None, :], tl.trans(total))
+    is_token = token < num_tokens
+    tl.store(partial + part[:, None] * PADDED + expert[None, :], tl.trans(total), mask=is_token[:, None])
     if strip == 0:
         tl.store(partial + squares_offset + part, squares)
     if arrives_last(counters + tile, STRIPS * SPLITS):
@@ -279,7 +280,8 @@ def _route(
         squares = tl.zeros((TOKENS,), tl.float32)
         for other in tl.static_range(SPLITS):  # written out, so that the parts come at once
             part = (tile * SPLITS + other) * TOKENS + row
-            logits += tl.load(partial + part[:, None] * PADDED + index[None, :], cache_modifier=".cg")
+            cell_of_part = partial + part[:, None] * PADDED + index[None, :]
+            logits += tl.load(cell_of_part, mask=is_token[:, None], other=0.0, cache_modifier=".cg")
             squares += tl.load(partial + squares_offset + part, cache_modifier=".cg")
         logits *= tl.rsqrt(squares / num_inputs + eps)[:, None]
         is_expert = (index < EXPERTS)[None, :]
@@ -306,7 +308,7 @@ def _route(
         if NORMALIZES:
             weight /= tl.sum(weight, 1)[:, None]
         pair = token.to(tl.int64)[:, None] * CHOSEN + rank[None, :]
-        mask = (token < num_tokens)[:, None] & (rank < CHOSEN)[None, :]
+        mask = is_token[:, None] & (rank < CHOSEN)[None, :]
         tl.store(experts + pair, found, mask=mask)
         tl.store(weights + pair, weight, mask=mask)
 
