@@ -100,7 +100,7 @@ def measure_decode(rows: list[int], contexts: list[int], names: list[str]) -> di
         step = try_us([partial(made.step, decode, cache) for cache in made.caches])
         best = []
         for cut in CUTS:
-            if context // cut.num_splits >= cut.tile_tokens or cut.num_splits == 1:
+            if cut.num_splits <= 2 * math.ceil(context / cut.tile_tokens):
                 us = try_us([partial(made.attend, decode, cache, cut) for cache in made.caches])
                 if isinstance(us, float):
                     best.append((us, dataclasses.astuple(cut)))
