@@ -34,6 +34,7 @@ from raypp.api.timeline import Forward, MemorySpeed, Timeline
 from raypp.errors import ConfigError
 from raypp.models.config import ModelConfig, load_model_config
 from raypp.models.registry import resolve_model_path
+from raypp.models.sizes import WeightReads
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WARM_UP_TOKENS = 8
@@ -103,7 +104,7 @@ def stage_figures(
     for stage in plan["stages"]:
         index = stage["stage_index"]
         limit = StageLimit(
-            shapes, stage["num_layers"], index == len(plan["stages"]) - 1, _DTYPE_BYTES[plan["dtype"]], speed
+            shapes, *stage["layers"], index == len(plan["stages"]) - 1, _DTYPE_BYTES[plan["dtype"]], speed
         )
         forwards = sorted(
             (forward for forward in timeline.forwards if forward.stage_index == index), key=lambda f: f.step_id
@@ -138,7 +139,7 @@ def draw(scenario: str, figures: dict[str, Any], folder: Path, picture_ms: float
     timeline = Timeline(
         [Forward(*forward) for forward in saved["forwards"]],
         saved["num_stages"],
-        saved["step_weight_bytes"],
+        [WeightReads(**reads) for reads in saved["step_reads"]],
         MemorySpeed(**saved["memory_speed"]),
     )
     if scenario == "decode":

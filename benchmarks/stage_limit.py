@@ -12,7 +12,7 @@ from device_speed import DeviceSpeed
 
 from raypp.api.timeline import Forward
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,22 @@ class StageLimit:
     """One stage of a model on a device."""
 
     model: ModelConfig
-    num_layers: int
+    start_layer: int
+    end_layer: int  # exclusive
     is_last: bool
     dtype_bytes: int
     speed: DeviceSpeed
 
     def seconds(self, work: Work) -> float:
         """Return the least time for a forward."""
-        layer_bytes = self.num_layers * layer_weight_bytes(self.model, self.dtype_bytes)
+        num_layers = self.end_layer - self.start_layer
+        sizes = layer_sizes(self.model, self.dtype_bytes)[self.start_layer : self.end_layer]
+        layer_bytes = sum(size.reads.of(work.num_tokens) for size in sizes)
         head_bytes = lm_head_bytes(self.model, self.dtype_bytes) * self.is_last
-        kv_bytes = self.num_layers * kv_bytes_per_token_per_layer(self.model, self.dtype_bytes) * work.num_kv_tokens
-        flops = 2 * layer_bytes / self.dtype_bytes * work.num_tokens
+        kv_bytes = num_layers * kv_bytes_per_token_per_layer(self.model, self.dtype_bytes) * work.num_kv_tokens
+        flops = sum(size.flops(work.num_tokens) for size in sizes)
         flops += 2 * head_bytes / self.dtype_bytes * work.num_logits
-        flops += 4 * self.num_layers * self.model.num_heads * self.model.head_dim * work.num_attended
+        flops += 4 * num_layers * self.model.num_heads * self.model.head_dim * work.num_attended
         read_s = (layer_bytes + head_bytes + kv_bytes) / self.speed.read_bytes_per_s
         return max(read_s, flops / self.speed.flops_per_s)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from raypp.errors import ConfigError
+from raypp.models.sizes import WeightReads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ class Timeline:
 
     forwards: Sequence[Forward]
     num_stages: int
-    step_weight_bytes: Sequence[int]
+    step_reads: Sequence[WeightReads]
     """Weights that a forward reads, per stage."""
     memory_speed: MemorySpeed | None = None
     """Of each stage's device; None where it is not known."""
@@ -66,7 +67,7 @@ class Timeline:
         cls,
         forwards: Sequence[Forward],
         *,
-        step_weight_bytes: Sequence[int],
+        step_reads: Sequence[WeightReads],
         memory_speed: MemorySpeed | None,
         last_s: float | None = None,
     ) -> Self:
@@ -74,7 +75,7 @@ class Timeline:
 
         Args:
             forwards: In any order.
-            step_weight_bytes: Weights that a forward reads, per stage.
+            step_reads: Weights that a forward reads, per stage.
             memory_speed: Of each stage's device.
             last_s: Keep at most this many seconds of it, the last ones.
 
@@ -95,7 +96,7 @@ class Timeline:
             earliest_us = min(earliest_us, forward.start_us)
             kept.append(forward)
         kept.reverse()
-        return cls(kept, len(step_weight_bytes), step_weight_bytes, memory_speed)
+        return cls(kept, len(step_reads), step_reads, memory_speed)
 
     @property
     def num_steps(self) -> int:
@@ -135,7 +136,7 @@ class Timeline:
             return None
         opens, closes = self.window_us
         read_bytes = sum(
-            self.step_weight_bytes[f.stage_index]
+            self.step_reads[f.stage_index].of(f.num_tokens)
             * max(0, min(f.end_us, closes) - max(f.start_us, opens))
             / max(1, f.end_us - f.start_us)
             for f in self.forwards

@@ -9,6 +9,7 @@ from typing import Any
 from raypp.api.frontend import Frontend
 from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
 from raypp.api.timeline import Forward, MemorySpeed, Timeline
+from raypp.models.sizes import WeightReads
 from raypp.plan.hardware import Hardware
 
 _REPORTS_TIMEOUT_S = 2.0
@@ -33,11 +34,16 @@ async def read_timeline(
     """
     await _wait_for_reports(frontend, timeout_s)
     stats = await frontend.stats(timeout_s, spans_after_us=0)
-    step_weight_bytes = [int(stage["step_weight_bytes"]) for stage in plan["stages"]]
+    step_reads = [
+        WeightReads(stage["step_weight_bytes"], stage.get("expert_bytes", 0), stage.get("chosen_expert_share", 1.0))
+        for stage in plan["stages"]
+    ]
     return Timeline.of_last_burst(
         [Forward(*span) for span in stats["spans"]],
-        step_weight_bytes=step_weight_bytes,
-        memory_speed=await asyncio.to_thread(_memory_speed, str(plan["device"]), max(step_weight_bytes)),
+        step_reads=step_reads,
+        memory_speed=await asyncio.to_thread(
+            _memory_speed, str(plan["device"]), max(reads.total for reads in step_reads)
+        ),
         last_s=last_s,
     )
 

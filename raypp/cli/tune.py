@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def _lines(tuning: dict[str, Any]) -> Iterator[str]:
         f"decode steps of {measured['num_rows']} rows of {measured['context_len']} tokens"
     )
     yield ""
+    for layer_ms, number in Counter(measured["layers_ms"]).items():
+        yield f"  {'layer':20} {layer_ms:9.3f} ms, {number} of them"
     for name, label in (
-        ("layer_ms", "layer"),
         ("embedding_ms", "embedding"),
         ("lm_head_ms", "LM head"),
         ("sampler_ms", "sampler"),

@@ -21,7 +21,7 @@ from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weig
 from raypp.models.config import ModelConfig, read_dtype, read_rope, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
-from raypp.models.sizes import layer_weight_bytes
+from raypp.models.sizes import layer_sizes
 
 HeadKind = Literal["eagle", "eagle3"]
 
@@ -108,7 +108,7 @@ class DraftHeadConfig:
         layer, hidden = self.layer, self.layer.hidden_size
         *of_layer, _ = self._step_products
         wider = (self.attention_inputs - hidden) * of_layer[0].rows
-        elements = layer_weight_bytes(layer, 1) + wider - sum(product.elements for product in of_layer)
+        elements = layer_sizes(layer, 1)[0].num_parameters + wider - sum(product.elements for product in of_layer)
         vectors = 2 if self.kind == "eagle3" else self.has_input_norm - 1  # norms beside the two of any layer
         return elements + (vectors + self.has_fc_bias) * hidden
 

@@ -1,25 +1,112 @@
 """Computes the bytes of a model's parts from its configuration alone, for planning without building anything.
 
-Weights are counted as the checkpoint holds them. On a CPU linear layers may keep more, see `raypp.ops.cpu.linear`.
+Weights are counted as a GPU holds them: in the checkpoint's form. On a CPU all are dequantized when they are read, see
+`as_held`, and linear layers may keep more, see `raypp.ops.cpu.linear`.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from raypp.models.config import ModelConfig
 
 LOGIT_BYTES = 4  # whatever the model's type, see `raypp.ops.backend.KernelSet.lm_head`
 
 
-def layer_weight_bytes(config: ModelConfig, dtype_bytes: int) -> int:
-    """Return the bytes of one layer's weights. All layers are alike."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    elements = hidden * (query + 2 * key_value) + query * hidden + 3 * hidden * intermediate
-    elements += 2 * hidden  # norms
-    elements += 2 * config.head_dim * config.qk_norm
-    elements += (query + 2 * key_value) * config.qkv_bias + hidden * config.attention_output_bias
-    elements += (2 * intermediate + hidden) * config.mlp_bias
-    return elements * dtype_bytes
+@dataclass(frozen=True)
+class WeightReads:
+    """The bytes of weights that a step reads: of experts, those that any of its tokens chooses, evenly."""
+
+    always: int
+    experts: int = 0  # of all experts
+    chosen: float = 1.0  # the share of a layer's experts that one token chooses
+
+    def of(self, num_tokens: float) -> float:
+        """Return the bytes that a step of T tokens reads: of E experts, k a token, E * (1 - (1 - k / E)^T) are read."""
+        return self.always + self.experts * (1.0 - math.pow(1.0 - self.chosen, num_tokens))
+
+    @property
+    def total(self) -> int:
+        """Bytes of all weights."""
+        return self.always + self.experts
+
+
+def total_reads(parts: Iterable[WeightReads]) -> WeightReads:
+    """Return what several parts of one model read together."""
+    listed = list(parts)
+    chosen = min((part.chosen for part in listed if part.experts), default=1.0)
+    return WeightReads(sum(part.always for part in listed), sum(part.experts for part in listed), chosen)
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """One layer."""
+
+    reads: WeightReads
+    num_parameters: int
+    num_active: int  # parameters that one token is multiplied by
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all its weights."""
+        return self.reads.total
+
+    def flops(self, num_tokens: float) -> float:
+        """Return the operations of its products for T tokens; attention itself is not counted."""
+        return 2.0 * self.num_active * num_tokens
+
+
+class _Product(NamedTuple):
+    module: str  # below the layer; of products that are one, the first
+    rows: int
+    columns: int
+
+    @property
+    def num_elements(self) -> int:
+        return self.rows * self.columns
+
+
+def as_held(config: ModelConfig, device: str) -> ModelConfig:
+    """Return the configuration with the form that weights have on a device, `cpu` or `cuda`."""
+    return replace(config, quantization=None) if device == "cpu" else config
+
+
+@lru_cache(maxsize=16)
+def layer_sizes(config: ModelConfig, dtype_bytes: int) -> tuple[LayerSize, ...]:
+    """Return the size of each layer: dense or with experts, quantized or with elements of `dtype_bytes`."""
+    return tuple(_layer_size(config, index, dtype_bytes) for index in range(config.num_layers))
+
+
+def is_sparse(config: ModelConfig, layer_index: int) -> bool:
+    """Return whether a layer has experts."""
+    return config.experts is not None and layer_index not in config.experts.dense_layers
+
+
+def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
+    """Return the modules of a layer that may be quantized, below the layer's prefix: of products that are one, one."""
+    return [product.module for products in _products(config, layer_index) for product in products]
+
+
+def layer_prefix(config: ModelConfig, layer_index: int) -> str:
+    """Return what the names of a layer's modules begin with, in the checkpoint."""
+    return f"{config.weight_prefix}layers.{layer_index}."
+
+
+def mlp_width(config: ModelConfig) -> int:
+    """Return the elements that a token's MLP takes at once, its input and output aside, in the widest layer.
+
+    Of an expert: its gated product, once as it is made and once as it is read, and its output before these are summed.
+    """
+    dense = 3 * config.intermediate_size
+    if config.experts is None:
+        return dense
+    experts = config.experts
+    sparse = experts.num_chosen * (2 * experts.intermediate_size + config.hidden_size)
+    return max(sparse, dense) if experts.dense_layers else sparse
 
 
 def embedding_bytes(config: ModelConfig, dtype_bytes: int) -> int:
@@ -35,3 +122,53 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
 def kv_bytes_per_token_per_layer(config: ModelConfig, kv_dtype_bytes: int) -> int:
     """Return the bytes of KV cache that one token takes in one layer."""
     return 2 * config.num_kv_heads * config.head_dim * kv_dtype_bytes
+
+
+def _layer_size(config: ModelConfig, index: int, dtype_bytes: int) -> LayerSize:
+    prefix, (shared, of_expert) = layer_prefix(config, index), _products(config, index)
+    others = _num_other_parameters(config, index)
+    shared_parameters = others + sum(product.num_elements for product in shared)
+    always = others * dtype_bytes + sum(_held_bytes(config, prefix, product, dtype_bytes) for product in shared)
+    if not of_expert or config.experts is None:
+        return LayerSize(WeightReads(always), shared_parameters, shared_parameters)
+    experts = config.experts
+    expert_bytes = sum(_held_bytes(config, prefix, product, dtype_bytes) for product in of_expert)
+    expert_parameters = sum(product.num_elements for product in of_expert)
+    return LayerSize(
+        WeightReads(always, experts.num_experts * expert_bytes, experts.num_chosen / experts.num_experts),
+        shared_parameters + experts.num_experts * expert_parameters,
+        shared_parameters + experts.num_chosen * expert_parameters,
+    )
+
+
+def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Product]]:
+    """Return the products of a layer that all tokens share, and those of one of its experts."""
+    hidden, query = config.hidden_size, config.num_heads * config.head_dim
+    qkv = query + 2 * config.num_kv_heads * config.head_dim
+    shared = [_Product("self_attn.q_proj", qkv, hidden), _Product("self_attn.o_proj", hidden, query)]
+    if config.experts is not None and is_sparse(config, index):
+        return shared, _gated_mlp("mlp.experts.0.", hidden, config.experts.intermediate_size)
+    return shared + _gated_mlp("mlp.", hidden, config.intermediate_size), []
+
+
+def _gated_mlp(prefix: str, hidden: int, intermediate: int) -> list[_Product]:
+    gate_up = _Product(f"{prefix}gate_proj", 2 * intermediate, hidden)
+    return [gate_up, _Product(f"{prefix}down_proj", hidden, intermediate)]
+
+
+def _num_other_parameters(config: ModelConfig, index: int) -> int:
+    """Return how many parameters of a layer are never quantized: norms, biases, the router."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    count = 2 * hidden + 2 * config.head_dim * config.qk_norm
+    count += (query + 2 * key_value) * config.qkv_bias + hidden * config.attention_output_bias
+    if config.experts is not None and is_sparse(config, index):
+        return count + config.experts.num_experts * hidden
+    return count + (2 * intermediate + hidden) * config.mlp_bias
+
+
+def _held_bytes(config: ModelConfig, prefix: str, product: _Product, dtype_bytes: int) -> int:
+    quantization = config.quantization
+    if quantization is None or not quantization.covers(prefix + product.module):
+        return product.num_elements * dtype_bytes
+    return quantization.weight_bytes(product.rows, product.columns)

@@ -1,33 +1,39 @@
-"""What a decode step of a stage costs: the same for every layer, and what the first and the last stage do besides.
+"""What a decode step of a stage costs: each of its layers, and what the first and the last stage do besides.
 
-    stage = every_stage + num_layers * layer  (+ first_stage)  (+ last_stage)
+    stage = every_stage + sum of its layers  (+ first_stage)  (+ last_stage)
 
 Costs are estimated, or measured; only their ratios matter for cutting the layers into stages. On a CPU a decode step
 costs what reading its weights does. On a GPU the gaps between small kernels and the start of each cost as much, however
-small the weights are: docs/design/0048-layers-of-a-gpu-stage.md.
+small the weights are: docs/design/0048-layers-of-a-gpu-stage.md. Layers with experts cost the more the more tokens a
+step has, since these read more of the experts: by default stages are cut for `DECODE_ROWS` rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import layer_sizes, lm_head_bytes
+
+DECODE_ROWS = 32
+"""Rows of a decode step that stages are cut for, where nobody measured: about what the constants below were, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """The costs of one decode step, in one unit, milliseconds or bytes."""
 
-    layer: float
+    layers: Sequence[float]  # of each layer
     every_stage: float = 0.0  # receiving, positions, block tables, sending
     first_stage: float = 0.0  # beyond that: feedback, the embedding
     last_stage: float = 0.0  # beyond that: norm, LM head, sampling
 
-    def of_stages(self, layers: Sequence[int]) -> list[float]:
-        """Return what each stage costs."""
-        costs = [self.every_stage + count * self.layer for count in layers]
+    def of_stages(self, num_layers: Sequence[int]) -> list[float]:
+        """Return what each stage costs, given how many layers each has."""
+        ends = [0, *accumulate(num_layers)]
+        costs = [self.every_stage + sum(self.layers[start:end]) for start, end in pairwise(ends)]
         costs[0] += self.first_stage
         costs[-1] += self.last_stage
         return costs
@@ -40,32 +46,52 @@ _GPU_DRAFT_MS = 0.007  # of either, for every draft that each row verifies besid
 _GPU_PROPOSAL_MS = 0.076  # of a draft by a head beyond reading its weights, 8 to 32 rows
 
 
+def step_duration(num_bytes: float, num_layers: int, *, on_gpu: bool) -> float:
+    """Return what a step through all layers and the LM head costs that reads so many bytes, in `estimated_costs`' unit.
+
+    Args:
+        num_bytes: Of weights.
+        num_layers: Of the model.
+        on_gpu: Where it runs.
+    """
+    if not on_gpu:
+        return num_bytes
+    return num_bytes / _GPU_BYTES_PER_MS + num_layers * _GPU_LAYER_MS + _GPU_HEAD_MS
+
+
 def estimated_costs(
     model: ModelConfig,
     dtype_bytes: int,
     *,
     on_gpu: bool = False,
+    num_rows: int = DECODE_ROWS,
     num_verified: float = 0,
     num_proposed: int = 0,
     drafting_bytes: int = 0,
 ) -> StepCosts:
-    """Return the costs of a decode step, which reads every weight once, and of the embedding only a few rows.
+    """Return the costs of a decode step.
 
-    In milliseconds of an H200 if `on_gpu`, else in bytes.
+    It reads every weight once, but of the embedding only a few rows, and of experts those that any of its tokens
+    chooses. In milliseconds of an H200 if `on_gpu`, else in bytes.
 
     Args:
         model: Its sizes.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
+        num_rows: Of the step; it matters where there are experts.
         num_verified: Drafts that each row verifies.
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
     """
-    layer, head = float(layer_weight_bytes(model, dtype_bytes)), float(lm_head_bytes(model, dtype_bytes))
-    head += drafting_bytes
+    num_tokens = num_rows * (1 + num_verified)
+    layers = [size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
+    head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
-        return StepCosts(layer=layer, last_stage=head)
+        return StepCosts(layers=layers, last_stage=head)
     verify_ms = num_verified * _GPU_DRAFT_MS
     layer_ms, head_ms = _GPU_LAYER_MS + verify_ms, _GPU_HEAD_MS + verify_ms
     head_ms += num_proposed * _GPU_PROPOSAL_MS
-    return StepCosts(layer=layer / _GPU_BYTES_PER_MS + layer_ms, last_stage=head / _GPU_BYTES_PER_MS + head_ms)
+    return StepCosts(
+        layers=[num_bytes / _GPU_BYTES_PER_MS + layer_ms for num_bytes in layers],
+        last_stage=head / _GPU_BYTES_PER_MS + head_ms,
+    )

@@ -12,7 +12,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.sizes import kv_bytes_per_token_per_layer
+from raypp.models.sizes import as_held, kv_bytes_per_token_per_layer
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
 from raypp.plan.kv_dtype import choose_kv_dtype
@@ -83,9 +83,10 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
-    layers = layers_per_stage(config, model, head, dtype_bytes, device)
+    held = as_held(model, device)
+    layers = layers_per_stage(config, held, head, dtype_bytes, device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
-    weight_bytes = stage_weight_bytes(model, layers, dtype_bytes)
+    weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
     starts = [sum(layers[:index]) for index in range(num_stages)]
     head_spec = None if head is None else draft_head_spec(config, head_path, head, starts)
     window = ngram_window(config, model)

@@ -16,7 +16,7 @@ from raypp.grammar.grammar_messages import GrammarSettings
 from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import WeightReads, as_held, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
@@ -83,6 +83,11 @@ class EnginePlan:
         """Bytes of an element of the KV cache."""
         return DTYPE_BYTES[self.kv_dtype]
 
+    @property
+    def held_model(self) -> ModelConfig:
+        """The model with the form that its weights have on the device: what sizes are counted of."""
+        return as_held(self.model, self.device)
+
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
         return SchedulerLimits(
@@ -113,7 +118,7 @@ class EnginePlan:
     def draft_policy(self) -> DraftPolicy:
         """Return who chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
-        return draft_policy(self.config, self.device, self.model, head, self.dtype_bytes)
+        return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
 
     def grammar_settings(self) -> GrammarSettings:
         """Return what the grammar process must be told."""
@@ -213,7 +218,7 @@ class EnginePlan:
                     "layers": [stage.start_layer, stage.end_layer],
                     "num_layers": stage.num_layers,
                     "weight_bytes": stage.weight_bytes,
-                    "step_weight_bytes": self._step_weight_bytes(stage),
+                    **_described(self._step_reads(stage)),
                     "kv_cache_bytes": stage.kv_cache_bytes,
                     "token_table_bytes": stage.token_table_bytes,
                     "draft_head_bytes": stage.draft_head_bytes,
@@ -223,14 +228,15 @@ class EnginePlan:
             ],
         }
 
-    def _step_weight_bytes(self, stage: StageLayout) -> int:
+    def _step_reads(self, stage: StageLayout) -> WeightReads:
         """Return what a step reads of a stage's weights: all, but of the embedding only a row per token."""
         dtype_bytes = self.dtype_bytes
         is_last = stage.stage_index == len(self.stages) - 1
         head_bytes = lm_head_bytes(self.model, dtype_bytes) if is_last else 0
         if is_last and self.draft_head is not None:
             head_bytes += self.draft_head.config.drafting_bytes(self.config.speculative.max_drafts, dtype_bytes)
-        return stage.num_layers * layer_weight_bytes(self.model, dtype_bytes) + head_bytes
+        sizes = layer_sizes(self.held_model, dtype_bytes)[stage.start_layer : stage.end_layer]
+        return total_reads([WeightReads(head_bytes), *(size.reads for size in sizes)])
 
 
 def plan_engine(config: EngineConfig, hardware: Hardware) -> EnginePlan:
@@ -289,6 +295,14 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         max_steps_per_cohort=_max_steps_per_cohort(config, model, layout.dtype_bytes, layout.device),
         stages=stages,
     )
+
+
+def _described(reads: WeightReads) -> dict[str, Any]:
+    """Return the bytes that a step reads whatever its tokens, and those of experts where there are any."""
+    described: dict[str, Any] = {"step_weight_bytes": reads.always}
+    if reads.experts:
+        described |= {"expert_bytes": reads.experts, "chosen_expert_share": reads.chosen}
+    return described
 
 
 def _transport(config: EngineConfig, device: str) -> TransportKind:

@@ -11,13 +11,13 @@ from typing import Any
 
 from raypp.config.engine_config import EngineConfig
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, layer_weight_bytes
+from raypp.models.sizes import LOGIT_BYTES, layer_sizes, mlp_width
 from raypp.stage.stage_spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
 _BREAK_EVEN = 100e9
-"""Weights of a layer times tokens of a step, from which on the device takes longer for the layer than the host does to
-launch it: about 270 us for two times as many operations."""
+"""Weights of a layer that a token is multiplied by, times tokens of a step, from which on the device takes longer for
+the layer than the host does to launch it: about 270 us for two times as many operations."""
 _PIECEWISE_TOKENS = (128, 2048)  # at least, at most
 _PIECEWISE_GRAIN = 64
 
@@ -92,7 +92,8 @@ def _max_piecewise_tokens(config: EngineConfig, model: ModelConfig) -> int:
     asked, most = config.graphs.max_piecewise_tokens, config.scheduler.max_num_batched_tokens
     if asked is None:
         at_least, at_most = _PIECEWISE_TOKENS
-        tokens = _BREAK_EVEN / layer_weight_bytes(model, 1)
+        num_active = sum(size.num_active for size in layer_sizes(model, 1)) / model.num_layers
+        tokens = _BREAK_EVEN / num_active
         asked = min(max(math.ceil(tokens / _PIECEWISE_GRAIN) * _PIECEWISE_GRAIN, at_least), at_most)
     return min(asked, most)
 
@@ -107,7 +108,7 @@ def _graph_bytes(sizes: StepSizes, config: EngineConfig, model: ModelConfig, dty
     most_pieces = max(sizes.piecewise, default=0)
     most_full = max((size.num_tokens for size in sizes.full), default=0)
     attention = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + 3 * model.intermediate_size)
+    pool = max(most_pieces, most_full) * (4 * model.hidden_size + 2 * attention + mlp_width(model))
     buffers = most_pieces * (2 * model.hidden_size + attention)
     logits_bytes = most_full * model.vocab_size * LOGIT_BYTES
     return graphs + logits_bytes + (pool + buffers) * dtype_bytes + _KERNEL_BYTES

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig
-from raypp.plan.cost_model import StepCosts, estimated_costs
+from raypp.plan.cost_model import DECODE_ROWS, StepCosts, estimated_costs
+from raypp.plan.graph_plan import max_step_rows
 
 _ROUNDING = 1e-9  # sums of costs that are equal on paper
 
@@ -37,11 +40,12 @@ def layers_per_stage(
             model,
             dtype_bytes,
             on_gpu=device == "cuda",
+            num_rows=min(DECODE_ROWS, max_step_rows(config)),
             num_verified=config.speculative.usual_drafts,
             num_proposed=num_proposed,
             drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
         )
-        return fastest_partition(costs, model.num_layers, num_stages)
+        return fastest_partition(costs, num_stages)
     if sum(explicit) != model.num_layers:
         raise ConfigError(
             "layer_partition does not add up to the model's layers",
@@ -56,16 +60,27 @@ def even_partition(num_layers: int, num_stages: int) -> list[int]:
     return [num_layers // num_stages + (index < num_layers % num_stages) for index in range(num_stages)]
 
 
-def fastest_partition(
-    costs: StepCosts, num_layers: int, num_stages: int, max_layers: Sequence[int] | None = None
-) -> list[int]:
+@dataclass(frozen=True)
+class LayerRoom:
+    """What layers take of the stages' memory."""
+
+    layer_bytes: Sequence[int]  # of each layer: weights, and the KV cache that it must have
+    stage_bytes: Sequence[int]  # that each stage has for them
+
+    def most_layers(self) -> list[int]:
+        """Return how many layers each stage holds if it holds the smallest ones."""
+        taken = [*accumulate(sorted(self.layer_bytes))]
+        return [bisect_right(taken, room) for room in self.stage_bytes]
+
+
+def fastest_partition(costs: StepCosts, num_stages: int, room: LayerRoom | None = None) -> list[int]:
     """Return the layers of each stage for which the slowest one is fastest; see `partition_layers`."""
     return partition_layers(
-        [costs.layer] * num_layers,
+        costs.layers,
         num_stages,
         first_stage_cost=costs.first_stage,
         last_stage_cost=costs.last_stage,
-        max_layers=max_layers,
+        room=room,
     )
 
 
@@ -75,7 +90,7 @@ def partition_layers(
     *,
     first_stage_cost: float = 0.0,
     last_stage_cost: float = 0.0,
-    max_layers: Sequence[int] | None = None,
+    room: LayerRoom | None = None,
 ) -> list[int]:
     """Return the number of layers of each stage that minimizes the slowest stage's cost, every stage with at least one.
 
@@ -88,7 +103,7 @@ def partition_layers(
         num_stages: P.
         first_stage_cost: What the first stage does besides its layers (the embedding), in the same unit.
         last_stage_cost: What the last stage does besides its layers (norm, LM head, sampling).
-        max_layers: The most layers that each stage's memory holds; None: no limit.
+        room: What layers take of the stages' memory; None: no limit.
 
     Raises:
         ConfigError: fewer layers than stages.
@@ -102,15 +117,9 @@ def partition_layers(
             expected=f"at most {num_layers}, the model's layers",
             hint="every stage holds at least one layer",
         )
-    limits = list(max_layers) if max_layers is not None else [num_layers] * num_stages
-    if min(limits) < 1 or sum(limits) < num_layers:
-        raise ResourceError(
-            "the model does not fit into the stages' memory",
-            got=f"room for {limits} layers",
-            expected=f"{num_layers} layers, at least one per stage",
-            hint="more stages, or less KV cache (max_model_len, num_kv_blocks)",
-        )
     prefix = [0.0, *accumulate(layer_costs)]
+    taken = [0, *accumulate([0] * num_layers if room is None else room.layer_bytes)]
+    limits = [0] * num_stages if room is None else room.stage_bytes
 
     def cost(stage: int, start: int, end: int) -> float:
         return (
@@ -121,7 +130,7 @@ def partition_layers(
         )
 
     def starts(stage: int, end: int) -> range:
-        return range(max(stage, end - limits[stage]), end)
+        return range(max(stage, bisect_left(taken, taken[end] - limits[stage])), end)
 
     # slowest[end]: the least that the slowest of the stages so far can cost, when they hold the layers [0, end).
     slowest = [0.0] + [math.inf] * num_layers
@@ -130,6 +139,13 @@ def partition_layers(
             min((max(slowest[start], cost(stage, start, end)) for start in starts(stage, end)), default=math.inf)
             for end in range(num_layers + 1)
         ]
+    if room is not None and math.isinf(slowest[num_layers]):
+        raise ResourceError(
+            "the model does not fit into the stages' memory",
+            got=f"room for {room.most_layers()} layers",
+            expected=f"{num_layers} layers, at least one per stage",
+            hint="more stages, or less KV cache (max_model_len, num_kv_blocks)",
+        )
     bound = slowest[num_layers] + _ROUNDING * max(1.0, abs(slowest[num_layers]))
 
     # best[end]: the least sum of squares within that bound, and where the stages are cut for it.

@@ -1,8 +1,10 @@
 """Timing the parts of a model on the device at hand, in steps like those that an engine would run.
 
 Real stages are run one after the other in this process: a first, a middle and a last one, with one layer each, and
-again with a few. What more layers take more is a layer's time; what is left is what each stage does besides. Weights
-are random, prompts are not computed: neither changes how long a decode step takes.
+again with a few. What more layers take more is a layer's time; what is left is what each stage does besides. Layers
+that differ, dense ones and ones with experts or with other forms of weights, are measured apart. Weights are random,
+prompts are not computed: neither changes how long a decode step takes, but for the experts that tokens choose, which
+random weights spread.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import torch
 
 from raypp.config.sections import SpeculativeSection
 from raypp.messages import StepPlan, StepResult
+from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
-from raypp.models.sizes import layer_weight_bytes
+from raypp.models.sizes import is_sparse, layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts
 from raypp.plan.engine_plan import EnginePlan
@@ -47,7 +50,7 @@ class MeasuredCosts:
     num_rows: int  # of the step
     context_len: int  # tokens of each row
     num_steps: int  # that were timed
-    layer_ms: float
+    layers_ms: tuple[float, ...]  # of each layer; those of one kind are measured once
     embedding_ms: float
     lm_head_ms: float  # with the final norm
     sampler_ms: float  # with the feedback to the first stage
@@ -56,10 +59,15 @@ class MeasuredCosts:
     last_stage_ms: float  # LM head and sampler, less the sending
     drafting_ms: float = 0.0  # of a draft head: estimated from its bytes and a layer's time
 
+    @property
+    def layer_text(self) -> str:
+        """The times of a layer, for people: of each kind, in the order in which they come."""
+        return " or ".join(f"{layer_ms:.4g}" for layer_ms in dict.fromkeys(self.layers_ms))
+
     def step_costs(self) -> StepCosts:
         """Return what cutting the layers into stages needs of it."""
         return StepCosts(
-            layer=self.layer_ms,
+            layers=self.layers_ms,
             every_stage=self.every_stage_ms,
             first_stage=self.first_stage_ms,
             last_stage=self.last_stage_ms + self.drafting_ms,
@@ -75,8 +83,28 @@ def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: 
         context_len: Tokens of each row.
         params: How rows are sampled.
     """
+    sizes = layer_sizes(plan.held_model, plan.dtype_bytes)
+    kinds = {
+        size: _measure_kind(plan, sizes.index(size), num_rows=num_rows, context_len=context_len, params=params)
+        for size in dict.fromkeys(sizes)
+    }
+    layer_ms = tuple(kinds[size].layers_ms[0] for size in sizes)
+    reads_per_ms = sum(size.reads.of(num_rows) for size in sizes) / sum(layer_ms)
+    return replace(kinds[sizes[0]], layers_ms=layer_ms, drafting_ms=_drafting_bytes(plan) / reads_per_ms)
+
+
+def _measure_kind(
+    plan: EnginePlan, layer_index: int, *, num_rows: int, context_len: int, params: SamplingParams
+) -> MeasuredCosts:
+    """Time the parts of a model whose layers are all like that one."""
     few, more = (
-        _Rig(plan, num_layers, num_rows=num_rows, context_len=context_len, params=params)
+        _Rig(
+            plan,
+            model_of_alike_layers(plan.model, layer_index, _NUM_STAGES * num_layers),
+            num_rows=num_rows,
+            context_len=context_len,
+            params=params,
+        )
         for num_layers in (_FEW_LAYERS, _MORE_LAYERS)
     )
     # By turns, so that a machine whose speed changes while this runs does not change the difference.
@@ -95,33 +123,42 @@ def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: 
         num_rows=num_rows,
         context_len=context_len,
         num_steps=num_steps,
-        layer_ms=layer_ms,
+        layers_ms=(layer_ms,),
         embedding_ms=embedding_ms,
         lm_head_ms=lm_head_ms,
         sampler_ms=max(last_ms - middle_ms - lm_head_ms, 0.0),
         every_stage_ms=middle_ms,
         first_stage_ms=first_ms - middle_ms,
         last_stage_ms=last_ms - middle_ms,
-        drafting_ms=layer_ms * _drafting_layers(plan),
     )
 
 
-def _drafting_layers(plan: EnginePlan) -> float:
-    """Return how many layers of the model a draft head's steps weigh."""
+def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int) -> ModelConfig:
+    """Return a model of `num_layers` layers that are all like one of another model."""
+    experts, quantization = model.experts, model.quantization
+    if experts is not None:
+        experts = replace(experts, dense_layers=frozenset()) if is_sparse(model, layer_index) else None
+    if quantization is not None:
+        prefix = layer_prefix(model, layer_index)
+        plain = [name for name in linear_modules(model, layer_index) if not quantization.covers(prefix + name)]
+        quantization = replace(quantization, skipped=tuple(plain))
+    return replace(model, num_layers=num_layers, experts=experts, quantization=quantization)
+
+
+def _drafting_bytes(plan: EnginePlan) -> int:
+    """Return what a draft head reads for a step."""
     if plan.draft_head is None:
-        return 0.0
-    num_drafts = plan.config.speculative.max_drafts
-    drafting_bytes = plan.draft_head.config.drafting_bytes(num_drafts, plan.dtype_bytes)
-    return drafting_bytes / layer_weight_bytes(plan.model, plan.dtype_bytes)
+        return 0
+    return plan.draft_head.config.drafting_bytes(plan.config.speculative.max_drafts, plan.dtype_bytes)
 
 
 class _Rig:
     """Three stages of a few layers each, and a scheduler that keeps `num_rows` requests decoding."""
 
     def __init__(
-        self, plan: EnginePlan, num_layers: int, *, num_rows: int, context_len: int, params: SamplingParams
+        self, plan: EnginePlan, model: ModelConfig, *, num_rows: int, context_len: int, params: SamplingParams
     ) -> None:
-        model = replace(plan.model, num_layers=_NUM_STAGES * num_layers)
+        num_layers = model.num_layers // _NUM_STAGES
         num_tokens = context_len + _MAX_STEPS + 4 * _WARM_UP_STEPS + 8
         blocks_per_row = -(-num_tokens // plan.config.cache.block_size)
         common = replace(
@@ -209,7 +246,9 @@ class _Rig:
     def _start(self, context_len: int, params: SamplingParams) -> None:
         """Bring all rows to decoding, without computing their prompts."""
         for number in range(self._num_rows):
-            self._scheduler.add(Request(f"row-{number}", np.ones(context_len, np.int32), params, seed=number))
+            # Rows differ, so that they do not all choose the same experts.
+            prompt = np.full(context_len, number % self._model_config.vocab_size, np.int32)
+            self._scheduler.add(Request(f"row-{number}", prompt, params, seed=number))
         self._stages.num_rows = self._num_rows
         for model in self._models:
             model.skips = True

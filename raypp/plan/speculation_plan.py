@@ -12,7 +12,8 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
 from raypp.models.registry import resolve_draft_head_path
-from raypp.models.sizes import embedding_bytes, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
+from raypp.plan.cost_model import step_duration
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts, RooflineCost
 from raypp.specdec.table_bytes import row_tokens_width, token_table_bytes, widest_window
@@ -160,11 +161,39 @@ def draft_policy(
     given = config.speculative
     if given.method is None or given.num_speculative_tokens is not None:
         return FixedDrafts(given.max_drafts)
-    free_tokens = given.free_step_tokens or _FREE_STEP_TOKENS[device]
     drafting_cost = 0.0
     if head is not None:  # in the time of a step, which is that of reading its weights, or of starting its operations
-        step_bytes = model.num_layers * layer_weight_bytes(model, dtype_bytes) + lm_head_bytes(model, dtype_bytes)
+        reads = total_reads(size.reads for size in layer_sizes(model, dtype_bytes))
+        step_bytes = reads.always + lm_head_bytes(model, dtype_bytes)
         by_bytes = head.drafting_bytes(given.max_drafts, dtype_bytes) / step_bytes
         drafting_cost = max(by_bytes, given.max_drafts * _LAYERS_PER_DRAFT / (model.num_layers + 1))
-    cost = RooflineCost(free_tokens)
+    cost = draft_cost(model, dtype_bytes, device, given.free_step_tokens)
     return AdaptiveDrafts(given.ladder, config.parallel.num_stages, cost, drafting_cost=drafting_cost)
+
+
+def draft_cost(model: ModelConfig, dtype_bytes: int, device: str, free_step_tokens: int | None = None) -> RooflineCost:
+    """Return what a decode step costs as a function of its tokens.
+
+    A token takes as long to compute whatever form its weights have, and reading these does not: a step that reads
+    fewer bytes has fewer free tokens. Experts that a token is not multiplied by take none of its time.
+
+    Args:
+        model: With the form that its weights have on the device.
+        dtype_bytes: Of activations, and of weights that are not quantized.
+        device: `cpu` or `cuda`.
+        free_step_tokens: Tokens that take as long to compute as to read what they are multiplied by, not quantized.
+    """
+    reads = total_reads(size.reads for size in layer_sizes(model, dtype_bytes))
+    plain = layer_sizes(replace(model, quantization=None), dtype_bytes)
+    head_bytes = lm_head_bytes(model, dtype_bytes)
+    active_bytes = sum(size.num_active for size in plain) * dtype_bytes
+
+    def duration(num_bytes: float) -> float:
+        return step_duration(num_bytes + head_bytes, model.num_layers, on_gpu=device == "cuda")
+
+    empty = duration(reads.always)
+    return RooflineCost(
+        (free_step_tokens or _FREE_STEP_TOKENS[device]) * empty / duration(active_bytes),
+        expert_time=(duration(reads.total) - empty) / empty,
+        chosen_share=reads.chosen,
+    )

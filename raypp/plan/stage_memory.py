@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width
 from raypp.ops.sample.draw_sizes import draw_bytes
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
@@ -111,7 +112,8 @@ def memory_of_stages(
 
 def stage_weight_bytes(model: ModelConfig, layers: Sequence[int], dtype_bytes: int) -> list[int]:
     """Return the bytes of each stage's weights, a draft head's aside; `layers` says how many layers each has."""
-    weight_bytes = [count * layer_weight_bytes(model, dtype_bytes) for count in layers]
+    sizes, ends = layer_sizes(model, dtype_bytes), [0, *accumulate(layers)]
+    weight_bytes = [sum(size.weight_bytes for size in sizes[start:end]) for start, end in pairwise(ends)]
     weight_bytes[0] += embedding_bytes(model, dtype_bytes)
     if len(layers) > 1 or not model.tie_word_embeddings:
         weight_bytes[-1] += lm_head_bytes(model, dtype_bytes)
@@ -261,7 +263,7 @@ def _step_bytes(config: EngineConfig, model: ModelConfig, dtype_bytes: int) -> i
     And what choosing tokens keeps: the tables by row, masks, the changed logits, and what draws hand on.
     """
     tokens, num_rows = config.scheduler.max_num_batched_tokens, max_step_rows(config)
-    widest = 4 * model.hidden_size + 3 * model.intermediate_size
+    widest = 4 * model.hidden_size + mlp_width(model)
     widest += (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 2
     layer_bytes = tokens * widest * dtype_bytes
     most_positions = num_rows * (1 + config.speculative.max_drafts)

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from raypp.config.engine_config import EngineConfig
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes
 from raypp.plan.engine_plan import EnginePlan
 from raypp.plan.hardware import Hardware
-from raypp.plan.layer_partition import even_partition, fastest_partition
+from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition
 from raypp.plan.measure import MeasuredCosts
 from raypp.plan.stage_memory import stage_budget_bytes, stage_weight_bytes
 
@@ -36,7 +36,7 @@ class Tuning:
     best: Split
     even: Split
     default: Split  # what an engine takes without tuning
-    max_layers: tuple[int, ...]  # that the memory of each stage holds
+    max_layers: tuple[int, ...]  # that the memory of each stage holds, the smallest ones where they differ
 
     def gain_over(self, other: Split) -> float:
         """Return how many more steps per second a full pipeline makes than with another split: 0.1 is 10 %."""
@@ -68,7 +68,7 @@ class Tuning:
         comments = [
             f"Layers per stage by `raypp tune`, for decode steps of {measured.num_rows} rows of "
             f"{measured.context_len} tokens.",
-            f"Measured: layer {measured.layer_ms:.4g} ms, embedding {measured.embedding_ms:.4g}, "
+            f"Measured: layer {measured.layer_text} ms, embedding {measured.embedding_ms:.4g}, "
             f"LM head {measured.lm_head_ms:.4g}, sampler {measured.sampler_ms:.4g}.",
             f"Slowest stage {self.best.slowest_ms:.4g} ms; cut evenly, {list(self.even.layers)}, "
             f"{self.even.slowest_ms:.4g} ms ({self.gain_over(self.even):+.1%}).",
@@ -84,31 +84,33 @@ def tune_partition(plan: EnginePlan, hardware: Hardware, measured: MeasuredCosts
     """
     num_layers, num_stages = plan.model.num_layers, plan.config.parallel.num_stages
     costs = measured.step_costs()
-    limits = max_layers_by_memory(plan, hardware)
+    room = layer_room(plan, hardware)
 
     def split(layers: list[int]) -> Split:
         return Split(layers=tuple(layers), stage_ms=tuple(costs.of_stages(layers)))
 
-    best = fastest_partition(costs, num_layers, num_stages, limits)
+    best = fastest_partition(costs, num_stages, room)
     return Tuning(
         config=plan.config.with_settings(layer_partition=best),
         measured=measured,
         best=split(best),
         even=split(even_partition(num_layers, num_stages)),
         default=split([stage.num_layers for stage in plan.stages]),
-        max_layers=tuple(limits),
+        max_layers=tuple(room.most_layers()),
     )
 
 
-def max_layers_by_memory(plan: EnginePlan, hardware: Hardware) -> list[int]:
-    """Return how many layers, with KV blocks for at least one longest request, each stage's memory holds."""
-    model, dtype_bytes = plan.model, plan.dtype_bytes
+def layer_room(plan: EnginePlan, hardware: Hardware) -> LayerRoom:
+    """Return what layers take, with KV blocks for at least one longest request, and what each stage has for them."""
+    model, dtype_bytes = plan.held_model, plan.dtype_bytes
     cache = plan.config.cache
     # Blocks that were asked for are needed; else as many as the longest request takes, and the null block.
     num_blocks = cache.num_kv_blocks or 1 + -(-plan.max_model_len // cache.block_size)
     kv_bytes = num_blocks * cache.block_size * kv_bytes_per_token_per_layer(model, plan.kv_dtype_bytes)
-    layer_bytes = layer_weight_bytes(model, dtype_bytes) + kv_bytes
     besides = stage_weight_bytes(model, [0] * len(plan.stages), dtype_bytes)
     besides[-1] += plan.stages[-1].draft_head_bytes
     budget_bytes = stage_budget_bytes(plan.config, hardware, model, device=plan.device, dtype_bytes=dtype_bytes)
-    return [max(min((budget_bytes - taken) // layer_bytes, model.num_layers), 0) for taken in besides]
+    return LayerRoom(
+        layer_bytes=[size.weight_bytes + kv_bytes for size in layer_sizes(model, dtype_bytes)],
+        stage_bytes=[budget_bytes - taken for taken in besides],
+    )

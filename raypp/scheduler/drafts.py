@@ -77,16 +77,20 @@ class FixedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """What a decode step costs: reading the weights, which takes as long as `free_tokens` tokens, and computing.
+    """What a decode step costs: reading the weights, and computing, which takes as long for `free_tokens` tokens.
 
-    The longer of the two counts, with a smooth transition.
+    The longer of the two counts, with a smooth transition. Of experts, a step reads those that any of its tokens
+    chooses: so a draft is not free there, however few the tokens are.
     """
 
-    free_tokens: int
+    free_tokens: float
+    expert_time: float = 0.0  # of reading all experts, as a multiple of what an empty step takes
+    chosen_share: float = 1.0  # of a layer's experts, that one token chooses
 
     def __call__(self, num_tokens: int) -> float:
         """Return the time of a step of that many tokens, as a multiple of that of an empty one."""
-        return math.hypot(1.0, num_tokens / self.free_tokens)
+        reading = 1.0 + self.expert_time * (1.0 - math.pow(1.0 - self.chosen_share, num_tokens))
+        return math.hypot(reading, num_tokens / self.free_tokens)
 
 
 class _Acceptance:

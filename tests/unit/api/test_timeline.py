@@ -10,6 +10,7 @@ from raypp.api.llm import LLM
 from raypp.api.memory_speed import gpu_memory_speed, measure_cpu_memory_speed
 from raypp.api.timeline import Forward, MemorySpeed, Timeline
 from raypp.errors import ConfigError
+from raypp.models.sizes import WeightReads
 from raypp.testing import launch_in_threads
 from raypp.types import SamplingParams
 
@@ -36,7 +37,7 @@ def pipeline(num_steps: int, start_ms: int = 0, first_step: int = 0) -> list[For
 def timeline(forwards: list[Forward], last_s: float | None = None) -> Timeline:
     # Each stage's weights take 2 ms to read.
     return Timeline.of_last_burst(
-        forwards, step_weight_bytes=[2000, 2000], memory_speed=MemorySpeed(1e6, "made up"), last_s=last_s
+        forwards, step_reads=[WeightReads(2000)] * 2, memory_speed=MemorySpeed(1e6, "made up"), last_s=last_s
     )
 
 
@@ -69,7 +70,7 @@ def test_too_little_to_say() -> None:
 
 
 def test_without_a_known_memory_speed() -> None:
-    unknown = Timeline.of_last_burst(pipeline(5), step_weight_bytes=[1, 1], memory_speed=None)
+    unknown = Timeline.of_last_burst(pipeline(5), step_reads=[WeightReads(1)] * 2, memory_speed=None)
     assert unknown.share_of_limit is None
     assert str(unknown).endswith("80.0 ms: bubble fraction 0.50")
 

@@ -8,7 +8,7 @@ from stage_limit import StageLimit, Work, decode_work, prompt_work
 from raypp.api.timeline import Forward
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
 
 
 def _forward(step_id, num_rows, num_tokens, cohort=0, stage_index=0):
@@ -24,17 +24,17 @@ def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e9, flops_per_s=1e15)
     work = decode_work(_forward(0, num_rows=4, num_tokens=4), context_len=100.5)
     assert work == Work(num_tokens=4, num_kv_tokens=402, num_attended=402, num_logits=4)
-    layers = 3 * (layer_weight_bytes(shapes, 2) + 402 * kv_bytes_per_token_per_layer(shapes, 2))
-    assert StageLimit(shapes, 3, False, 2, speed).seconds(work) == pytest.approx(layers / 1e9)
+    layers = 3 * (layer_sizes(shapes, 2)[0].weight_bytes + 402 * kv_bytes_per_token_per_layer(shapes, 2))
+    assert StageLimit(shapes, 0, 3, False, 2, speed).seconds(work) == pytest.approx(layers / 1e9)
     head = lm_head_bytes(shapes, 2)
-    assert StageLimit(shapes, 3, True, 2, speed).seconds(work) == pytest.approx((layers + head) / 1e9)
+    assert StageLimit(shapes, 0, 3, True, 2, speed).seconds(work) == pytest.approx((layers + head) / 1e9)
 
 
 def test_arithmetic_bounds_a_prompt(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e15, flops_per_s=1e9)
     work = Work(num_tokens=10, num_kv_tokens=10, num_attended=55, num_logits=0)
-    flops = 2 * 10 * layer_weight_bytes(shapes, 2) / 2 + 4 * shapes.num_heads * shapes.head_dim * 55
-    assert StageLimit(shapes, 1, False, 2, speed).seconds(work) == pytest.approx(flops / 1e9)
+    flops = 2 * 10 * layer_sizes(shapes, 2)[0].weight_bytes / 2 + 4 * shapes.num_heads * shapes.head_dim * 55
+    assert StageLimit(shapes, 0, 1, False, 2, speed).seconds(work) == pytest.approx(flops / 1e9)
 
 
 def test_a_prompt_attends_to_all_before_it_in_whatever_chunks():

@@ -30,7 +30,7 @@ class Measuring:
             num_rows=4,
             context_len=32,
             num_steps=8,
-            layer_ms=1.0,
+            layers_ms=(1.0,) * 6,
             embedding_ms=0.1,
             lm_head_ms=2.0,
             sampler_ms=0.5,

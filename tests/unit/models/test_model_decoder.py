@@ -8,7 +8,7 @@ from checkpoints import tensor_shapes, write_config
 
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
-from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_weight_bytes, lm_head_bytes
+from raypp.models.sizes import embedding_bytes, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
 from raypp.models.weights import DummyWeights
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.kv_cache import allocate_kv_cache
@@ -90,7 +90,7 @@ def test_planned_bytes_are_those_that_are_read(tmp_path, changes, dtype):
         assert model.weight_bytes == sum(source.num_bytes.values())
     _, middle = _build(path, 1, 2, dtype)
     _, last = _build(path, 2, 3, dtype)
-    assert layer_weight_bytes(config, dtype.itemsize) == sum(middle.num_bytes.values())
+    assert layer_sizes(config, dtype.itemsize)[1].weight_bytes == sum(middle.num_bytes.values())
     assert lm_head_bytes(config, dtype.itemsize) == sum(last.num_bytes.values()) - sum(middle.num_bytes.values())
     assert embedding_bytes(config, dtype.itemsize) == _build(path, 0, 1, dtype)[1].num_bytes[EMBEDDING]
 

@@ -13,7 +13,7 @@ from raypp.models.config import load_model_config
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.kv_dtype import choose_kv_dtype
-from raypp.plan.tuning import max_layers_by_memory
+from raypp.plan.tuning import layer_room
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _EAGLE = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3")}
@@ -45,7 +45,8 @@ def test_the_plan_counts_the_caches_own_bytes(speculative: dict[str, object]) ->
 def test_more_layers_fit_beside_a_smaller_cache() -> None:
     hardware = replace(_hardware((9, 0)), gpu_memory_bytes=24 << 30)
     wide, narrow = (
-        max_layers_by_memory(_plan(kv_cache_dtype=asked, num_kv_blocks=8000), hardware) for asked in ("model", "fp8")
+        layer_room(_plan(kv_cache_dtype=asked, num_kv_blocks=8000), hardware).most_layers()
+        for asked in ("model", "fp8")
     )
     assert all(more > fewer for more, fewer in zip(narrow, wide, strict=True))
 

@@ -10,7 +10,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.plan.cost_model import estimated_costs
-from raypp.plan.layer_partition import even_partition, fastest_partition, partition_layers
+from raypp.plan.layer_partition import LayerRoom, even_partition, fastest_partition, partition_layers
 
 
 def _stage_costs(layers, costs, first, last):
@@ -38,7 +38,11 @@ def test_no_other_partition_is_better(problem):
         for layers in [[b - a for a, b in pairwise((0, *cuts, len(costs)))]]
         if limits is None or all(count <= limit for count, limit in zip(layers, limits, strict=True))
     ]
-    options = {"first_stage_cost": first, "last_stage_cost": last, "max_layers": limits}
+    options = {
+        "first_stage_cost": first,
+        "last_stage_cost": last,
+        "room": limits and LayerRoom([1] * len(costs), limits),
+    }
     if not possible:
         with pytest.raises(ResourceError, match="model does not fit"):
             partition_layers(costs, num_stages, **options)
@@ -71,4 +75,4 @@ def test_even_and_estimated_splits():
     assert even_partition(10, 4) == [3, 3, 2, 2]
     model = load_model_config(resolve_model_path("tiny"))
     for on_gpu in (False, True):  # the fixed times alone, on a GPU
-        assert fastest_partition(estimated_costs(model, 4, on_gpu=on_gpu), 6, 2) == [4, 2]
+        assert fastest_partition(estimated_costs(model, 4, on_gpu=on_gpu), 2) == [4, 2]

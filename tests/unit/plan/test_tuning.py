@@ -10,7 +10,7 @@ from raypp.plan.cost_model import StepCosts
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs
-from raypp.plan.tuning import max_layers_by_memory, tune_partition
+from raypp.plan.tuning import layer_room, tune_partition
 from raypp.sampling_params import SamplingParams
 
 MACHINE = Hardware(num_cpu_cores=2, memory_bytes=64 << 30)
@@ -22,7 +22,6 @@ def _plan(**settings):
 
 def _measured(**values: float) -> MeasuredCosts:
     times = {
-        "layer_ms": 1.0,
         "embedding_ms": 0.1,
         "lm_head_ms": 2.0,
         "sampler_ms": 0.5,
@@ -30,11 +29,11 @@ def _measured(**values: float) -> MeasuredCosts:
         "first_stage_ms": 0.1,
         "last_stage_ms": 2.5,
     }
-    return MeasuredCosts(num_rows=4, context_len=32, num_steps=8, **{**times, **values})
+    return MeasuredCosts(num_rows=4, context_len=32, num_steps=8, layers_ms=(1.0,) * 6, **{**times, **values})
 
 
 def test_costs_of_stages():
-    costs = StepCosts(layer=1.0, every_stage=0.5, first_stage=0.25, last_stage=2.0)
+    costs = StepCosts(layers=[1.0] * 6, every_stage=0.5, first_stage=0.25, last_stage=2.0)
     assert costs.of_stages([3, 2, 1]) == [3.75, 2.5, 3.5]
     assert costs.of_stages([6]) == [8.75]
 
@@ -63,9 +62,9 @@ def test_what_is_written_can_be_read_and_keeps_the_other_settings(tmp_path):
 def test_memory_limits_the_layers_of_a_stage():
     plan = _plan(num_stages=2, max_model_len=64, num_kv_blocks=5)
     layer_bytes = plan.stages[0].weight_bytes // plan.stages[0].num_layers
-    assert max_layers_by_memory(plan, MACHINE) == [6, 6]
+    assert layer_room(plan, MACHINE).most_layers() == [6, 6]
     little = Hardware(num_cpu_cores=2, memory_bytes=4 * layer_bytes)
-    first, last = max_layers_by_memory(plan, little)
+    first, last = layer_room(plan, little).most_layers()
     assert 1 <= first < 4
     assert 1 <= last < 4
     with pytest.raises(ResourceError, match="model does not fit"):
@@ -76,10 +75,12 @@ def test_measuring_finds_times_that_add_up():
     plan = _plan(num_stages=2, max_model_len=256)
     measured = measure_costs(plan, num_rows=4, context_len=16, params=SamplingParams(temperature=0.0))
     assert measured.num_steps >= 8
-    assert measured.layer_ms > 0
+    assert min(measured.layers_ms) > 0
     assert measured.lm_head_ms > 0
     assert measured.embedding_ms > 0
-    assert measured.every_stage_ms > -6 * measured.layer_ms, "a difference of times: noise of a busy machine at most"
+    assert measured.every_stage_ms > -6 * measured.layers_ms[0], (
+        "a difference of times: noise of a busy machine at most"
+    )
     stages = measured.step_costs().of_stages([3, 3])
     assert all(ms > 0 for ms in stages)
 
