@@ -191,7 +191,7 @@ def _peak_memory() -> str:
     except OSError:
         return ""
     match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return f"; peak memory of this process, without the stages: {int(match[1]) / 1024:,.0f} MB" if match else ""
+    return f"; peak memory {int(match[1]) / 1024:,.0f} MB (this process, without the stages)" if match else ""
 
 
 def duration(seconds: float) -> str:

@@ -38,7 +38,7 @@ def test_rates_and_time_left() -> None:
     assert progress.num_left == 807
     assert progress.summary().startswith(
         "93 lines answered in 2 min 20 s, the engine ran 1 min 50 s: 91 completed, 2 failed\n"
-        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory of this process"
+        "270 prompt tokens, 1,800 generated tokens; 0.8 lines/s, 16.4 tokens/s; peak memory "
     )
     assert progress.summary().endswith("\nin all: 1,000 lines, 181 completed, 12 failed, 807 left")
 
