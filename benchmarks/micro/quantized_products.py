@@ -162,24 +162,22 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
         for (outputs, warps, stages), num_splits in itertools.product(tiles or wide, splits):
             yield Tuning(outputs, 128, num_splits, warps, stages)
     elif num_rows <= 64:
-        rounds = ((1, 3), (1, 4), (2, 3), (4, 2))
-        for strips, num_splits, (pieces, stages), folds in itertools.product(
-            (1, 2), (1, 2, 3, 4), rounds, (False, True)
-        ):
+        rounds = ((1, 4, False), (1, 4, True), (2, 3, False), (4, 2, False))
+        for strips, num_splits, (pieces, stages, folds) in itertools.product((1, 2), (1, 2, 4), rounds):
             yield Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
     else:
         yield None
         splits = (1, 2, 3) if num_rows <= 128 else (1,)
         tiles = ((1, 4, 64), (1, 4, 128), (1, 8, 128), (2, 8, 64), (2, 8, 128))
         for num_splits, (strips, warps, most), (pieces, stages), folds in itertools.product(
-            splits, tiles, ((1, 3), (1, 4), (2, 2)), (False, True)
+            splits, tiles, ((1, 4), (2, 2)), (False, True)
         ):
             yield Int4Tuning(strips, num_splits, warps, stages, most, pieces, folds)
 
 
 def tried_rows(form: str) -> tuple[int, ...]:
     """Return the numbers of rows at which candidates are tried."""
-    return (1, 8, 32, 64, 128, 256)
+    return (1, 8, 32, 128)
 
 
 def run_jobs(jobs: list[Job]) -> None:

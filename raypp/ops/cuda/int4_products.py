@@ -120,6 +120,7 @@ def project_int4(
     y = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
     padded = _padded(num_rows, tuning)
     num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
+    assert int4_partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
     tiles = 2 if weight.group % (2 * TILE) == 0 else 1
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
@@ -214,8 +215,8 @@ def _multiplied(
     low, high = _matrix(low, TILES, STRIPS), _matrix(high, TILES, STRIPS)
     if HAS_ZERO:
         offset: tl.constexpr = 1024 if low_x.dtype == tl.float16 else 128
-        low -= (zero[0] + offset).to(low.dtype)[:, None]
-        high -= (zero[LAST] + offset).to(low.dtype)[:, None]
+        low -= (zero[0].to(tl.float32) + offset).to(low.dtype)[:, None]
+        high -= (zero[LAST].to(tl.float32) + offset).to(low.dtype)[:, None]
     if FOLDS:
         low, high = low * scale[0].to(low.dtype)[:, None], high * scale[LAST].to(low.dtype)[:, None]
         return tl.dot(high, tl.trans(high_x), tl.dot(low, tl.trans(low_x), total))
@@ -440,8 +441,8 @@ def _dequantize_int4(
     low, high = _matrix(low, TILES, 1), _matrix(high, TILES, 1)
     if HAS_ZERO:
         offset: tl.constexpr = 1024 if dtype == tl.float16 else 128
-        low -= (by_zero[0] + offset).to(dtype)[:, None]
-        high -= (by_zero[LAST] + offset).to(dtype)[:, None]
+        low -= (by_zero[0].to(tl.float32) + offset).to(dtype)[:, None]
+        high -= (by_zero[LAST].to(tl.float32) + offset).to(dtype)[:, None]
     index = tl.arange(0, 32 * TILES)
     column = tile * 64 + index // 32 * 64 + index % 32
     cell = matrix + (strip * 64 + tl.arange(0, 64)).to(tl.int64)[:, None] * num_inputs

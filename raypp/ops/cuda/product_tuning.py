@@ -24,9 +24,6 @@ MAX_ROWS_IN_8_BITS = 64
 MAX_EXACT_ROWS_OF_FP8 = 1
 """With more rows, x is rounded to 8 bits before a product with a weight in 8 bits."""
 
-MAX_OWN_ROWS_OF_FP8 = 128
-"""With more rows, the library multiplies weights in 8 bits, if it can."""
-
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as fast for weights of this size. For smaller ones its fixed time counts."""
 
@@ -85,8 +82,7 @@ def choose_projection(num_rows: int, product: Product, device: Device) -> Tuning
     tuning = _tune_strips(num_rows, product, device)
     if tuning is None:
         return None
-    most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1))
-    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
+    return _fitting(tuning, num_rows, product, device)
 
 
 def _tune_strips(num_rows: int, product: Product, device: Device) -> Tuning | None:
@@ -153,34 +149,52 @@ def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
 
 
+def most_own_rows_of_fp8(product: Product, device: Device) -> int:
+    """Return up to how many rows own kernels multiply a weight in 8 bits with x in 8 bits, if the library can as well.
+
+    Sums by block take registers twice: there they are faster only where the library leaves processors idle.
+    """
+    leaves_idle = not product.is_gated and 2 * triton.cdiv(product.num_outputs, 64) <= device.num_processors
+    return 128 if leaves_idle or not product.has_blocks else 64
+
+
 def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut of a product of 8 bits whose x, with more than one row, has scales of its own."""
     if num_rows <= MAX_EXACT_ROWS_OF_FP8:
-        return _tune_fp8_row(product)
+        return _tune_fp8_row(product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))
-    num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, tile)
     if product.is_gated:
-        return Tuning(outputs=64, inputs=inputs, num_warps=8 if tile == 128 else 4, num_stages=4)
-    most = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
-    num_splits = max(1, min(_MAX_SPLITS, most, product.num_inputs // 512))
+        num_warps = 8 if tile == 128 and product.has_blocks else 4
+        return _fitting(Tuning(outputs=64, inputs=inputs, num_warps=num_warps, num_stages=4), num_rows, product, device)
+    num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, tile)
+    per_processor = 3 if num_rows <= 16 else 1.5 if num_rows <= 32 else 1
+    num_splits = int(per_processor * device.num_processors) // num_programs if num_rows <= tile else 1
+    num_splits = max(1, min(_MAX_SPLITS, num_splits, product.num_inputs // 512))
     tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=6 if num_rows <= 32 else 4)
+    return _fitting(tuning, num_rows, product, device)
+
+
+def _fitting(tuning: Tuning, num_rows: int, product: Product, device: Device) -> Tuning:
+    """Return a cut with no more stages than shared memory holds."""
     most_stages = device.shared_bytes // shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))
 
 
-def _tune_fp8_row(product: Product) -> Tuning:
-    """Return the cut for one row."""
-    if product.is_gated or product.num_outputs > product.num_inputs:
-        return Tuning(outputs=16, inputs=512)
-    return Tuning(outputs=8, inputs=512) if product.num_inputs > 4096 else Tuning(outputs=4, inputs=4096)
+def _tune_fp8_row(product: Product, device: Device) -> Tuning:
+    """Return the cut for one row: short pieces where there are programs enough, else rows as a whole if they fit."""
+    for outputs in (16, 8):
+        is_enough = product.num_outputs >= 2 * outputs * device.num_processors
+        if is_enough and (outputs == 16 or product.num_inputs > _WHOLE_ROW_BYTES):
+            return Tuning(outputs=outputs, inputs=512)
+    return _tune_row(product)
 
 
 def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
-    """Return the cut of a product of 4 bits: strips split along K until every processor has three programs."""
-    strips = 2 if num_rows <= 32 else 1
+    """Return the cut of a product of 4 bits: strips split along K until every processor has two or three programs."""
+    strips, per_processor = (2, 3) if num_rows <= 32 else (1, 2)
     most_rows = 64 if product.is_gated else 128
     num_programs = triton.cdiv(product.num_outputs, 64 * strips) * triton.cdiv(num_rows, most_rows)
-    most = 3 * device.num_processors // num_programs
-    num_splits = max(1, min(_MAX_SPLITS, most, product.weight.num_inputs // 512))
+    num_splits = per_processor * device.num_processors // num_programs
+    num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
     return Int4Tuning(strips=strips, num_splits=num_splits, most_rows=most_rows)

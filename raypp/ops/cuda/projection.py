@@ -182,6 +182,7 @@ def project(
     assert scale is None or x.element_size() == 1, "tensor cores multiply what is alike"
     assert product.norm_eps is None, "a norm in the same launch costs several rows more than one of its own"
     assert not product.has_blocks or (x_scale is not None and block_columns % tuning.inputs == 0)
+    assert partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
     padded = _padded(num_rows, product)
     _project_rows[(num_programs, tuning.num_splits, triton.cdiv(num_rows, padded))](
         x,

@@ -21,7 +21,7 @@ from raypp.ops.cuda.int4_products import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.packed_int4 import can_pack, pack
-from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, MAX_OWN_ROWS_OF_FP8, tune_fp8, tune_int4
+from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, most_own_rows_of_fp8, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
 from raypp.ops.cuda.scaled_library import library_product, prepared
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
@@ -81,7 +81,7 @@ class Fp8Projection:
             assert weight.scale is not None
             self._library_scale = prepared(self._library, weight.scale)
         self._tunings: dict[int, Tuning] = {}
-        for num_rows in range(1, MAX_OWN_ROWS_OF_FP8 + 1):
+        for num_rows in range(1, most_own_rows_of_fp8(self._product, device) + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, device)
             workspace.reserve(partial_floats(num_rows, self._product, tuning))
 

@@ -31,7 +31,7 @@ def by_output(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> 
 
 
 def by_block(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return a product of one scale per token and 128 inputs, and per 128 x 128 of the weight, [C, R]."""
+    """Return a product of one scale per token and 128 inputs, and per 128 x 128 of the weight, [C', R]."""
     from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
 
     return scaled_mm(
@@ -46,11 +46,10 @@ def by_block(x: QuantizedTokens, weight: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def prepared(product: Product, scale: torch.Tensor) -> torch.Tensor:
-    """Return a weight's scale, [R, C], as a product reads it. Rows of blocks are padded in memory."""
+    """Return a weight's scale, [R, C], as a product reads it: rows of blocks are padded to a multiple of 4."""
     if product is by_output:
         return scale.t().contiguous()
-    blocks = scale.shape[1]
-    return torch.nn.functional.pad(scale, (0, -blocks % 4))[:, :blocks].t()
+    return torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).t()
 
 
 def library_product(weight: Weight, device: torch.device) -> Product | None:
@@ -58,16 +57,17 @@ def library_product(weight: Weight, device: torch.device) -> Product | None:
     if device.type != "cuda" or weight.num_inputs % 16 or weight.num_outputs % 16:
         return None
     if weight.block[1] >= weight.num_inputs:
-        return _tried(by_output, 1, device)
+        return _tried(by_output, 1, 512, device)
     if weight.block != (BLOCK, BLOCK) or weight.num_inputs % BLOCK or weight.num_outputs % BLOCK:
         return None
-    return _tried(by_block, BLOCK, device)
+    is_padded = weight.num_inputs // BLOCK % 4 > 0
+    return _tried(by_block, BLOCK, 768 if is_padded else 512, device)
 
 
 @functools.cache
-def _tried(product: Product, block: int, device: torch.device) -> Product | None:
+def _tried(product: Product, block: int, num_inputs: int, device: torch.device) -> Product | None:
     """Return a product that yields what it should; None if it does not."""
-    num_rows, num_outputs, num_inputs = 98, 256, 768
+    num_rows, num_outputs = 98, 256
     blocks = num_inputs // block if block > 1 else 1
     x_scale = torch.rand(blocks, 100, device=device)
     data = torch.ones(100, num_inputs, device=device).to(torch.float8_e4m3fn)
