@@ -14,7 +14,8 @@ from typing import Literal, cast
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
-from raypp.models.families import FAMILIES
+from raypp.models.expert_config import ExpertConfig, read_experts
+from raypp.models.families import FAMILIES, Family
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.kv_cache_scheme import has_fp8_kv_cache
 from raypp.models.quantization import Quantization, read_quantization
@@ -41,17 +42,6 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
     mrope_section: tuple[int, int, int] | None = None
     """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
-    """The experts of sparse layers: each token goes through some of many small MLPs, which its router chooses."""
-
-    num_experts: int  # E
-    num_chosen: int  # by token
-    intermediate_size: int  # of one expert
-    normalizes: bool  # whether the weights of a token's experts add up to 1
-    dense_layers: frozenset[int] = frozenset()  # layers with one MLP of `ModelConfig.intermediate_size` instead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +72,10 @@ class ModelConfig:
     quantization: Quantization | None = None  # None: weights are floats of 16 or 32 bits
     has_fp8_kv_cache: bool = False  # whether the checkpoint was made for a KV cache in 8 bits
 
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """Return the experts of a layer, None if it is dense."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
     @property
     def num_deepstack_layers(self) -> int:
         """Leading layers after which rows of the vision tower are added to its tokens."""
@@ -100,6 +94,7 @@ def load_model_config(path: Path) -> ModelConfig:
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
     refuse_unsupported(fields)
+    _refuse_sliding_window(fields, family)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -134,6 +129,7 @@ def load_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_eos_token_ids(path, fields),
         weight_prefix=family.weight_prefix,
         vision=vision,
+        experts=None if family.experts is None else read_experts(fields, family.experts, num_layers),
         quantization=read_quantization(fields),
         has_fp8_kv_cache=has_fp8_kv_cache(fields),
     )
@@ -193,6 +189,12 @@ def refuse_unsupported(fields: ConfigFields) -> None:
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):  # two names of one function
         raise fields.error("hidden_act", repr(activation), "silu, or swish, which is the same")
+
+
+def _refuse_sliding_window(fields: ConfigFields, family: Family) -> None:
+    window = fields.get("sliding_window")
+    if family.uses_sliding_window and window is not None:
+        raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:

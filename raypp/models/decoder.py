@@ -17,8 +17,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.graphs.cost import RecordingCost
 from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
-from raypp.models.dense_layer import DenseLayer
 from raypp.models.draft_head import DraftHead
+from raypp.models.layer import TransformerLayer
 from raypp.models.rope import axis_frequencies, inverse_frequencies
 from raypp.models.sizes import as_held, embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
@@ -150,7 +150,8 @@ class DecoderModel:
         if self.is_first:
             self._embedding = weights.tensor(EMBEDDING, config.vocab_size, config.hidden_size)
         self.layers = [
-            DenseLayer(config, weights.below(f"layers.{index}."), self._kernels) for index in self._layer_indices
+            TransformerLayer(config, index, weights.below(f"layers.{index}."), self._kernels)
+            for index in self._layer_indices
         ]
         if self.is_last:
             self._load_lm_head(whole)

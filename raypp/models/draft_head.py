@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.errors import ModelLoadError
-from raypp.models.dense_layer import AttentionWeights, GatedMLP, read_attention
 from raypp.models.draft_head_config import DraftHeadConfig
+from raypp.models.layer import AttentionWeights, GatedMLP, read_attention
 from raypp.models.rope import inverse_frequencies
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch

@@ -1,14 +1,36 @@
 """The families of models that raypp has, one declaration each: where their config.json and their layers differ.
 
-All have the layer of `raypp.models.dense_layer`. Needs no torch, so that planning stays cheap.
+All have the layer of `raypp.models.layer`. Needs no torch, so that planning stays cheap.
 
 Sources: the published checkpoints' config.json and tensor names; transformers 5.17, `models/llama`, `models/qwen2`,
-`models/qwen3`, `models/qwen3_vl`.
+`models/qwen3`, `models/qwen3_vl`, `models/qwen3_moe`, `models/mixtral`, `models/qwen3_vl_moe`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """What checkpoints call the parts of a layer's experts."""
+
+    block: str = "mlp."  # before `gate.weight`, the router, and `experts.{}.`
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+QWEN_EXPERTS = ExpertNames()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertFamily:
+    """What the expert models of an architecture have in common."""
+
+    names: ExpertNames = QWEN_EXPERTS
+    intermediate_size: str = "moe_intermediate_size"  # the key of config.json that says an expert's
+    normalizes: bool | str = True  # whether the weights of a token's experts add up to 1: fixed, or the key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +45,8 @@ class Family:
     default_max_position_embeddings: int
     weight_prefix: str = "model."  # of the language model's tensors, but for the LM head's
     has_vision: bool = False  # config.json has `text_config` and `vision_config`; see `raypp.models.qwen3_vl`
+    uses_sliding_window: bool = False  # where `sliding_window` is a number, whatever `use_sliding_window` says
+    experts: ExpertFamily | None = None  # None: all layers are dense
 
 
 FAMILIES = {
@@ -43,6 +67,23 @@ FAMILIES = {
         default_head_dim=128,
         default_max_position_embeddings=32768,
     ),
+    # Qwen3, with experts.
+    "Qwen3MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        qk_norm=True,
+        default_max_position_embeddings=32768,
+        experts=ExpertFamily(normalizes="norm_topk_prob"),
+    ),
+    # Mixtral: Llama's attention, and experts in all layers.
+    "MixtralForCausalLM": Family(
+        default_max_position_embeddings=131072,
+        uses_sliding_window=True,
+        experts=ExpertFamily(
+            names=ExpertNames(block="block_sparse_moe.", gate="w1", up="w3", down="w2"),
+            intermediate_size="intermediate_size",
+        ),
+    ),
     # Qwen3-VL: a vision tower, and Qwen3 with rotary positions along three axes.
     "Qwen3VLForConditionalGeneration": Family(
         qkv_bias="attention_bias",
@@ -52,6 +93,16 @@ FAMILIES = {
         default_max_position_embeddings=128000,
         weight_prefix="model.language_model.",
         has_vision=True,
+    ),
+    # Qwen3-VL with experts; its vision tower is the same.
+    "Qwen3VLMoeForConditionalGeneration": Family(
+        qkv_bias="attention_bias",
+        attention_output_bias="attention_bias",
+        qk_norm=True,
+        default_max_position_embeddings=128000,
+        weight_prefix="model.language_model.",
+        has_vision=True,
+        experts=ExpertFamily(),
     ),
 }
 """By the name of the architecture in config.json."""

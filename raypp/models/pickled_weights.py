@@ -47,6 +47,12 @@ class PickledWeights:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.dtype
 
+    def part(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
+    ) -> torch.Tensor:
+        """Return the part of a tensor that is at an index."""
+        return self.get(name, shape, dtype)[where]
+
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
         return self._tensors.keys() - self._read

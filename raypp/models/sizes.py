@@ -81,11 +81,6 @@ def layer_sizes(config: ModelConfig, dtype_bytes: int) -> tuple[LayerSize, ...]:
     return tuple(_layer_size(config, index, dtype_bytes) for index in range(config.num_layers))
 
 
-def is_sparse(config: ModelConfig, layer_index: int) -> bool:
-    """Return whether a layer has experts."""
-    return config.experts is not None and layer_index not in config.experts.dense_layers
-
-
 def linear_modules(config: ModelConfig, layer_index: int) -> list[str]:
     """Return the modules of a layer that may be quantized, below the layer's prefix: of products that are one, one."""
     return [product.module for products in _products(config, layer_index) for product in products]
@@ -146,14 +141,16 @@ def _products(config: ModelConfig, index: int) -> tuple[list[_Product], list[_Pr
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
     qkv = query + 2 * config.num_kv_heads * config.head_dim
     shared = [_Product("self_attn.q_proj", qkv, hidden), _Product("self_attn.o_proj", hidden, query)]
-    if config.experts is not None and is_sparse(config, index):
-        return shared, _gated_mlp("mlp.experts.0.", hidden, config.experts.intermediate_size)
-    return shared + _gated_mlp("mlp.", hidden, config.intermediate_size), []
+    experts = config.experts_of(index)
+    if experts is None:
+        return shared + _gated_mlp("mlp.", ("gate_proj", "down_proj"), hidden, config.intermediate_size), []
+    names = experts.names
+    return shared, _gated_mlp(f"{names.block}experts.0.", (names.gate, names.down), hidden, experts.intermediate_size)
 
 
-def _gated_mlp(prefix: str, hidden: int, intermediate: int) -> list[_Product]:
-    gate_up = _Product(f"{prefix}gate_proj", 2 * intermediate, hidden)
-    return [gate_up, _Product(f"{prefix}down_proj", hidden, intermediate)]
+def _gated_mlp(prefix: str, names: tuple[str, str], hidden: int, intermediate: int) -> list[_Product]:
+    gate, down = names
+    return [_Product(prefix + gate, 2 * intermediate, hidden), _Product(prefix + down, hidden, intermediate)]
 
 
 def _num_other_parameters(config: ModelConfig, index: int) -> int:
@@ -162,8 +159,9 @@ def _num_other_parameters(config: ModelConfig, index: int) -> int:
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     count = 2 * hidden + 2 * config.head_dim * config.qk_norm
     count += (query + 2 * key_value) * config.qkv_bias + hidden * config.attention_output_bias
-    if config.experts is not None and is_sparse(config, index):
-        return count + config.experts.num_experts * hidden
+    experts = config.experts_of(index)
+    if experts is not None:
+        return count + experts.num_experts * hidden
     return count + (2 * intermediate + hidden) * config.mlp_bias
 
 

@@ -55,6 +55,15 @@ class WeightSource(StoredTensors, Protocol):
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor that a checkpoint may have or not, None if it has none of that name."""
 
+    def part(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
+    ) -> torch.Tensor:
+        """Return the part of a tensor of `shape` that is at an index, as `get` returns it whole; read no other.
+
+        Raises:
+            ModelLoadError: there is none of that name and shape.
+        """
+
     def unread(self) -> Collection[str]:
         """Return the names of the tensors that are there and that nobody asked for yet."""
 
@@ -78,16 +87,32 @@ class CheckpointWeights:
         Raises:
             ModelLoadError: missing, of another shape or kind, or in a file that is truncated or no safetensors.
         """
+        return self._get(name, shape, dtype, None)
+
+    def part(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
+    ) -> torch.Tensor:
+        """Return the part of a tensor of `shape` that is at an index; read no other.
+
+        Raises:
+            ModelLoadError: as `get` has it.
+        """
+        return self._get(name, shape, dtype, where)
+
+    def _get(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...] | None
+    ) -> torch.Tensor:
         file_name = self._file_of_tensor.get(name)
         if file_name is None:
             raise missing_tensor(self._path, name, shape, self._file_of_tensor)
         self._read.add(name)
         file = self._path / file_name
         try:
-            found = self._open(file_name).get_slice(name)
+            opened = self._open(file_name)
+            found = opened.get_slice(name)
             got_shape, got_dtype = tuple(found.get_shape()), str(found.get_dtype())
             check_tensor(file, name, (got_shape, got_dtype), (shape, dtype))
-            tensor: torch.Tensor = self._open(file_name).get_tensor(name)
+            tensor: torch.Tensor = opened.get_tensor(name) if where is None else found[where]
         except SafetensorError as error:
             raise ModelLoadError(f"{file} cannot be read for tensor {name}", got=str(error)) from error
         # Never the mapping itself: a file that is replaced later must not change or kill a running engine.
@@ -261,6 +286,12 @@ class DummyWeights:
         """Return None, likewise."""
         return None
 
+    def part(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...]
+    ) -> torch.Tensor:
+        """Return the part of a random tensor that is at an index."""
+        return self.get(name, shape, dtype)[where]
+
     def unread(self) -> Collection[str]:
         """Return nothing: what nobody asks for is not there."""
         return ()
@@ -321,34 +352,42 @@ class WeightReader:
         prefix: str = "",
         quantization: Quantization | None = None,
     ) -> None:
-        self._source = source
-        self._dtype = dtype
+        self.source = source
+        self.dtype = dtype
         self.device = device
         self.prefix = prefix
         self._quantization = quantization
 
     def below(self, prefix: str) -> WeightReader:
         """Return a reader of the tensors below a further prefix."""
-        return WeightReader(self._source, self._dtype, self.device, self.prefix + prefix, self._quantization)
+        return WeightReader(self.source, self.dtype, self.device, self.prefix + prefix, self._quantization)
+
+    def of(self, source: WeightSource) -> WeightReader:
+        """Return a reader of the same tensors that come from elsewhere."""
+        return WeightReader(source, self.dtype, self.device, self.prefix, self._quantization)
+
+    def has(self, name: str) -> bool:
+        """Return whether a checkpoint has a tensor; random weights have none that one need not have."""
+        return self.source.shape_of(self.prefix + name) is not None
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor."""
-        return self._source.get(self.prefix + name, shape, self._dtype).to(self.device)
+        return self.source.get(self.prefix + name, shape, self.dtype).to(self.device)
 
     def number(self, name: str) -> float | None:
         """Return a tensor of one element that the checkpoint may have or not, None if it has none of that name."""
-        shape = self._source.shape_of(self.prefix + name)
+        shape = self.source.shape_of(self.prefix + name)
         if shape is None:
             return None
         if math.prod(shape) != 1:
             raise ModelLoadError(
                 f"tensor {self.prefix}{name} is not one number", got=f"shape {list(shape)}", expected="one element"
             )
-        return float(self._source.get(self.prefix + name, shape, torch.float32))
+        return float(self.source.get(self.prefix + name, shape, torch.float32))
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """Return one tensor of integers, int64."""
-        return self._source.get(self.prefix + name, shape, torch.int64).to(self.device)
+        return self.source.get(self.prefix + name, shape, torch.int64).to(self.device)
 
     def weight(self, modules: Sequence[str], rows: Sequence[int], num_inputs: int) -> Weight:
         """Return the weights of linear layers of the same inputs as one product, one below the other.
@@ -369,9 +408,9 @@ class WeightReader:
                 "%s: %s are kept in %s, since they are quantized in different forms or act-orders, and one product",
                 self.prefix,
                 ", ".join(modules),
-                self._dtype,
+                self.dtype,
             )
-            weights = [Weight(weight.dequantized(self._dtype)) for weight in weights]
+            weights = [Weight(weight.dequantized(self.dtype)) for weight in weights]
         return stacked_weights(weights)
 
     def expert_weight(
@@ -386,21 +425,21 @@ class WeightReader:
             rows: The outputs of each.
             num_inputs: K.
         """
-        if isinstance(self._source, DummyWeights):  # drawing them one by one would take minutes
+        if isinstance(self.source, DummyWeights):  # drawing them one by one would take minutes
             name, shape = f"{self.prefix}{prefix}{'+'.join(modules)}", (num_experts, sum(rows), num_inputs)
             form = self._quantization
             if form is not None and self._covers(prefix.format(0) + modules[0]):
                 if any(count % form.block[0] for count in rows[:-1]):  # as stacked weights have it
                     form = replace(form, block=(1, form.block[1]))
                 return self._dummy(name, shape, form)
-            return Weight(self._source.get(name, shape, self._dtype).to(self.device))
+            return Weight(self.source.get(name, shape, self.dtype).to(self.device))
         first = self.below(prefix.format(0)).weight(modules, rows, num_inputs)
         whole = _room_for(first, num_experts)
         for expert in range(num_experts):
             weight = self.below(prefix.format(expert)).weight(modules, rows, num_inputs) if expert else first
             if not has_form_of(whole, weight, with_order=False):
-                whole = _as_plain(whole, expert, self._dtype)
-                weight = Weight(weight.dequantized(self._dtype))
+                whole = _as_plain(whole, expert, self.dtype)
+                weight = Weight(weight.dequantized(self.dtype))
             if whole.order is None and weight.order is not None:
                 inputs = torch.arange(num_inputs, device=self.device)
                 whole = replace(whole, order=inputs.expand(num_experts, num_inputs).contiguous())
@@ -414,19 +453,19 @@ class WeightReader:
         if self._quantization is None or not self._covers(module):
             return Weight(self.tensor(f"{module}.weight", num_outputs, num_inputs))
         shape, name = (num_outputs, num_inputs), self.prefix + module
-        if isinstance(self._source, DummyWeights):
+        if isinstance(self.source, DummyWeights):
             return self._dummy(name, shape, self._quantization)
-        return StoredWeight(self._source, name, self._quantization, shape, self._dtype, self.device).read()
+        return StoredWeight(self.source, name, self._quantization, shape, self.dtype, self.device).read()
 
     def _dummy(self, name: str, shape: tuple[int, ...], quantization: Quantization) -> Weight:
-        assert isinstance(self._source, DummyWeights)
-        return self._source.quantized(name, shape, quantization).to(self.device)
+        assert isinstance(self.source, DummyWeights)
+        return self.source.quantized(name, shape, quantization).to(self.device)
 
     def stacked(self, names: Sequence[str], rows: Sequence[int], *columns: int) -> torch.Tensor:
         """Return tensors of `[rows[i], *columns]` one below the other: several weights in one product."""
-        stacked = torch.empty(sum(rows), *columns, dtype=self._dtype, device=self.device)
+        stacked = torch.empty(sum(rows), *columns, dtype=self.dtype, device=self.device)
         for part, name, count in zip(torch.split(stacked, list(rows)), names, rows, strict=True):
-            part.copy_(self._source.get(self.prefix + name, (count, *columns), self._dtype))
+            part.copy_(self.source.get(self.prefix + name, (count, *columns), self.dtype))
         return stacked
 
 

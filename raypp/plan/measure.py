@@ -21,7 +21,7 @@ from raypp.config.sections import SpeculativeSection
 from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
-from raypp.models.sizes import is_sparse, layer_prefix, layer_sizes, linear_modules
+from raypp.models.sizes import layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
 from raypp.plan.cost_model import StepCosts
 from raypp.plan.engine_plan import EnginePlan
@@ -137,7 +137,7 @@ def model_of_alike_layers(model: ModelConfig, layer_index: int, num_layers: int)
     """Return a model of `num_layers` layers that are all like one of another model."""
     experts, quantization = model.experts, model.quantization
     if experts is not None:
-        experts = replace(experts, dense_layers=frozenset()) if is_sparse(model, layer_index) else None
+        experts = replace(experts, dense_layers=frozenset()) if model.experts_of(layer_index) else None
     if quantization is not None:
         prefix = layer_prefix(model, layer_index)
         plain = [name for name in linear_modules(model, layer_index) if not quantization.covers(prefix + name)]

@@ -14,18 +14,37 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
-FAMILIES = ("qwen3", "qwen2", "llama")
+DENSE_FAMILIES = ("qwen3", "qwen2", "llama")
+EXPERT_FAMILIES = ("qwen3_moe", "mixtral")
+FAMILIES = DENSE_FAMILIES + EXPERT_FAMILIES
 
 _ARCHITECTURES = {
     "qwen3": (Qwen3Config, transformers.Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, transformers.Qwen2ForCausalLM),
     "llama": (LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, transformers.MixtralForCausalLM),
 }
 _GQA_RATIOS = (1, 2, 4)
 # The larger, the more varied the continuations, and the larger what rounding does to the logits: it stays below 1e-4.
-_WEIGHT_SCALES = {"qwen3": (0.2, 0.25, 0.3), "qwen2": (0.16, 0.18, 0.2), "llama": (0.12, 0.15, 0.18)}
+_WEIGHT_SCALES = {
+    "qwen3": (0.2, 0.25, 0.3),
+    "qwen2": (0.16, 0.18, 0.2),
+    "llama": (0.12, 0.15, 0.18),
+    "qwen3_moe": (0.2, 0.25, 0.3),
+    "mixtral": (0.12, 0.15, 0.18),
+}
+_EXPERTS = ((3, 2), (5, 1), (60, 6), (4, 4), (5, 3))  # there are, and by token
 # Writing and reading these files takes milliseconds.
 transformers.utils.logging.disable_progress_bar()
 
@@ -79,7 +98,11 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         "eos_token_id": 1,
     }
     if family != "qwen2":
-        choices |= {"head_dim": head_dim, "attention_bias": seed % 3 == 2}
+        choices |= {"head_dim": head_dim}
+    if family not in ("qwen2", "mixtral"):
+        choices |= {"attention_bias": seed % 3 == 2}
+    if family in EXPERT_FAMILIES:
+        choices |= _experts(family, seed)
     if family == "llama":
         choices |= {"mlp_bias": seed % 5 == 2}
     rope = {"rope_theta": choices.pop("rope_theta"), "rope_type": "default"}
@@ -88,6 +111,20 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
     elif seed % 7 == 5:
         rope |= {"rope_type": "linear", "factor": 2.0}
     return choices | {"rope_parameters": rope}
+
+
+def _experts(family: str, seed: int) -> dict[str, Any]:
+    num_experts, num_chosen = _EXPERTS[seed % 5]
+    if family == "mixtral":
+        return {"num_local_experts": num_experts, "num_experts_per_tok": num_chosen}
+    return {
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_chosen,
+        "moe_intermediate_size": (24, 40)[seed % 2],
+        "norm_topk_prob": seed % 4 < 2,
+        "decoder_sparse_step": 1 + (seed % 6 == 4),
+        "mlp_only_layers": [1] if seed % 6 == 3 else [],
+    }
 
 
 @torch.no_grad()
@@ -108,6 +145,8 @@ def _write_published_form(file: Path) -> None:
     values["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     values["torch_dtype"] = values.pop("dtype")
     values.pop("layer_types", None)
+    if "moe_intermediate_size" in values:
+        values["num_experts"] = values.pop("num_local_experts")
     file.write_text(json.dumps(values, indent=2))
 
 

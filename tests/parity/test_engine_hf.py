@@ -21,7 +21,7 @@ from raypp.types import SamplingParams
 
 # Each takes every number of stages with too few blocks, with and without cached prefixes.
 FEW = (*range(4, 8), *range(12, 16))
-SEEDS = {"qwen3": range(16), "qwen2": FEW, "llama": FEW}
+SEEDS = {"qwen3": range(16), "qwen2": FEW, "llama": FEW, "qwen3_moe": FEW, "mixtral": FEW}
 NUM_NEW_TOKENS = 32
 
 

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from hf_models import FAMILIES, hf_greedy, hf_logits, make_checkpoint
+from hf_models import EXPERT_FAMILIES, FAMILIES, hf_greedy, hf_logits, make_checkpoint
 from paged_runner import PagedRunner
 
 from raypp.models.config import load_model_config
@@ -106,9 +106,17 @@ def test_checkpoints_are_worth_comparing_with(checkpoints, family):
     assert {config.tie_word_embeddings for config in configs} == {True, False}
     assert {config.dtype for config in configs} == {"float32", "bfloat16", "float16"}
     assert {config.rope.rope_type for config in configs} == {"default", "llama3", "linear"}
-    if family != "qwen2":
+    if family not in ("qwen2", "mixtral"):
         assert {config.qkv_bias for config in configs} == {True, False}
+    if family != "qwen2":
         assert any(config.head_dim != config.hidden_size // config.num_heads for config in configs)
+    if family in EXPERT_FAMILIES:
+        experts = [config.experts for config in configs]
+        assert {one.num_experts for one in experts} == {3, 4, 5, 60}
+        assert {one.num_chosen for one in experts} == {1, 2, 3, 4, 6}
+    if family == "qwen3_moe":
+        assert {one.normalizes for one in experts} == {True, False}
+        assert {frozenset(), frozenset({0}), frozenset({1})} <= {one.dense_layers for one in experts}
     assert {(checkpoints(family, seed) / "model.safetensors").exists() for seed in SEEDS} == {True, False}
     distinct, near_ties = [], 0
     for seed in SEEDS:

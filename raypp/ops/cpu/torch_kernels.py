@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.attention import AttentionBatch, Heads
-from raypp.ops.backend import Experts
 from raypp.ops.break_point import break_point
 from raypp.ops.cpu.linear import Linear
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.rms_norm import RMSNorm
+from raypp.ops.cpu.torch_experts import TorchExperts, silu_and_mul
 from raypp.ops.kv_cache import as_cached, cache_rows, write_kv_cache
 from raypp.ops.rotary import Rotation, apply_rotary, rotation
 from raypp.ops.routing import Routing
@@ -87,9 +87,12 @@ class TorchKernels:
         gate_up: Weight,
         down: Weight,
         routing: Routing,
-    ) -> Experts:
+    ) -> TorchExperts:
         """Return the sparse MLP of a layer."""
-        raise NotImplementedError
+        gate_ups, downs = (
+            [self.linear(Weight(matrix)) for matrix in weight.dequantized(self._dtype)] for weight in (gate_up, down)
+        )
+        return TorchExperts(RMSNorm(norm_weight, eps), router, gate_ups, downs, routing)
 
     def lm_head(
         self,
@@ -153,12 +156,6 @@ class TorchLMHead:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, [N, V] float32. Shapes: x [N, H]."""
         return self._linear.in_float32(x if self._norm is None else self._norm(x), out)
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], the gate first; returns [T, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
 
 
 class NormGatedLinear:

@@ -35,6 +35,20 @@ QWEN3 = {
 }
 
 
+EXPERTS = {
+    "qwen3": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2},
+}
+"""Changes that make an expert model of it."""
+
+
 def write_config(directory: Path, **changes: object) -> Path:
     """Write a config.json with some fields changed, those that are ... left out; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -44,7 +58,7 @@ def write_config(directory: Path, **changes: object) -> Path:
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the tensors that a Qwen3 checkpoint of this configuration has."""
+    """Return the tensors that a checkpoint of this configuration has: Qwen3, or one with experts."""
     c = load_model_config(directory)
     query, key_value = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
@@ -56,17 +70,28 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
             layer + "self_attn.k_proj.weight": (key_value, c.hidden_size),
             layer + "self_attn.v_proj.weight": (key_value, c.hidden_size),
             layer + "self_attn.o_proj.weight": (c.hidden_size, query),
-            layer + "self_attn.q_norm.weight": (c.head_dim,),
-            layer + "self_attn.k_norm.weight": (c.head_dim,),
             layer + "post_attention_layernorm.weight": (c.hidden_size,),
-            layer + "mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
-            layer + "mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
-            layer + "mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
         }
+        if c.qk_norm:
+            shapes |= {layer + f"self_attn.{name}_norm.weight": (c.head_dim,) for name in "qk"}
+        if c.experts_of(index) is None:
+            shapes |= _mlp(layer + "mlp.", ("gate_proj", "up_proj", "down_proj"), c.hidden_size, c.intermediate_size)
+            continue
+        is_mixtral = c.architecture == "MixtralForCausalLM"
+        block = layer + ("block_sparse_moe." if is_mixtral else "mlp.")
+        names = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+        shapes[block + "gate.weight"] = (c.experts.num_experts, c.hidden_size)
+        for expert in range(c.experts.num_experts):
+            shapes |= _mlp(f"{block}experts.{expert}.", names, c.hidden_size, c.experts.intermediate_size)
     shapes["model.norm.weight"] = (c.hidden_size,)
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
     return shapes
+
+
+def _mlp(prefix: str, names: tuple[str, str, str], hidden: int, size: int) -> dict[str, tuple[int, ...]]:
+    gate, up, down = (f"{prefix}{name}.weight" for name in names)
+    return {gate: (size, hidden), up: (size, hidden), down: (hidden, size)}
 
 
 def random_tensors(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

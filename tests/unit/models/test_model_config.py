@@ -19,7 +19,7 @@ from raypp.models.config import LM_HEAD, RopeConfig, as_stored, load_model_confi
 from raypp.models.families import FAMILIES
 from raypp.models.rope import inverse_frequencies
 
-TEXT_ARCHITECTURES = [name for name in FAMILIES if name != "Qwen3VLForConditionalGeneration"]
+TEXT_ARCHITECTURES = [name for name, family in FAMILIES.items() if not family.has_vision and family.experts is None]
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,

@@ -53,7 +53,7 @@ def test_values_come_back(tmp_path, form):
         stacked = weights.weight(names, [len(values[name]) for name in names], 40)
         assert torch.equal(stacked.dequantized(torch.float32), torch.cat([values[name] for name in names]))
         assert (stacked.kind == "plain") == ("order" in form and "c" in names)
-    assert {name.rpartition(".")[2] for name in weights._source.unread()} <= {"input_scale"}
+    assert {name.rpartition(".")[2] for name in weights.source.unread()} <= {"input_scale"}
 
 
 @pytest.mark.parametrize("form", CONFIGS)

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from raypp.ops.cpu.linear import Linear
 from raypp.ops.cpu.rms_norm import RMSNorm
-from raypp.ops.cpu.torch_kernels import silu_and_mul
+from raypp.ops.cpu.torch_experts import silu_and_mul
 from raypp.ops.rotary import apply_rotary, rotation
 from raypp.ops.vision import linear_gelu_tanh
 

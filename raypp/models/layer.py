@@ -1,8 +1,9 @@
-"""The layer of dense models, for all of `raypp.models.families`, and its parts, of which a draft head is made, too.
+"""The layer of all `raypp.models.families`, and its parts, of which a draft head is made, too.
 
-    hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> gated MLP -> + hidden
+    hidden -> norm -> q, k, v -> norm of heads -> rotary -> attention -> o -> + hidden -> norm -> MLP -> + hidden
 
-Families differ in biases and in the norm of each query and key head; the configuration says which a model has.
+Families differ in biases and in the norm of each query and key head; the configuration says which a model has. The MLP
+is one gated MLP, or experts (`raypp.models.sparse_mlp`), by the layer's index.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from raypp.models.config import ModelConfig
 from raypp.models.kv_scales import read_kv_scales
+from raypp.models.sparse_mlp import SparseMLP
 from raypp.models.weights import WeightReader
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.backend import KernelSet
@@ -84,22 +86,24 @@ class GatedMLP:
         return self._down(self._gate_up(hidden), hidden)
 
 
-class DenseLayer:
+class TransformerLayer:
     """One layer; see `raypp.models.decoder.DecoderLayer`.
 
     Args:
         config: The model's.
+        index: Which layer it is.
         weights: Below the layer's prefix.
         kernels: Of the device.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, kernels: KernelSet) -> None:
+    def __init__(self, config: ModelConfig, index: int, weights: WeightReader, kernels: KernelSet) -> None:
         attention = read_attention(config, weights.below("self_attn."), config.hidden_size)
         input_norm = weights.tensor("input_layernorm.weight", config.hidden_size)
         self._qkv = kernels.norm_linear(input_norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)
-        self._mlp = GatedMLP(config, weights, kernels)
+        mlp = SparseMLP if config.experts_of(index) else GatedMLP
+        self._mlp = mlp(config, weights, kernels)
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return queries, keys and values, [T, (Hq + 2 Hk) * D]. Shapes: hidden [T, H]."""
