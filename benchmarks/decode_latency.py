@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="graphs.compile: the layers through torch.compile")
     parser.add_argument("--layer-partition", type=int, nargs="+")
     parser.add_argument("--speculative", type=json.loads, help='settings, e.g. {"method": "ngram"}')
+    parser.add_argument("--settings", type=json.loads, default={}, help='others, e.g. {"kv_cache_dtype": "fp8"}')
     parser.add_argument("--trace", help="write a Chrome trace, and print what device and host take per decode step")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -55,6 +56,7 @@ def main() -> None:
         "compile": args.compile,
         "speculative": args.speculative,
         "trace": args.trace,
+        **args.settings,
     }
     started, points = time.perf_counter(), []
     with LLM(**settings) as llm:
