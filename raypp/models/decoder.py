@@ -20,7 +20,7 @@ from raypp.models.config import EMBEDDING, LM_HEAD, ModelConfig
 from raypp.models.draft_head import DraftHead
 from raypp.models.layer import TransformerLayer
 from raypp.models.rope import axis_frequencies, inverse_frequencies
-from raypp.models.sizes import as_held, embedding_bytes, layer_sizes, lm_head_bytes
+from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes
 from raypp.models.weights import WeightReader, WeightSource
 from raypp.ops.attention import AttentionBatch
 from raypp.ops.backend import KernelSet, LMHead, Projection
@@ -128,7 +128,7 @@ class DecoderModel:
     def weight_bytes(self) -> int:
         """Bytes of the stage's weights, tied ones counted once."""
         config, size = self._config, self.dtype.itemsize
-        sizes = layer_sizes(as_held(config, self.device.type), size)
+        sizes = layer_sizes(config, size)
         total = sum(sizes[index].weight_bytes for index in self._layer_indices)
         if self.is_first:
             total += embedding_bytes(config, size)

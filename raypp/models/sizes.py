@@ -1,14 +1,14 @@
 """Computes the bytes of a model's parts from its configuration alone, for planning without building anything.
 
-Weights are counted as a GPU holds them: in the checkpoint's form. On a CPU all are dequantized when they are read, see
-`as_held`, and linear layers may keep more, see `raypp.ops.cpu.linear`.
+Weights are counted in the checkpoint's form; which one a device holds says `raypp.plan.weight_form`. On a CPU linear
+layers may keep more, see `raypp.ops.cpu.linear`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,11 +68,6 @@ class _Product(NamedTuple):
     @property
     def num_elements(self) -> int:
         return self.rows * self.columns
-
-
-def as_held(config: ModelConfig, device: str) -> ModelConfig:
-    """Return the configuration with the form that weights have on a device, `cpu` or `cuda`."""
-    return replace(config, quantization=None) if device == "cpu" else config
 
 
 @lru_cache(maxsize=16)

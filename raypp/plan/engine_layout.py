@@ -12,7 +12,7 @@ from pathlib import Path
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
-from raypp.models.sizes import as_held, kv_bytes_per_token_per_layer
+from raypp.models.sizes import kv_bytes_per_token_per_layer
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
 from raypp.plan.hardware import Hardware
 from raypp.plan.kv_dtype import choose_kv_dtype
@@ -25,7 +25,7 @@ from raypp.plan.speculation_plan import (
     speculation_bytes,
 )
 from raypp.plan.stage_memory import StageMemory, memory_of_stages, stage_weight_bytes
-from raypp.plan.weight_form import with_weight_form
+from raypp.plan.weight_form import held_model, with_weight_form
 from raypp.stage.stage_spec import DraftHeadSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -38,6 +38,7 @@ class EngineLayout:
     config: EngineConfig
     model_path: Path
     model: ModelConfig
+    held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
     dtype: str
     kv_dtype: str  # of the KV cache
     device: str
@@ -74,16 +75,17 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         ResourceError: there is no GPU, and one is asked for.
     """
     model_path = find_model(config.model.model, config.model.revision)
-    described = with_weight_form(config, load_model_config(model_path))
-    model = described if config.model.load_format == "dummy" else as_stored(described, model_path)
+    described = load_model_config(model_path)
+    stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)
-    dtype = _dtype(config, model, device)
+    dtype = _dtype(config, stored, device)
+    model = with_weight_form(config, stored, hardware, device=device, dtype=dtype)
     kv_dtype = choose_kv_dtype(config, model, hardware, device=device, dtype=dtype)
     dtype_bytes, kv_dtype_bytes = DTYPE_BYTES[dtype], DTYPE_BYTES[kv_dtype]
     num_threads = config.parallel.stage_num_threads or hardware.threads_per_stage(num_stages)
     head, head_path = draft_head(config, model, hardware, device=device, dtype=dtype)
-    held = as_held(model, device)
+    held = held_model(model, hardware, device=device, dtype=dtype)
     layers = layers_per_stage(config, held, head, dtype_bytes, device)
     block_bytes = config.cache.block_size * kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
     weight_bytes = stage_weight_bytes(held, layers, dtype_bytes)
@@ -121,6 +123,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         config=config,
         model_path=model_path,
         model=model,
+        held_model=held,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,

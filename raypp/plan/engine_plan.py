@@ -16,7 +16,7 @@ from raypp.grammar.grammar_messages import GrammarSettings
 from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
-from raypp.models.sizes import WeightReads, as_held, layer_sizes, lm_head_bytes, total_reads
+from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
@@ -58,6 +58,7 @@ class EnginePlan:
     config: EngineConfig
     model_path: str
     model: ModelConfig
+    held_model: ModelConfig  # with the form that its weights have on the device: what sizes are counted of
     dtype: str
     kv_dtype: str  # of the KV cache
     device: str
@@ -82,11 +83,6 @@ class EnginePlan:
     def kv_dtype_bytes(self) -> int:
         """Bytes of an element of the KV cache."""
         return DTYPE_BYTES[self.kv_dtype]
-
-    @property
-    def held_model(self) -> ModelConfig:
-        """The model with the form that its weights have on the device: what sizes are counted of."""
-        return as_held(self.model, self.device)
 
     def scheduler_limits(self) -> SchedulerLimits:
         """Return what the scheduler must keep to."""
@@ -281,6 +277,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         config=config,
         model_path=str(layout.model_path),
         model=model,
+        held_model=layout.held_model,
         dtype=layout.dtype,
         kv_dtype=layout.kv_dtype,
         device=layout.device,

@@ -12,7 +12,6 @@ from raypp.models.config import ExpertConfig
 from raypp.models.quantization import Quantization
 from raypp.models.sizes import (
     WeightReads,
-    as_held,
     embedding_bytes,
     kv_bytes_per_token_per_layer,
     layer_sizes,
@@ -72,8 +71,6 @@ def test_quantized_weights_take_fewer_bytes_of_a_gpu(quantization: Quantization,
     others = 2 * (128 * 2048 + 2 * 2048 + 2 * 128)  # the router and the norms stay
     assert (narrow_bytes.always - others) / (wide_bytes.always - others) == pytest.approx(share, rel=1e-3)
     assert layer_sizes(narrow, 2)[5].num_parameters == layer_sizes(plain, 2)[5].num_parameters
-    assert as_held(narrow, "cpu") == plain
-    assert as_held(narrow, "cuda") is narrow
 
 
 def test_a_layer_of_modules_that_are_skipped_is_larger_and_measured_apart() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
-from raypp.models.config import ModelConfig
-from raypp.models.quantization import ONLINE_FP8
+from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.quantization import ONLINE_FP8, Quantization, WeightFormat
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
+from raypp.plan.weight_form import has_gpu_product, held_model
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -41,3 +44,47 @@ def test_one_in_4_bits_is_a_contradiction(tmp_path: Path) -> None:
     assert _planned(tmp_path, _GPTQ).quantization is not None
     with pytest.raises(ConfigError, match=r"quantization=fp8, weights of 4 bits \(gptq\).*leave quantization out"):
         _planned(tmp_path, _GPTQ, quantization="fp8")
+
+
+def test_gpus_without_the_type_are_refused() -> None:
+    config = EngineConfig.from_flat(
+        str(_SHAPES / "qwen3-8b"), load_format="dummy", quantization="fp8", max_model_len=512, device="cuda"
+    )
+    with pytest.raises(ConfigError, match=r"quantization=fp8, compute capability 8\.6; expected: .* 8\.9"):
+        plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, (8, 6)))
+    assert plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, (8, 9))).held_model.quantization == ONLINE_FP8
+
+
+def test_sizes_are_those_of_the_form_that_the_device_multiplies() -> None:
+    fp8, awq = (load_model_config(_SHAPES / name) for name in ("qwen3-8b-fp8", "qwen3-8b-awq"))
+
+    def is_kept(model: ModelConfig, capability: tuple[int, int], device: str = "cuda", dtype: str = "bfloat16") -> bool:
+        held = held_model(model, Hardware(8, num_gpus=1, gpu_capability=capability), device=device, dtype=dtype)
+        assert held in (model, replace(model, quantization=None))
+        return held is model
+
+    assert [is_kept(fp8, capability) for capability in ((9, 0), (8, 9), (8, 6), (0, 0))] == [True, True, False, True]
+    assert [is_kept(awq, capability) for capability in ((9, 0), (8, 0))] == [True, True]
+    for model in (fp8, awq):
+        assert not is_kept(model, (9, 0), device="cpu")
+        assert not is_kept(model, (9, 0), dtype="float32")
+    config = EngineConfig.from_flat(str(_SHAPES / "qwen3-8b-fp8"), load_format="dummy", max_model_len=512)
+    old, new = (
+        plan_engine(config, Hardware(8, 0, 1, "GPU", 80 << 30, capability)).stages[0].weight_bytes
+        for capability in ((8, 0), (9, 0))
+    )
+    assert 1.7 < old / new < 1.8  # embedding and LM head are in 16 bits
+
+
+@pytest.mark.parametrize("form", ["fp8", "awq"])
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("columns", [0, 8, 32, 48, 64, 96, 128, 192])
+def test_plans_and_kernels_agree_on_what_is_multiplied(form: WeightFormat, rows: int, columns: int) -> None:
+    pytest.importorskip("triton")
+    from raypp.models.weights import DummyWeights
+    from raypp.ops.cuda.quantized_projection import has_kernel
+
+    quantization = Quantization(format=form, block=(rows, columns))
+    weight = DummyWeights(0, torch.device("cpu")).quantized("a", (256, 384), quantization)
+    if rows == 1 or form == "fp8":
+        assert has_gpu_product(quantization) == has_kernel(weight)
