@@ -17,7 +17,7 @@ _GROUP = 8
 _BLOCK = (12, 20)  # which divides few sizes
 _CODE_BITS, _CODES = 4, 8
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def _compressed(form: str, **weights: object) -> dict[str, Any]:
