@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import silu
-from raypp.ops.cuda.kernel_launch import Device, start
+from raypp.ops.cuda.kernel_launch import Device, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, in_8_bits, placed
 from raypp.ops.weight import Weight, WeightKind
@@ -398,9 +398,9 @@ def _down_few(
     rank = tl.arange(0, CHOSEN_PADDED)
     is_chosen = rank < CHOSEN
     pair = token * CHOSEN + tl.minimum(rank, CHOSEN - 1)
-    # What the launch before the last wrote can be read already, but not from the first-level cache.
-    expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
-    share = tl.load(weights + pair, mask=is_chosen, other=0.0, cache_modifier=".cg")
+    # The launch before the last wrote them, see `raypp.ops.cuda.kernel_launch`.
+    expert = tl.load(experts + pair, volatile=True).to(tl.int64)
+    share = tl.load(weights + pair, mask=is_chosen, other=0.0, volatile=True)
     read_output = tl.minimum(output, num_outputs - 1)[None, :]
     row_elements = num_inputs // PACKED
     cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * row_elements + column[None, None, :]
@@ -509,16 +509,15 @@ def _multiply_tiles(
     cell = read_output.to(tl.int64)[:, None] * row_elements + column[None, :]
     up_offset = num_outputs.to(tl.int64) * row_elements
     inside = (column < row_elements)[None, :]
-    if HAS_GATE:
+    if not IS_EARLY:
         start(OVERLAPS)
-    # What the launch before the last wrote can be read already, but not from the first-level cache.
-    expert = tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64)
-    first_row = tl.load(tiles + num_tiles + tile, cache_modifier=".cg")
-    num_rows = tl.load(tiles + 2 * num_tiles + tile, cache_modifier=".cg")
+    expert = tl.load(tiles + tile, volatile=IS_EARLY).to(tl.int64)
+    first_row = tl.load(tiles + num_tiles + tile, volatile=IS_EARLY)
+    num_rows = tl.load(tiles + 2 * num_tiles + tile, volatile=IS_EARLY)
     if expert >= 0:
         row = tl.arange(0, ROWS)
         place = (first_row + tl.minimum(row, num_rows - 1)).to(tl.int64)
-        pair = tl.load(pairs + place, cache_modifier=".cg").to(tl.int64)
+        pair = tl.load(pairs + place, volatile=IS_EARLY).to(tl.int64)
         x_row = pair // CHOSEN if HAS_GATE else place
         x_cell = x_row[:, None] * num_inputs + column[None, :]
         x_scale_row = x_scale + x_row * tl.cdiv(num_inputs, SCALED)
@@ -535,8 +534,6 @@ def _multiply_tiles(
             first_piece = _load(matrix + cell, inside, IS_EVEN)
             start(OVERLAPS)
             first_value = _load(x + x_cell, inside, IS_EVEN)
-        elif not HAS_GATE:
-            start(OVERLAPS)
         for begin in range(begin_at, num_inputs, INPUTS):
             at = begin // PACKED
             inside = (at + column < row_elements)[None, :]
@@ -547,6 +544,7 @@ def _multiply_tiles(
                 weight_scale, weight_zero, scale_row, num_inputs, begin, KIND, BLOCK_IN, HAS_ZERO
             )
             piece = _load(matrix + cell + at, inside, IS_EVEN)
+            fence_shared(OVERLAPS)
             total = _multiplied(total, piece, value, odd_value, scale, zero, of_x, KIND)
             if HAS_GATE:
                 up_scale, up_zero = _scale_and_zero(
@@ -565,7 +563,7 @@ def _multiply_tiles(
         mask = in_row[:, None] & (output < num_outputs)[None, :]
         y_cell = y_row[:, None] * num_outputs + placed(output, num_outputs, NEXT_KIND)[None, :]
         tl.store(y + y_cell, tl.trans(result.to(y.dtype.element_ty)), mask=mask)
-    elif not HAS_GATE:
+    elif IS_EARLY:
         start(OVERLAPS)
 
 

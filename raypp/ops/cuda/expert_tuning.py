@@ -7,6 +7,7 @@ that are good for those.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,14 +85,14 @@ def cut_entry(cut: ExpertCut) -> list[Any]:
 
 
 def _tabulated(num_tokens: int, shape: ExpertShape, device: Device) -> ExpertCut | None:
-    """Return the cut for the next larger number of tokens in the table. All GPUs of 227 KiB share what one has not."""
+    """Return the cut of the nearest number of tokens in the table. All GPUs of 227 KiB share what one has not."""
     tables = _table()
     if device.name not in tables and device.shared_bytes < Device.shared_bytes:
         return None
     for name in sorted(tables, key=lambda name: name != device.name):
         cuts = {int(tokens): entry for tokens, entry in tables[name].get(shape_entry(shape), {}).items()}
         if cuts:
-            tile_rows, *products = cuts[min((tokens for tokens in cuts if tokens >= num_tokens), default=max(cuts))]
+            tile_rows, *products = cuts[min(cuts, key=lambda tokens: (abs(math.log2(tokens / num_tokens)), -tokens))]
             tunings = (Tuning(outputs, inputs, 1, warps, stages) for outputs, inputs, warps, stages in products)
             return ExpertCut(tile_rows, *tunings)
     return None

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
-from raypp.ops.cuda.kernel_launch import Device, Workspace, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.packed_int4 import TILE, PackedInt4
 from raypp.ops.cuda.product_loads import load_vector
 from raypp.ops.cuda.projection import sums_of_splits
@@ -364,6 +364,7 @@ def _project_int4(
             if PIECES > 1:
                 tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
             piece = tl.load(tiles + tile * 2048)
+            fence_shared(OVERLAPS)
             by_output, by_zero = _of_piece(scales, index, PIECES), _of_piece(zeros, index, PIECES)
             total = _multiplied(total, piece, low_x, high_x, by_output, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
             if HAS_GATE:

@@ -2,8 +2,8 @@
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9 and later)
 lets a kernel start while its predecessor still runs. What it may do before `start` returns is read what no kernel
-writes: weights. Everything else comes after. All programs of all kernels call `start`, so "the kernel before has
-finished" holds for the one before that too.
+writes: weights; and, by volatile loads, what the launch before the last wrote. Everything else comes after. All
+programs of all kernels call `start`, so "the kernel before has finished" holds for the one before that too.
 """
 
 from __future__ import annotations
@@ -105,6 +105,19 @@ def start(OVERLAPS: tl.constexpr):
     if OVERLAPS:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def fence_shared(OVERLAPS: tl.constexpr):
+    """Let tensor cores see what was loaded into shared memory: between the loads and the products of a loop.
+
+    Triton 3.6 leaves it out, and then one product in a million has a piece of what was there before; 3.7 does it itself
+    (compute capability 9.0; PTX ISA, "Async proxy").
+    """
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.shared::cta; // own fence $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

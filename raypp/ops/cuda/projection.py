@@ -27,7 +27,7 @@ import triton.language as tl
 
 from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.few_rows_kernel import project_few
-from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
 from raypp.ops.cuda.product_loads import load, load_scale, load_vector
 from raypp.ops.quantize import quantize_rows
 from raypp.ops.weight import Weight
@@ -333,6 +333,7 @@ def _project_rows(
         inside = (begin + column < last)[None, :]
         value = load(x + x_cell + begin, inside, IS_EVEN)
         piece = load(weight + cell + begin, inside, IS_EVEN)
+        fence_shared(OVERLAPS)
         if HAS_BLOCKS:
             block = tl.minimum((begin + INPUTS) // BLOCK_COLUMNS, last_block)
             next_by_row, next_by_output = tl.load(x_scales + block * x_scale_stride), tl.load(scales + block)

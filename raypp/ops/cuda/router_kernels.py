@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from raypp.ops.cuda.between_products import narrowed
-from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, start
+from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
 from raypp.ops.routing import Routing
 from raypp.ops.weight import WeightKind
 
@@ -266,6 +266,7 @@ def _route(
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(router + cell + begin, inside, IS_EVEN)
         squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
+        fence_shared(OVERLAPS)
         total = tl.dot(piece, tl.trans(value), total)
 
     row = tl.arange(0, TOKENS)

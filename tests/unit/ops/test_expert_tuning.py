@@ -30,9 +30,9 @@ def table(tmp_path, monkeypatch):
     expert_tuning._table.cache_clear()
 
 
-def test_the_next_larger_number_of_tokens_is_looked_up(table):
-    found = [cut_entry(choose_cut(num_tokens, SHAPE, H200)) for num_tokens in (1, 8, 9, 64, 65)]
-    assert found == [table["8"], table["8"], table["64"], table["64"], table["64"]]
+def test_the_nearest_number_of_tokens_is_looked_up(table):
+    found = [cut_entry(choose_cut(num_tokens, SHAPE, H200)) for num_tokens in (1, 8, 22, 23, 64, 5000)]
+    assert found == [*[table["8"]] * 3, *[table["64"]] * 3]
 
 
 def test_a_gpu_that_nobody_measured_takes_those_of_another_if_they_fit(table):
