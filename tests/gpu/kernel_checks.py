@@ -492,7 +492,7 @@ def quantized_weight(
     scale = (0.5 + kernels.normal(*blocks).float().sigmoid()) * num_inputs**-0.5
     if kind == "fp8":
         data = kernels.normal(num_outputs, num_inputs).to(torch.float8_e4m3fn)
-        return Weight(data, scale, block=(rows, columns))
+        return Weight(data, scale.to(kernels.dtype) if columns == num_inputs else scale, block=(rows, columns))
 
     def integers(high: int, *shape: int) -> torch.Tensor:
         return (torch.rand(shape, device=DEVICE, generator=kernels.generator) * high).to(torch.uint8)

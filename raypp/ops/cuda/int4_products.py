@@ -104,6 +104,14 @@ def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning)
     return weight.padded_outputs * weight.num_parts * tuning.num_splits * num_rows
 
 
+def int4_shared_bytes(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
+    """Return the shared memory of a program, or a little more."""
+    tiles = _tiles_of_piece(product.weight)
+    of_codes = 2048 * tiles * tuning.strips * (2 if product.is_gated else 1)
+    of_x = _padded(num_rows, tuning) * TILE * tiles * 2
+    return (of_codes + of_x) * tuning.pieces * tuning.num_stages
+
+
 def project_int4(
     x: torch.Tensor,
     product: Int4Product,
@@ -121,7 +129,7 @@ def project_int4(
     padded = _padded(num_rows, tuning)
     num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
     assert int4_partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
-    tiles = 2 if weight.group % (2 * TILE) == 0 else 1
+    tiles = _tiles_of_piece(weight)
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
         x,
@@ -157,6 +165,11 @@ def project_int4(
         **device.launch_options,
     )
     return y
+
+
+def _tiles_of_piece(weight: PackedInt4) -> int:
+    """Return how many tiles are multiplied at once: of up to 128 inputs that share a scale."""
+    return 2 if weight.group % (2 * TILE) == 0 else 1
 
 
 def _padded(num_rows: int, tuning: Int4Tuning) -> int:
@@ -393,7 +406,7 @@ def dequantized_int4(weight: PackedInt4, first: int, num_rows: int, dtype: torch
     `first` and `num_rows` are multiples of 64.
     """
     matrix = torch.empty(num_rows, weight.num_inputs, dtype=dtype, device=device.torch_device)
-    tiles = 2 if weight.group % (2 * TILE) == 0 else 1
+    tiles = _tiles_of_piece(weight)
     num_tiles = weight.codes.shape[1]
     _dequantize_int4[(num_rows // TILE, num_tiles // tiles)](
         weight.codes,

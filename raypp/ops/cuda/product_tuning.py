@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes
 from raypp.ops.cuda.kernel_launch import Device
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 
@@ -197,4 +197,6 @@ def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning
     num_programs = triton.cdiv(product.num_outputs, 64 * strips) * triton.cdiv(num_rows, most_rows)
     num_splits = per_processor * device.num_processors // num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
-    return Int4Tuning(strips=strips, num_splits=num_splits, most_rows=most_rows)
+    tuning = Int4Tuning(strips=strips, num_splits=num_splits, most_rows=most_rows)
+    most_stages = device.shared_bytes // int4_shared_bytes(num_rows, product, replace(tuning, num_stages=1))
+    return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))

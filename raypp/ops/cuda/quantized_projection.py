@@ -8,6 +8,8 @@ int4   up to 256     tensor cores in 16 bits; codes are expanded in registers
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
@@ -68,6 +70,8 @@ class Fp8Projection:
     ) -> None:
         if weight.block[1] >= weight.num_inputs:
             weight = by_output(weight)
+        assert weight.scale is not None
+        weight = replace(weight, data=weight.data.contiguous(), scale=weight.scale.float().contiguous())
         self._product = Product(weight, bias, is_gated=is_gated)
         self._few = self._product
         if norm is not None:

@@ -246,11 +246,12 @@ def call_quantized(workspace: Workspace) -> None:
             Fp8Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
             Fp8Projection(weight, None, None, DEVICE, workspace).add(x, residual)
     codes = torch.zeros(2 * size, size // 2, dtype=torch.uint8)
-    for group, has_zeros in ((128, False), (32, True)):
-        scale = torch.ones(2 * size, size // group, dtype=BF16)
+    for group, has_zeros, dtype in ((128, False, BF16), (32, True, BF16), (64, True, torch.float16)):
+        scale = torch.ones(2 * size, size // group, dtype=dtype)
         weight = Weight(codes, scale, scale.to(torch.uint8) if has_zeros else None, (1, group))
-        for rows in (1, 32, 64, 200, 300):
-            x, residual = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows, 2 * size, dtype=BF16)
+        for rows in (1, 32, 64, 200, 300) if dtype == BF16 else (8, 300):
+            x, residual = torch.zeros(rows, size, dtype=dtype), torch.zeros(rows, 2 * size, dtype=dtype)
+            norm = TokenNorm(torch.ones(size, dtype=dtype), 1e-6)
             Int4Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
             Int4Projection(weight, None, None, DEVICE, workspace).add(x, residual)
 

@@ -17,9 +17,10 @@ from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
+from raypp.ops.cuda.int4_products import Int4Product, int4_shared_bytes
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.packed_int4 import pack, unpack
-from raypp.ops.cuda.product_tuning import choose_projection
+from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 from raypp.ops.routing import Routing
 from raypp.ops.weight import Weight
@@ -232,6 +233,27 @@ def test_weights_without_a_kernel_become_16_bits(caplog):
         assert len(caplog.records) == 1
     weight = checks.quantized_weight(random, "fp8", 24, 96, (1, 0))
     assert isinstance(kernels.in_8_bits().linear(weight), CudaProjection)
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+def test_every_quantized_product_fits_shared_memory_and_workspace(shared_kib):
+    """Of compute capability 8.9, 8.0 and 9.0. Only so many rows reserve workspace: more have no splits."""
+    device = Device(torch.device("meta"), 132, has_dependent_launch=False, shared_bytes=shared_kib << 10)
+    for num_outputs, num_inputs, is_gated in ((6144, 4096, False), (1024, 512, False), (2048, 1024, True)):
+        for block in ((1, num_inputs), (128, 128)):
+            data = torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device="meta")
+            scale = torch.ones(num_outputs // block[0], num_inputs // block[1], device="meta")
+            fp8 = Product(Weight(data, scale, block=block), is_gated=is_gated)
+            for num_rows in (2, 16, 17, 33, 65, 128, 129, 200):
+                tuning = tune_fp8(num_rows, fp8, device)
+                assert shared_bytes(num_rows, fp8, tuning) <= device.shared_bytes
+                assert num_rows <= 128 or tuning.num_splits == 1
+        for group in (32, 128):
+            data = torch.empty(num_outputs, num_inputs // 2, dtype=torch.uint8, device="meta")
+            scale = torch.ones(num_outputs, num_inputs // group, device="meta")
+            int4 = Int4Product(pack(Weight(data, scale, block=(1, group)), 2 if is_gated else 1), is_gated=is_gated)
+            for num_rows in (1, 8, 32, 33, 128, 256):
+                assert int4_shared_bytes(num_rows, int4, tune_int4(num_rows, int4, device)) <= device.shared_bytes
 
 
 def test_packed_codes_unpack():
