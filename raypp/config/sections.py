@@ -41,6 +41,9 @@ class ModelSection(Section):
     """`fp8` rounds the weights of the layers to float8_e4m3fn while they are read, with a scale per output: half the
     bytes of 16 bits, for a little of the precision. Embedding, LM head, norms and biases stay. None: as the checkpoint
     has them. A checkpoint that is quantized needs no word of it: docs/quantization.md."""
+    even_routing: bool = False
+    """For benchmarks alone: tokens choose their experts by a hash, so that random weights load all experts evenly. The
+    text is nonsense."""
     generation_config: Literal["auto", "none"] = "auto"
     """What holds where a request says nothing of temperature, top_p, top_k, min_p, repetition_penalty or max_tokens.
     `auto`: what the model's generation_config.json says of them, for HTTP, batches and the command line, and for `LLM`

@@ -1,4 +1,7 @@
-"""Compiles what a layer computes before and after attention, by torch.compile, once for all layers of a stage."""
+"""Compiles what a layer computes before and after attention, by torch.compile, once for all layers of a stage.
+
+What experts compute is left as it is: which weights they read is known on the device alone.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ class CompiledLayer:
     """A layer whose pure functions run compiled; with few tokens, its own. See `raypp.models.decoder.DecoderLayer`."""
 
     def __init__(
-        self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction, fewest_tokens: int
+        self, layer: DecoderLayer, before: CompiledFunction, after: CompiledFunction | None, fewest_tokens: int
     ) -> None:
+        self.has_experts = layer.has_experts
         self._layer = layer
         self._before = before
         self._after = after
@@ -54,7 +58,7 @@ class CompiledLayer:
 
     def after_attention(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Return the residual stream after the layer, [T, H]. Shapes: hidden [T, H]; attended [T, Hq * D]."""
-        if len(hidden) < self._fewest_tokens:
+        if self._after is None or len(hidden) < self._fewest_tokens:
             return self._layer.after_attention(hidden, attended)
         return self._after(self._layer, hidden, attended)
 
@@ -80,19 +84,15 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
     started = time.perf_counter()
     sizes = (model.hidden_size, model.attention_size)
     hidden, attended = (torch.zeros(1, size, dtype=model.dtype, device=model.device) for size in sizes)
+    dense = next((layer for layer in model.layers if not layer.has_experts), None)
+    sizes_of_steps = {"fewest_tokens": fewest_tokens, "most_tokens": max_tokens}
     with torch.inference_mode():
-        before, after = (
-            CompiledFunction(
-                function,
-                model.layers[0],
-                like,
-                fewest_tokens=fewest_tokens,
-                most_tokens=max_tokens,
-                backend=backend,
-            )
-            for function, like in ((_before, (hidden,)), (_after, (hidden, attended)))
-        )
-    cost = RecordingCost(before.num_compiled + after.num_compiled, time.perf_counter() - started)
+        before = CompiledFunction(_before, model.layers[0], (hidden,), **sizes_of_steps, backend=backend)
+        after = None
+        if dense is not None:
+            after = CompiledFunction(_after, dense, (hidden, attended), **sizes_of_steps, backend=backend)
+    num_compiled = before.num_compiled + (0 if after is None else after.num_compiled)
+    cost = RecordingCost(num_compiled, time.perf_counter() - started)
     _LOG.info(
         "%s compiled what is before and after attention, for steps of %d to %d tokens, in %.1f s",
         backend,
@@ -100,5 +100,7 @@ def compile_layers(model: DecoderModel, max_tokens: int, backend: str) -> None:
         max_tokens,
         cost.seconds,
     )
-    model.layers = [CompiledLayer(layer, before, after, fewest_tokens) for layer in model.layers]
+    model.layers = [
+        CompiledLayer(layer, before, None if layer.has_experts else after, fewest_tokens) for layer in model.layers
+    ]
     model.costs["compile"] = cost

@@ -53,6 +53,9 @@ class HeadSupport:
 class DecoderLayer(Protocol):
     """One layer. What lies before and after attention are pure functions, so that graphs can hold them."""
 
+    has_experts: bool
+    """Whether its MLP is sparse."""
+
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return queries, keys and values, [T, (Hq + 2 Hk) * D], of the residual stream [T, H]."""
 

@@ -102,7 +102,8 @@ class TransformerLayer:
         self._qkv = kernels.norm_linear(input_norm, config.rms_norm_eps, attention.qkv, attention.qkv_bias)
         self._attention = kernels.attention(attention.heads)
         self._output = kernels.add_linear(attention.output, attention.output_bias)
-        mlp = SparseMLP if config.experts_of(index) else GatedMLP
+        self.has_experts = config.experts_of(index) is not None
+        mlp = SparseMLP if self.has_experts else GatedMLP
         self._mlp = mlp(config, weights, kernels)
 
     def before_attention(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from raypp.errors import ResourceError
 from raypp.models.config import ModelConfig, as_stored, load_model_config
 from raypp.models.sizes import kv_bytes_per_token_per_layer
 from raypp.plan.encoder_plan import EncoderPlan, plan_encoders
+from raypp.plan.even_routing import with_even_routing
 from raypp.plan.hardware import Hardware
 from raypp.plan.kv_dtype import choose_kv_dtype
 from raypp.plan.layer_partition import layers_per_stage
@@ -75,7 +76,7 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         ResourceError: there is no GPU, and one is asked for.
     """
     model_path = find_model(config.model.model, config.model.revision)
-    described = load_model_config(model_path)
+    described = with_even_routing(config, load_model_config(model_path))
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)

@@ -58,14 +58,18 @@ class TorchExperts:
         out: torch.Tensor,
     ) -> None:
         """Write the residual stream to `out`. How often each expert is chosen decides what is launched."""
-        num_chosen = experts.shape[1]
+        if not len(hidden):
+            return
+        num_tokens, num_chosen = experts.shape
         by_expert = experts.flatten().argsort(stable=True)
         counts = torch.bincount(experts.flatten(), minlength=len(self._down)).tolist()
-        total = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        for gate_up, down, pairs in zip(self._gate_up, self._down, by_expert.split(counts), strict=True):
-            if len(pairs):
-                tokens = pairs // num_chosen
-                y = down(silu_and_mul(gate_up(normed.index_select(0, tokens))))
-                weight = weights.flatten().index_select(0, pairs).unsqueeze(1)
-                total.index_add_(0, tokens, y * weight)
-        out.copy_(total.add_(hidden))
+        x = normed.index_select(0, by_expert // num_chosen)
+        y = _each(self._down, silu_and_mul(_each(self._gate_up, x, counts)), counts)
+        of_pairs = torch.empty_like(y).index_copy_(0, by_expert, y).view(num_tokens, num_chosen, -1)
+        out.copy_((of_pairs * weights.unsqueeze(2)).sum(1).add_(hidden))
+
+
+def _each(linears: list[Linear], x: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Return the outputs of linear layers, each of its own rows. Shapes: x [sum of counts, K]; returns [.., N]."""
+    parts = zip(linears, x.split(counts), strict=True)
+    return torch.cat([linear(rows) for linear, rows in parts if len(rows)])

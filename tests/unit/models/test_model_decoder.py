@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checkpoints import tensor_shapes, write_config
+from checkpoints import EXPERTS, tensor_shapes, write_config
 
 from raypp.models.config import load_model_config
 from raypp.models.registry import build_model
@@ -79,6 +79,8 @@ def test_of_all_stages_one_looks_after_a_tensor_that_nobody_reads(tmp_path, tied
         {"architectures": ["Qwen2ForCausalLM"], "head_dim": 6},
         {"architectures": ["LlamaForCausalLM"]},
         {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
+        {**EXPERTS["qwen3"], "mlp_only_layers": []},
+        EXPERTS["mixtral"],
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
