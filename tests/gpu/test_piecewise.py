@@ -45,7 +45,8 @@ def _plan(directory, shape: str, num_layers: int, num_stages: int, **settings: o
     } | settings
     path = write_config(shape, num_layers, directory, vocab_size=4096, eos_token_id=1)
     config = EngineConfig.from_flat(str(path), num_stages=num_stages, **settings)
-    hardware = Hardware(2, 1 << 34, 1, "this one", torch.cuda.get_device_properties(0).total_memory)
+    memory, capability = torch.cuda.get_device_properties(0).total_memory, torch.cuda.get_device_capability()
+    hardware = Hardware(2, 1 << 34, 1, "this one", memory, capability)
     return plan_engine(config, hardware)
 
 
@@ -55,7 +56,9 @@ def _graphs(spec: StageSpec) -> CudaGraphManager:
 
 
 @pytest.mark.parametrize(
-    ("shape", "num_layers", "settings"), [("small", 4, DRAFTS), ("qwen3-8b", 2, {})], ids=["small-drafts", "8b-plain"]
+    ("shape", "num_layers", "settings"),
+    [("small", 4, DRAFTS), ("qwen3-8b", 2, {}), ("qwen3-8b", 2, {"kv_cache_dtype": "fp8"})],
+    ids=["small-drafts", "8b-plain", "8b-fp8_kv"],
 )
 def test_replays_and_calls_on_one_stage_and_two(tmp_path, shape, num_layers, settings):
     """One list of mixed plans, bit by bit: graphs against calls on the same padded sizes, two stages against one."""

@@ -36,6 +36,8 @@ def _settings(seed: int) -> dict[str, Any]:
         "num_kv_blocks": (1200, 160)[rng.randrange(2)] // block_size,
         "enable_prefix_caching": rng.random() < 0.5,
     }
+    if seed % 3 == 1:
+        settings["kv_cache_dtype"] = "fp8"
     if num_drafts := (0, 0, 3, 1)[seed % 4]:
         method = {2: "eagle3", 3: "auto", 6: "ngram", 7: "eagle3"}[seed % 8]
         settings["speculative"] = {"method": method, "num_speculative_tokens": num_drafts}
