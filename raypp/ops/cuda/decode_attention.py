@@ -33,6 +33,7 @@ from raypp.ops.rotary import Rotation
 
 _MAX_SPLITS = 16
 _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
+_PROGRAMS_OF_LARGE_TILES_AT_ONCE = 3  # of 128 tokens in 8 bits
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
@@ -72,12 +73,13 @@ class DecodeTuning:
 
 
 def tune_decode(
-    num_rows: int, num_kv_heads: int, device: Device, query_len: int = 1, query_floats: int = 1
+    num_rows: int, num_kv_heads: int, device: Device, query_len: int = 1, query_floats: int = 1, cache_bytes: int = 2
 ) -> DecodeTuning:
     """Return the cut for a number of rows: enough programs for all processors, and not many more.
 
     Figures: docs/design/0045-gpu-kernels.md. With several query tokens per row a split's result is larger, and so is
     the price of combining them. `query_floats` are those of a program's queries, which say how large tiles may be.
+    In 8 bits tiles are large: what a tile takes besides its products counts for more there.
     """
     num_pairs, num_processors = max(1, num_rows * num_kv_heads), device.num_processors
     if query_len > 1:
@@ -85,11 +87,17 @@ def tune_decode(
         is_large = num_splits == 1 and query_floats <= _MOST_FLOATS_OF_LARGE_TILES
         num_warps = 4 if query_floats <= _MOST_FLOATS_OF_FEW_WARPS else 8
         return DecodeTuning(num_splits, 128 if is_large else 64, num_warps, num_stages=2)
+    has_large_tiles = cache_bytes == 1 and query_floats <= _MOST_FLOATS_OF_LARGE_TILES
     if num_pairs > 2 * num_processors:
+        if has_large_tiles:  # but where smaller ones are all there at once, and large ones are not
+            at_once = num_pairs / num_processors
+            is_small = _PROGRAMS_OF_LARGE_TILES_AT_ONCE < at_once <= _PROGRAMS_AT_ONCE - 1
+            return DecodeTuning(1, 64 if is_small else 128, num_stages=2)
         rounds = num_pairs / (_PROGRAMS_AT_ONCE * num_processors)
         return DecodeTuning(2 if 1 < rounds <= 1.25 else 1, num_stages=2)  # of a last round most would be idle
     num_splits = _power_of_2(2 * num_processors / num_pairs, most=_MAX_SPLITS)
-    return DecodeTuning(max(num_splits, 4) if num_pairs < num_processors else num_splits)
+    num_splits = max(num_splits, 4) if num_pairs < num_processors else num_splits
+    return DecodeTuning(num_splits, 128, num_stages=2) if has_large_tiles else DecodeTuning(num_splits)
 
 
 def _power_of_2(wanted: float, most: int) -> int:
@@ -245,7 +253,8 @@ class TritonDecode:
     def cut(self, num_rows: int, query_len: int, cache_bytes: int = 2) -> DecodeTuning:
         """Return how so many rows of so many tokens are cut, over a cache of so many bytes per element."""
         query_floats = self._filled(query_len) * self._block_d
-        tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats)
+        tile_bytes = cache_bytes if self._block_d <= 128 else 2  # large tiles of larger heads take too many registers
+        tuning = tune_decode(num_rows, self._num_kv_heads, self._device, query_len, query_floats, tile_bytes)
         pair_bytes = 2 * cache_bytes * tuning.tile_tokens * self._block_d  # keys and values
         most_stages = 1 + self._device.shared_bytes // pair_bytes  # the last one is not kept
         return replace(tuning, num_stages=most_stages) if tuning.num_stages > most_stages else tuning

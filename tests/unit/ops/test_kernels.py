@@ -44,9 +44,10 @@ def test_every_cut_has_room_in_the_workspace(num_processors, num_kv_heads):
         for used_len in {1, query_len}:
             queries = 1 << (4 * used_len - 1).bit_length()
             for num_rows in range(1, 520):
-                num_splits = decode.cut(num_rows, used_len).num_splits
-                if num_splits > 1:
-                    assert num_rows * num_kv_heads * num_splits * queries * (128 + 2) <= num_floats
+                for cache_bytes in (1, 2):
+                    num_splits = decode.cut(num_rows, used_len, cache_bytes).num_splits
+                    if num_splits > 1:
+                        assert num_rows * num_kv_heads * num_splits * queries * (128 + 2) <= num_floats
 
 
 @pytest.mark.parametrize("shared_kib", [99, 163, 227])
