@@ -17,7 +17,7 @@ from raypp.ops.cuda import router_kernels
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection, _log_dequantized
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
-from raypp.ops.cuda.int4_products import Int4Product, int4_shared_bytes
+from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes, project_int4
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.packed_int4 import pack, unpack
 from raypp.ops.cuda.product_tuning import choose_projection, tune_fp8, tune_int4
@@ -207,6 +207,22 @@ def test_quantized_projections(kind, block):
         checks.check_quantized_projections(EXACT, weight, rows, has_residual=True, has_bias=not has_zeros)
         checks.check_quantized_projections(EXACT, weight, (1, 2, 5), is_gated=True, has_norm=True, has_bias=has_zeros)
         checks.check_quantized_projections(EXACT, weight, (1, 5), x_scale=1e4)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_cuts_of_int4(group):
+    """Rounds of several pieces that end past the inputs, splits without a piece, gates in splits, folded scales."""
+    random = checks.Kernels(EXACT)
+    random.workspace.reserve(1 << 20)
+    weight = checks.quantized_weight(random, "int4", 160, 192, (1, group), has_zeros=True)
+    x = random.normal(11, 192)
+    for is_gated in (False, True):
+        product = Int4Product(pack(weight, 2 if is_gated else 1), is_gated=is_gated)
+        expected = reference.linear(x, weight.dequantized(EXACT), is_gated=is_gated)
+        for cut in (Int4Tuning(1, 3, pieces=2), Int4Tuning(2, 4, most_rows=8), Int4Tuning(2, 2, pieces=4, folds=True)):
+            for _ in range(2):  # the counters are at 0 again
+                y = project_int4(x, product, None, cut, random.device, random.workspace)
+                random.assert_close(y, expected, 4)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
