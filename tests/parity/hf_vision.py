@@ -1,7 +1,7 @@
 """Small random Qwen3-VL checkpoints, and what transformers makes of pictures and prompts with them.
 
 Over the seeds they vary in the sizes of both halves, in taps, patches, learned positions, in how a head's pairs are
-shared out to axes, and in which form config.json is written.
+shared out to axes, in which form config.json is written, and some have experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from hf_models import choices_of
 from PIL import Image
-from transformers import DynamicCache, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import (
+    DynamicCache,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
+)
 
 from raypp.config.sections import ImagesSection
 from raypp.models.config import load_model_config
@@ -31,6 +38,10 @@ FIRST_TEXT_TOKEN = 6
 _SECTIONS = {16: ([4, 2, 2], [2, 3, 3]), 24: ([4, 4, 4], [6, 3, 3]), 32: ([6, 5, 5], [8, 4, 4])}
 
 
+_EXPERTS = {5: (5, 2), 6: (3, 1), 9: (12, 4)}
+"""By seed, experts that there are, and by token."""
+
+
 def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -> Path:
     """Write a random model to `directory` and return it. Equal arguments, equal files."""
     rng = random.Random(f"vision-{seed}")
@@ -39,8 +50,18 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
     num_taps = min(seed % 4, depth, num_layers)
     hidden_size, vision_heads = rng.choice((32, 48, 64)), rng.choice((1, 2))
     ratio = (1, 2, 4)[seed % 3]
-    config = Qwen3VLConfig(
+    experts = {}
+    if seed in _EXPERTS:
+        num_experts, num_chosen = _EXPERTS[seed]
+        experts = {"num_experts": num_experts, "num_experts_per_tok": num_chosen, "moe_intermediate_size": 24}
+    config_class, model_class = (
+        (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration)
+        if experts
+        else (Qwen3VLConfig, Qwen3VLForConditionalGeneration)
+    )
+    config = config_class(
         text_config={
+            **experts,
             "vocab_size": rng.choice((160, 256)),
             "hidden_size": hidden_size,
             "intermediate_size": rng.choice((48, 64)),
@@ -80,7 +101,7 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen3VLForConditionalGeneration(config)
+        model: Any = model_class(config)
         _randomize(model)
     model.save_pretrained(directory)
     factor = patch_size * config.vision_config.spatial_merge_size
@@ -91,6 +112,7 @@ def make_vision_checkpoint(seed: int, directory: Path, *, min_layers: int = 2) -
     (directory / "video_preprocessor_config.json").write_text(json.dumps(video))
     if seed % 2:
         _write_published_form(directory / "config.json")
+        _turn_experts(directory / "model.safetensors")
     return directory
 
 
@@ -115,8 +137,19 @@ def _write_published_form(file: Path) -> None:
     text["rope_scaling"] = rope
     text.pop("layer_types", None)
     values["vision_config"].pop("rope_parameters", None)
-    values["vision_config"]["model_type"] = "qwen3_vl"
+    values["vision_config"]["model_type"] = values["model_type"]
     file.write_text(json.dumps(values, indent=2))
+
+
+def _turn_experts(file: Path) -> None:
+    """Store experts as the published checkpoints have them: inputs before outputs."""
+    tensors = load_file(file)
+    fused = (".experts.gate_up_proj", ".experts.down_proj")
+    turned = {
+        name: tensor.transpose(1, 2).contiguous() if name.endswith(fused) else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(turned, file, metadata={"format": "pt"})
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -165,7 +198,9 @@ def pixel_values(path: Path, item: EncoderItem) -> torch.Tensor:
 @lru_cache(maxsize=2)
 def load_vision_reference(path: Path) -> Any:
     """Return transformers' model of a directory, in float32."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    has_experts = load_model_config(path).experts is not None
+    model_class = Qwen3VLMoeForConditionalGeneration if has_experts else Qwen3VLForConditionalGeneration
+    model = model_class.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     return model.eval()
 
 

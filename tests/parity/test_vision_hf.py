@@ -179,6 +179,7 @@ def test_tokens_equal_transformers(checkpoints):
         engine.scheduler.check_integrity()
         stats, first = engine.stats(), plan.stage_spec(0)
         met[f"{num_stages} stages"] += 1
+        met["experts"] += model.experts is not None
         met["carried"] += first.num_carried_taps > 0
         met["kept"] += num_stages > 1 and model.num_deepstack_layers > 0 and not first.num_carried_taps
         met["cut"] += (
@@ -189,7 +190,18 @@ def test_tokens_equal_transformers(checkpoints):
         met["drafts accepted"] += stats.num_accepted_tokens > 0
     print(f"\nvision: {dict(met)}")
     comparison.assert_rare()
-    for what in ("1 stages", "2 stages", "3 stages", "4 stages", "carried", "kept", "cut", "cached", "drafts accepted"):
+    for what in (
+        "1 stages",
+        "2 stages",
+        "3 stages",
+        "4 stages",
+        "carried",
+        "kept",
+        "cut",
+        "cached",
+        "drafts accepted",
+        "experts",
+    ):
         assert met[what] >= 2, f"{what} was met only {met[what]} times"
     assert met["preempted"] >= 1
 
