@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from itertools import chain
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from raypp.config.chat_template import read_chat_template
 from raypp.config.engine_config import EngineConfig
@@ -15,7 +15,14 @@ from raypp.config.options import ENGINE_SETTINGS, Setting
 from raypp.errors import ConfigError
 
 _MODEL = "model.model"
-_METAVARS = {int: "N", float: "X", list[int]: "N,N", list[str]: "TEXT", dict[str, float]: "JSON"}
+_METAVARS = {
+    int: "N",
+    float: "X",
+    list[int]: "N,N",
+    list[str]: "TEXT",
+    dict[str, float]: "JSON",
+    dict[str, Any]: "JSON",
+}
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -50,6 +50,10 @@ class ModelSection(Section):
     where it is given no `SamplingParams`. `none`: raypp's own defaults."""
     max_model_len: int | None = Field(default=None, ge=2)
     """The most tokens of a request, prompt and output together. None: what the model was made for."""
+    rope_scaling: dict[str, Any] | None = None
+    """How positions are stretched, in place of config.json's field of that name, in its form. Beyond its 40,960 tokens
+    Qwen3 takes up to 131,072 with `{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}`.
+    None: as config.json says."""
     seed: int = Field(default=0, ge=0)
     """Of dummy weights and of the seeds drawn for requests that bring none."""
     max_logprobs: int = Field(default=20, ge=-1)

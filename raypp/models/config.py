@@ -7,9 +7,10 @@ transformers 5 writes); `torch_dtype` and `dtype`. Needs no torch, so that plann
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, cast
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
@@ -19,29 +20,14 @@ from raypp.models.families import FAMILIES, Family
 from raypp.models.generation_config import GENERATION_CONFIG
 from raypp.models.kv_cache_scheme import has_fp8_kv_cache
 from raypp.models.quantization import Quantization, read_quantization
+from raypp.models.rope_config import RopeConfig, read_rope, with_rope_scaling
 from raypp.models.vision_config import VisionConfig, read_vision_config
 
-RopeType = Literal["default", "linear", "llama3"]
-ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3")
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 EMBEDDING = "embed_tokens.weight"
 """The token embedding's name below a model's `weight_prefix`."""
 LM_HEAD = "lm_head.weight"
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary position embedding: the base, and how its frequencies are stretched for longer contexts."""
-
-    theta: float
-    rope_type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3 only, and so are the following
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    mrope_section: tuple[int, int, int] | None = None
-    """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +68,15 @@ class ModelConfig:
         return 0 if self.vision is None else len(self.vision.deepstack_layers)
 
 
-def load_model_config(path: Path) -> ModelConfig:
+def load_model_config(
+    path: Path, *, rope_scaling: Mapping[str, Any] | None = None, max_model_len: int | None = None
+) -> ModelConfig:
     """Read a model directory's config.json, and the end-of-sequence ids of its generation_config.json if it has one.
+
+    Args:
+        path: The directory.
+        rope_scaling: In place of the file's field of that name; None: as the file has it.
+        max_model_len: Tokens of the longest request, which dynamic scaling is chosen by; None: as many as are trained.
 
     Raises:
         ModelLoadError: no such file, an architecture or a feature that raypp does not have, a missing or wrong field.
@@ -93,6 +86,8 @@ def load_model_config(path: Path) -> ModelConfig:
     architecture = _architecture(whole)
     family = FAMILIES[architecture]
     fields = _text_fields(whole) if family.has_vision else whole
+    if rope_scaling is not None:
+        fields = with_rope_scaling(fields, rope_scaling)
     refuse_unsupported(fields)
     _refuse_sliding_window(fields, family)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -102,7 +97,9 @@ def load_model_config(path: Path) -> ModelConfig:
     head_dim = fields.integer("head_dim", family.default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise fields.error("head_dim", head_dim, "an even number: rotary embedding pairs dimensions")
-    rope, num_layers = read_rope(fields), fields.integer("num_hidden_layers")
+    num_positions = fields.integer("max_position_embeddings", family.default_max_position_embeddings)
+    rope, num_positions = read_rope(fields, num_positions, max_model_len)
+    num_layers = fields.integer("num_hidden_layers")
     vision = read_vision_config(path, whole, hidden_size) if family.has_vision else None
     if vision is not None and rope.mrope_section is None:
         raise fields.error("rope_parameters.mrope_section", "nothing", "three numbers of pairs: time, height, width")
@@ -124,7 +121,7 @@ def load_model_config(path: Path) -> ModelConfig:
         mlp_bias=fields.flag(family.mlp_bias),
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        max_position_embeddings=fields.integer("max_position_embeddings", family.default_max_position_embeddings),
+        max_position_embeddings=num_positions,
         dtype=read_dtype(fields),
         eos_token_ids=_eos_token_ids(path, fields),
         weight_prefix=family.weight_prefix,
@@ -195,56 +192,6 @@ def _refuse_sliding_window(fields: ConfigFields, family: Family) -> None:
     window = fields.get("sliding_window")
     if family.uses_sliding_window and window is not None:
         raise fields.error("sliding_window", window, "null: raypp has no sliding-window attention")
-
-
-def read_rope(fields: ConfigFields) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
-
-    Where a file has both, `rope_scaling` counts, as it does for transformers (5.17, `modeling_rope_utils.py`).
-    """
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    values = fields.get(name) or {}
-    if not isinstance(values, dict):
-        raise fields.error(name, repr(values), "an object")
-    # Each form may lack the base that the other keeps elsewhere.
-    scaling = ConfigFields(fields.file, {"rope_theta": fields.get("rope_theta"), **values})
-    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
-    if rope_type not in ROPE_TYPES:
-        raise fields.error(f"{name}.rope_type", repr(rope_type), f"one of {', '.join(ROPE_TYPES)}")
-    rotated = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
-    if rotated not in (None, 1, 1.0):
-        raise fields.error("partial_rotary_factor", rotated, "1: all of a head is rotated")
-    theta = scaling.number("rope_theta", 10000.0)
-    if rope_type == "default":
-        return RopeConfig(theta=theta, mrope_section=_mrope_section(fields, scaling))
-    if scaling.get("mrope_section") is not None:
-        raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
-    if rope_type == "linear":
-        return RopeConfig(theta=theta, rope_type="linear", factor=scaling.number("factor"))
-    low_freq_factor, high_freq_factor = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
-    if low_freq_factor >= high_freq_factor:
-        raise fields.error(f"{name}.low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
-    original = "original_max_position_embeddings"
-    beside = fields.get(original) is not None  # as some files have it; it counts then, for transformers too
-    return RopeConfig(
-        theta=theta,
-        rope_type="llama3",
-        factor=scaling.number("factor"),
-        low_freq_factor=low_freq_factor,
-        high_freq_factor=high_freq_factor,
-        original_max_position_embeddings=(fields if beside else scaling).integer(original),
-    )
-
-
-def _mrope_section(fields: ConfigFields, scaling: ConfigFields) -> tuple[int, int, int] | None:
-    section = scaling.get("mrope_section")
-    if section is None:
-        return None
-    if not (isinstance(section, list) and len(section) == 3 and all(isinstance(n, int) and n > 0 for n in section)):
-        raise fields.error("mrope_section", repr(section), "three positive integers: time, height, width")
-    if scaling.get("mrope_interleaved") is False:
-        raise fields.error("mrope_interleaved", False, "true: the axes take turns over a head's pairs")
-    return section[0], section[1], section[2]
 
 
 def read_dtype(fields: ConfigFields) -> str:

@@ -235,10 +235,11 @@ class DecoderModel:
             self.taps[depth][: len(hidden)].copy_(hidden)  # a layer may overwrite its input
 
     def _rotation(self, positions: torch.Tensor) -> Rotation:
+        scale = self._config.rope.attention_factor
         if positions.ndim == 1:
-            return self._kernels.rotation(positions, self._inverse_frequencies)
+            return self._kernels.rotation(positions, self._inverse_frequencies, scale)
         assert self._axis_frequencies is not None, "positions along axes, for a model that has none"
-        return self._kernels.rotation(positions, self._axis_frequencies)
+        return self._kernels.rotation(positions, self._axis_frequencies, scale)
 
     @property
     def attention_size(self) -> int:

@@ -149,7 +149,8 @@ class DraftHead:
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
         """Return what tokens at these positions are rotated by. Shapes: positions [T] int64."""
-        return self._kernels.rotation(positions, self._inverse_frequencies)
+        rope = self.config.layer.rope
+        return self._kernels.rotation(positions, self._inverse_frequencies, rope.attention_factor)
 
     def append(self, qkv: torch.Tensor, by: Rotation, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write the keys and values of tokens. Shapes: qkv [T, (Hq + 2 Hk) * D]; slot_mapping [T] int64."""

@@ -18,9 +18,10 @@ from typing import Literal
 
 from raypp.errors import ModelLoadError
 from raypp.models.checkpoint_names import PICKLED_FILE, has_safetensors, no_weights, stored_tensors
-from raypp.models.config import ModelConfig, read_dtype, read_rope, refuse_unsupported
+from raypp.models.config import ModelConfig, read_dtype, refuse_unsupported
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.families import FAMILIES
+from raypp.models.rope_config import read_rope
 from raypp.models.sizes import layer_sizes
 
 HeadKind = Literal["eagle", "eagle3"]
@@ -171,6 +172,7 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
     if shapes is None:
         shapes = _usual_shapes(kind, hidden_size, draft_vocab_size, vocab_size)
     prefix = "midlayer." if any(name.startswith("midlayer.") for name in shapes) else "layers.0."
+    rope, _ = read_rope(fields, fields.integer("max_position_embeddings", target.max_position_embeddings))
     layer = ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=draft_vocab_size,
@@ -181,7 +183,7 @@ def load_draft_head_config(path: Path, target: ModelConfig, *, is_dummy: bool = 
         num_kv_heads=fields.integer("num_key_value_heads", num_heads),
         head_dim=fields.integer("head_dim", hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=read_rope(fields),
+        rope=rope,
         qkv_bias=f"{prefix}self_attn.q_proj.bias" in shapes,
         attention_output_bias=f"{prefix}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{prefix}mlp.gate_proj.bias" in shapes,

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from raypp.models.config import RopeConfig
+from raypp.models.rope_config import RopeConfig
 
 
 def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
@@ -14,19 +14,47 @@ def inverse_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor:
 
     `linear` divides all by the factor. `llama3` divides only the slow ones: waves that fit less than `low_freq_factor`
     times into the original context are stretched, those that fit more than `high_freq_factor` times are kept, and
-    between the two it blends (Llama 3.1's release; transformers 5.17, `modeling_rope_utils.py`).
+    between the two it blends (Llama 3.1's release; transformers 5.17, `modeling_rope_utils.py`). `yarn` does so by the
+    number of the pair, between the pairs that turn `beta_fast` and `beta_slow` times (arXiv:2309.00071, section 3.2;
+    transformers likewise). `dynamic` raises the base by as much as its longest context needs, none of them slower.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    if config.rope_type == "default":
+    frequencies = 1.0 / _base(head_dim, config) ** exponents
+    if config.rope_type in ("default", "dynamic"):
         return frequencies
     stretched = frequencies / config.factor
     if config.rope_type == "linear":
         return stretched
+    if config.rope_type == "yarn":
+        kept = _kept_by_yarn(head_dim, config)
+        return (1.0 - kept) * stretched + kept * frequencies
     waves_in_context = config.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = config.high_freq_factor - config.low_freq_factor
     kept = ((waves_in_context - config.low_freq_factor) / span).clamp(0.0, 1.0)
     return (1.0 - kept) * stretched + kept * frequencies
+
+
+def _base(head_dim: int, config: RopeConfig) -> float:
+    if config.rope_type != "dynamic" or head_dim == 2:  # the only pair of two dimensions turns as fast with any base
+        return config.theta
+    growth = config.factor * config.stretched_to / config.original_max_position_embeddings - (config.factor - 1.0)
+    return float(config.theta * growth ** (head_dim / (head_dim - 2)))
+
+
+def _kept_by_yarn(head_dim: int, config: RopeConfig) -> torch.Tensor:
+    """Return how much of each pair's own frequency stays, [head_dim / 2] float32, 0..1."""
+
+    def pair_that_turns(num_turns: float) -> float:
+        turns = config.original_max_position_embeddings / (num_turns * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncates:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    span = last - first if last != first else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32)
+    return 1.0 - ((pairs - first) / span).clamp(0.0, 1.0)
 
 
 def axis_frequencies(head_dim: int, config: RopeConfig) -> torch.Tensor | None:

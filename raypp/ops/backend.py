@@ -175,10 +175,11 @@ class KernelSet(Protocol):
     def attention(self, heads: Heads) -> Attention:
         """Return the attention of a layer with these heads."""
 
-    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
+    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the rotation of a step's tokens for `Attention`, once for all layers; see `raypp.ops.rotary`.
 
-        Shapes: positions [T] int64 and inverse_frequencies [D / 2]; or, along axes, [T, A] and [A, D / 2].
+        Shapes: positions [T] int64 and inverse_frequencies [D / 2]; or, along axes, [T, A] and [A, D / 2]. Cosines and
+        sines are multiplied by `scale`.
         """
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:

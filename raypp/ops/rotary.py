@@ -31,15 +31,20 @@ def rotary_angles(positions: torch.Tensor, inverse_frequencies: torch.Tensor) ->
     return angles if positions.ndim == 1 else angles.sum(1)
 
 
-def rotation(positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype) -> Rotation:
+def rotation(
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> Rotation:
     """Return the rotation of tokens at `positions` by `inverse_frequencies`, see `rotary_angles`.
 
-    Angles, sines and cosines are float32 whatever `dtype` says of the result.
+    Angles, sines and cosines are float32 whatever `dtype` says of the result. These are multiplied by `scale`, as some
+    stretched embeddings have it: queries and keys grow, and attention is sharper.
     """
     angles = rotary_angles(positions, inverse_frequencies)
-    sin = angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
     signed_sin = torch.stack((-sin, sin), 1).unsqueeze(1)
-    return Rotation(angles.cos().to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))
+    return Rotation(cos.to(dtype).view(-1, 1, 1, angles.shape[1]), signed_sin.to(dtype))
 
 
 def apply_rotary(heads: torch.Tensor, by: Rotation) -> torch.Tensor:

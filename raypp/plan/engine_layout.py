@@ -76,7 +76,10 @@ def lay_out(config: EngineConfig, hardware: Hardware, find_model: Callable[[str,
         ResourceError: there is no GPU, and one is asked for.
     """
     model_path = find_model(config.model.model, config.model.revision)
-    described = with_even_routing(config, load_model_config(model_path))
+    read = load_model_config(
+        model_path, rope_scaling=config.model.rope_scaling, max_model_len=config.model.max_model_len
+    )
+    described = with_even_routing(config, read)
     stored = described if config.model.load_format == "dummy" else as_stored(described, model_path)
     num_stages = config.parallel.num_stages
     device = _device(config, hardware)

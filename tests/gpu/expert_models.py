@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from raypp.models.config import ExpertConfig, ModelConfig, RopeConfig
+from raypp.models.config import ModelConfig
+from raypp.models.expert_config import ExpertConfig
+from raypp.models.rope_config import RopeConfig
 
 
 def expert_model(**changes: Any) -> ModelConfig:

@@ -321,6 +321,21 @@ def decode_step(
     return q, cache, torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE), tables
 
 
+def check_rotation(num_tokens: int, head_dim: int, scale: float) -> None:
+    """Cosines and sines, multiplied as a stretched embedding has it."""
+    kernels = Kernels(torch.float32, seed=num_tokens)
+    positions = torch.arange(num_tokens, device=DEVICE) * 7
+    frequencies = (1.0 / 10000.0 ** (torch.arange(0, head_dim, 2) / head_dim)).to(DEVICE)
+    angles = positions.unsqueeze(1) * frequencies
+    for axes in (1, 3):
+        shapes = (positions, frequencies)
+        if axes > 1:
+            shapes = (positions.unsqueeze(1).repeat(1, axes), frequencies.repeat(axes, 1) / axes)
+        by = rotation_table(*shapes, kernels.device, scale)
+        kernels.assert_close(by.cos, angles.cos() * scale, 4)
+        kernels.assert_close(by.sin, angles.sin() * scale, 4)
+
+
 def check_cut_lengths(dtype: torch.dtype) -> None:
     """A row that claims more tokens than its table holds attends to those of the table, and hurts no other row."""
     kernels, heads, block_size = Kernels(dtype), (4, 2, 64), 16

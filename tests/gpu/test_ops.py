@@ -525,5 +525,10 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
         kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads.scale))
 
 
+def test_rotation_is_scaled():
+    checks.check_rotation(5, 24, 1.25)
+    checks.check_rotation(1, 128, 1.0)
+
+
 def test_lengths_past_the_table_are_cut():
     checks.check_cut_lengths(BF16)

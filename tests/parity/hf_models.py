@@ -55,6 +55,7 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # so that prompts of a few tokens feel it
 }
+_YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
 def make_checkpoint(family: str, seed: int, directory: Path, *, min_layers: int = 2) -> Path:
@@ -110,6 +111,10 @@ def _configuration(family: str, seed: int, min_layers: int) -> dict[str, Any]:
         rope |= _LLAMA3_ROPE
     elif seed % 7 == 5:
         rope |= {"rope_type": "linear", "factor": 2.0}
+    elif seed % 7 == 1:
+        rope |= _YARN_ROPE | ({"truncate": False} if seed % 3 == 1 else {"mscale": 1.0, "mscale_all_dim": 0.7})
+    elif seed % 7 == 6:
+        rope |= {"rope_type": "dynamic", "factor": 4.0}
     return choices | {"rope_parameters": rope}
 
 

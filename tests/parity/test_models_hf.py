@@ -105,7 +105,7 @@ def test_checkpoints_are_worth_comparing_with(checkpoints, family):
     assert {config.num_heads // config.num_kv_heads for config in configs} == {1, 2, 4}
     assert {config.tie_word_embeddings for config in configs} == {True, False}
     assert {config.dtype for config in configs} == {"float32", "bfloat16", "float16"}
-    assert {config.rope.rope_type for config in configs} == {"default", "llama3", "linear"}
+    assert {config.rope.rope_type for config in configs} == {"default", "llama3", "linear", "yarn", "dynamic"}
     if family not in ("qwen2", "mixtral"):
         assert {config.qkv_bias for config in configs} == {True, False}
     if family != "qwen2":

@@ -109,9 +109,9 @@ class TorchKernels:
         """Return the attention of a layer with these heads."""
         return TorchAttention(heads)
 
-    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
+    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the step's rotation, in the precision of the activations."""
-        return rotation(positions, inverse_frequencies, self._dtype)
+        return rotation(positions, inverse_frequencies, self._dtype, scale)
 
     @break_point
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:

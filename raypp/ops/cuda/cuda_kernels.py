@@ -178,9 +178,9 @@ class CudaKernels:
             self._attention.append(attention)
         return LayerAttention(self._attention[0], heads, self._has_8_bits)
 
-    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor) -> Rotation:
+    def rotation(self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> Rotation:
         """Return the step's rotation, float32."""
-        return rotation_table(positions, inverse_frequencies, self._device)
+        return rotation_table(positions, inverse_frequencies, self._device, scale)
 
     def plan_attention(self, batch: AttentionBatch, ring_entry: int) -> None:
         """Plan the prefill rows."""

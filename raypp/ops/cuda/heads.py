@@ -19,15 +19,17 @@ _HEADS_PER_PROGRAM = 4
 _VISION_HEADS_PER_PROGRAM = 8
 
 
-def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, device: Device) -> Rotation:
-    """Return the cosine and sine of each token's angles, both float32 [T, D / 2].
+def rotation_table(
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, device: Device, scale: float = 1.0
+) -> Rotation:
+    """Return the cosine and sine of each token's angles, times `scale`, both float32 [T, D / 2].
 
     Shapes: positions [T] int64 and inverse_frequencies [D / 2] float32, or along axes [T, A] and [A, D / 2]. Once per
     step, for all layers.
     """
     if positions.ndim == 2:  # a part of a prompt with images: rare enough for plain torch
         angles = rotary_angles(positions, inverse_frequencies)
-        return Rotation(angles.cos(), angles.sin())
+        return Rotation(angles.cos() * scale, angles.sin() * scale)
     num_tokens, half = positions.shape[0], inverse_frequencies.shape[0]
     table = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
     by = Rotation(table[0], table[1])
@@ -37,6 +39,7 @@ def rotation_table(positions: torch.Tensor, inverse_frequencies: torch.Tensor, d
             inverse_frequencies,
             by.cos,
             by.sin,
+            scale,
             half,
             BLOCK=triton.next_power_of_2(half),
             OVERLAPS=device.has_dependent_launch,
@@ -117,15 +120,15 @@ def rotate_qk_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, device: 
 
 
 @triton.jit
-def _rotation_table(positions, inverse_frequencies, cos, sin, half, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def _rotation_table(positions, inverse_frequencies, cos, sin, scale, half, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
     pair = tl.arange(0, BLOCK)
     inside = pair < half
     token = tl.program_id(0)
     frequency = tl.load(inverse_frequencies + pair, mask=inside, other=0.0)
     start(OVERLAPS)
     angle = tl.load(positions + token).to(tl.float32) * frequency
-    tl.store(cos + token * half + pair, tl.cos(angle), mask=inside)
-    tl.store(sin + token * half + pair, tl.sin(angle), mask=inside)
+    tl.store(cos + token * half + pair, tl.cos(angle) * scale, mask=inside)
+    tl.store(sin + token * half + pair, tl.sin(angle) * scale, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])  # an element per program

@@ -122,7 +122,7 @@ def test_nested_form(tiny: ModelConfig, tmp_path: Path) -> None:
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, EAGLE3, "depths up to 6"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, EAGLE3, "fc.weight"),
         ({"quantization_config": {"quant_method": "gptq"}}, EAGLE3, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, EAGLE3, "rope_type"),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, EAGLE3, "rope_type"),
     ],
 )
 def test_heads_that_do_not_fit(tiny: ModelConfig, tmp_path: Path, changes, shapes, message) -> None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 from checkpoints import random_tensors, write_config, write_sharded
 from safetensors.torch import save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
 from raypp.errors import ModelLoadError
-from raypp.models.config import LM_HEAD, RopeConfig, as_stored, load_model_config
+from raypp.models.config import LM_HEAD, as_stored, load_model_config
 from raypp.models.families import FAMILIES
 from raypp.models.rope import inverse_frequencies
+from raypp.models.rope_config import RopeConfig
 
 TEXT_ARCHITECTURES = [name for name, family in FAMILIES.items() if not family.has_vision and family.experts is None]
 LLAMA3 = {
@@ -27,6 +29,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
 def test_published_form(tmp_path):
@@ -114,8 +117,76 @@ def _rope(path, **changes):
         warnings.simplefilter("ignore")
         theirs = LlamaRotaryEmbedding(LlamaConfig(**json.loads(file.read_text())))
     rope = load_model_config(path).rope
-    torch.testing.assert_close(inverse_frequencies(8, rope), theirs.inv_freq, rtol=1e-6, atol=0)
+    torch.testing.assert_close(inverse_frequencies(8, rope), theirs.inv_freq, rtol=2e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(theirs.attention_scaling, rel=1e-7)
     return rope
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"truncate": False},
+        {"attention_factor": 1.5},
+        {"mscale": 1.0, "mscale_all_dim": 0.7},
+        {"mscale": 0.7},
+        {"beta_fast": 8, "beta_slow": 2, "factor": 40.0},
+        {"original_max_position_embeddings": 64, "factor": 1.5},
+        {"original_max_position_embeddings": ..., "factor": 2.0},
+        {"factor": 0.5},
+    ],
+)
+def test_yarn_is_that_of_transformers(tmp_path, changes):
+    scaling = {name: value for name, value in {**YARN, **changes}.items() if value is not ...}
+    rope = _rope(tmp_path, rope_scaling=scaling, max_position_embeddings=40960)
+    assert rope.rope_type == "yarn"
+    assert rope.original_max_position_embeddings == scaling.get("original_max_position_embeddings", 40960)
+    parameters = {"rope_theta": 1e6, **scaling}
+    changed = _rope(tmp_path, rope_scaling=None, rope_parameters=parameters, max_position_embeddings=40960)
+    assert changed == rope
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (YARN, 131072),
+        ({**YARN, "factor": 1.0}, 40960),  # no less than the file says
+        ({"rope_type": "yarn", "factor": 4.0}, 40960),  # which may be stretched already
+        ({"rope_type": "linear", "factor": 2.0}, 40960),
+        ({"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 40960}, 81920),
+        (LLAMA3, 40960),
+    ],
+)
+def test_positions_grow_by_the_factor_where_the_original_ones_are_said(tmp_path, scaling, expected):
+    config = load_model_config(write_config(tmp_path, rope_scaling=scaling, max_position_embeddings=40960))
+    assert config.max_position_embeddings == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "stretched_to"), [(None, 512), (100, 512), (513, 513), (1500, 1500), (2048, 2048), (9999, 2048)]
+)
+def test_dynamic_scaling_has_the_base_of_the_longest_request(tmp_path, asked, stretched_to):
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    path = write_config(tmp_path, max_position_embeddings=512, rope_scaling=scaling)
+    config = load_model_config(path, max_model_len=asked)
+    assert config.max_position_embeddings == config.rope.stretched_to == stretched_to
+    theirs = LlamaConfig(head_dim=8, max_position_embeddings=512, rope_parameters={"rope_theta": 1e6, **scaling})
+    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, torch.device("cpu"), seq_len=stretched_to)
+    torch.testing.assert_close(inverse_frequencies(8, config.rope), frequencies, rtol=2e-6, atol=0)
+    assert inverse_frequencies(2, config.rope).tolist() == [1.0]
+
+
+@pytest.mark.parametrize("form", ["old", "new"])
+def test_another_scaling_can_be_asked_for(tmp_path, form):
+    said = {"rope_theta": 5e5} if form == "old" else {"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5}}
+    path = write_config(tmp_path, max_position_embeddings=40960, **said)
+    config = load_model_config(path, rope_scaling=YARN)
+    assert (config.rope.rope_type, config.rope.theta, config.max_position_embeddings) == ("yarn", 5e5, 131072)
+    short = load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    assert short.max_position_embeddings == 81920, "the original positions are those of the file"
+    assert load_model_config(path, rope_scaling={"rope_type": "default"}) == load_model_config(path)
+    with pytest.raises(ModelLoadError, match=r"rope_scaling.factor"):
+        load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 0})
 
 
 def test_rope_scaling_beside_rope_parameters_counts(tmp_path):
@@ -181,10 +252,14 @@ def test_a_stored_lm_head_that_is_not_the_embedding_is_not_tied(tmp_path, sharde
         ({"torch_dtype": "int8"}, ["'torch_dtype'", "int8", "bfloat16"]),
         ({"quantization_config": {"quant_method": "hqq"}}, ["'quantization_config.quant_method'", "hqq"]),
         ({"eos_token_id": ["5"]}, ["'eos_token_id'"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["'rope_scaling.rope_type'", "yarn", "llama3"]),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, ["'rope_scaling.rope_type'", "dynamic"]),
+        ({"rope_scaling": {"rope_type": "su", "factor": 4.0}}, ["'rope_scaling.rope_type'", "su", "llama3"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["'rope_scaling.factor'", "nothing"]),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["'rope_scaling.factor'", "'2'", "positive number"]),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, ["'rope_scaling.beta_fast'", "0.5", "beta_slow=1.0"]),
+        ({"rope_scaling": {**YARN, "truncate": "no"}}, ["'rope_scaling.truncate'", "'no'", "true or false"]),
+        ({"rope_scaling": {**YARN, "attention_factor": -1}}, ["'rope_scaling.attention_factor'", "-1"]),
         ({"rope_parameters": {"rope_type": "longrope"}}, ["'rope_parameters.rope_type'", "longrope"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["'low_freq_factor'", "nothing"]),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["'rope_scaling.low_freq_factor'", "nothing"]),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.5}}, ["low_freq_factor'", "4.5", "below", "4.0"]),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, ["low_freq_factor'", "below", "4.0"]),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["'partial_rotary_factor'", "0.5"]),

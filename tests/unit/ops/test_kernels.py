@@ -124,6 +124,11 @@ def test_fp8_kv(heads, scales):
         checks.check_fused_decode(EXACT, [33, query_len, 40], query_len, *heads, query_len == 1, tuning, scales)
 
 
+def test_rotation_is_scaled():
+    checks.check_rotation(5, 24, 1.25)
+    checks.check_rotation(1, 128, 1.0)
+
+
 def test_lengths_past_the_table_are_cut():
     checks.check_cut_lengths(EXACT)
 

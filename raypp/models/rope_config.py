@@ -1,0 +1,180 @@
+"""Reads from config.json how a model's rotary embedding turns, and how far it is stretched. Needs no torch.
+
+Both forms of that file are read: `rope_theta` with `rope_scaling` (published checkpoints) and `rope_parameters` (what
+transformers 5 writes). `raypp.models.rope` makes frequencies of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from raypp.errors import ModelLoadError
+from raypp.models.config_fields import ConfigFields
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
+_ORIGINAL = "original_max_position_embeddings"
+_MAX = "max_position_embeddings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: the base, and how its frequencies are stretched for longer contexts."""
+
+    theta: float
+    rope_type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 8192  # of llama3, yarn and dynamic
+    low_freq_factor: float = 1.0  # llama3 only, and so is the following
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0  # yarn only, and so are the following
+    beta_slow: float = 1.0
+    truncates: bool = True
+    attention_factor: float = 1.0  # what cosines and sines are multiplied by
+    stretched_to: int = 0  # dynamic only: positions that the base is chosen for
+    mrope_section: tuple[int, int, int] | None = None
+    """Pairs of a head that turn with time, height and width (M-RoPE); None: all with the index alone."""
+
+
+def read_rope(fields: ConfigFields, num_positions: int, max_model_len: int | None = None) -> tuple[RopeConfig, int]:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
+
+    Where a file has both, `rope_scaling` counts, as it does for transformers (5.17, `modeling_rope_utils.py`). Scaled
+    by `linear` or `yarn`, a model takes `factor` times the original positions where these are said. `dynamic` scaling
+    has one base for all positions up to the longest request: keys that are cached cannot turn again.
+
+    Args:
+        fields: Of the language model.
+        num_positions: `max_position_embeddings`.
+        max_model_len: Tokens of the longest request, for dynamic scaling; None: no more than `num_positions`.
+
+    Returns:
+        What was read, and how many positions the model takes with it.
+
+    Raises:
+        ModelLoadError: a field is missing or wrong, or of a type that raypp does not have.
+    """
+    name, scaling = _scaling_section(fields)
+    rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise fields.error(f"{name}.rope_type", repr(rope_type), f"one of {', '.join(ROPE_TYPES)}")
+    rotated = scaling.get("partial_rotary_factor") or fields.get("partial_rotary_factor")
+    if rotated not in (None, 1, 1.0):
+        raise fields.error("partial_rotary_factor", rotated, "1: all of a head is rotated")
+    rope = RopeConfig(theta=scaling.number("rope_theta", 10000.0))
+    if rope_type == "default":
+        return replace(rope, mrope_section=_mrope_section(fields, scaling)), num_positions
+    if scaling.get("mrope_section") is not None:
+        raise fields.error(f"{name}.rope_type", repr(rope_type), "default beside mrope_section")
+    if rope_type == "llama3":
+        return _read_llama3(rope, name, fields, scaling), num_positions
+    if rope_type == "dynamic":
+        factor = scaling.number("factor")
+        stretched_to = max(min(max_model_len or 0, int(factor * num_positions)), num_positions)
+        rope = replace(rope, factor=factor, original_max_position_embeddings=num_positions, stretched_to=stretched_to)
+        return replace(rope, rope_type="dynamic"), stretched_to
+    of_original = _of_original(fields, scaling)
+    original = of_original.integer(_ORIGINAL, num_positions)
+    default = num_positions / original if rope_type == "yarn" else None
+    factor = scaling.number("factor", default)
+    if of_original.get(_ORIGINAL) is not None:
+        num_positions = max(num_positions, int(factor * original))
+    if rope_type == "linear":
+        return replace(rope, rope_type="linear", factor=factor), num_positions
+    return _read_yarn(rope, name, scaling, factor, original), num_positions
+
+
+def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> ConfigFields:
+    """Return the fields with another `rope_scaling`.
+
+    The base stays that of the file, unless it is given, and the original context is the file's, likewise.
+    """
+    _, scaling = _scaling_section(fields)
+    kept = {name: scaling.get(name) for name in ("rope_theta", "mrope_section", "mrope_interleaved")}
+    original = scaling.get(_ORIGINAL) or fields.get(_ORIGINAL) or fields.get(_MAX)
+    changed = {**kept, _ORIGINAL: original, **rope_scaling}
+    others = {name: value for name, value in fields.values.items() if name not in ("rope_parameters", _ORIGINAL)}
+    return ConfigFields(fields.file, {**others, "rope_scaling": changed})
+
+
+def _scaling_section(fields: ConfigFields) -> tuple[str, ConfigFields]:
+    """Return the field that counts, and what is in it."""
+    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
+    values = fields.get(name) or {}
+    if not isinstance(values, dict):
+        raise fields.error(name, repr(values), "an object")
+    # Each form may lack the base that the other keeps elsewhere.
+    return name, _Scaling(fields, name, {"rope_theta": fields.get("rope_theta"), **values})
+
+
+class _Scaling(ConfigFields):
+    """The object that says how positions are scaled; errors name its fields by their whole path."""
+
+    def __init__(self, fields: ConfigFields, name: str, values: Mapping[str, Any]) -> None:
+        super().__init__(fields.file, values)
+        self._name = name
+
+    def error(self, name: str, got: object, expected: str, hint: str | None = None) -> ModelLoadError:
+        """Return the error of a field."""
+        return super().error(f"{self._name}.{name}", got, expected, hint)
+
+
+def _of_original(fields: ConfigFields, scaling: ConfigFields) -> ConfigFields:
+    """Return the fields that say the original context: what is beside counts, for transformers too."""
+    return fields if fields.get(_ORIGINAL) is not None else scaling
+
+
+def _read_llama3(rope: RopeConfig, name: str, fields: ConfigFields, scaling: ConfigFields) -> RopeConfig:
+    low_freq_factor, high_freq_factor = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+    if low_freq_factor >= high_freq_factor:
+        raise fields.error(f"{name}.low_freq_factor", low_freq_factor, f"below high_freq_factor={high_freq_factor}")
+    return replace(
+        rope,
+        rope_type="llama3",
+        factor=scaling.number("factor"),
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position_embeddings=_of_original(fields, scaling).integer(_ORIGINAL),
+    )
+
+
+def _read_yarn(rope: RopeConfig, name: str, scaling: ConfigFields, factor: float, original: int) -> RopeConfig:
+    beta_fast, beta_slow = scaling.number("beta_fast", 32.0), scaling.number("beta_slow", 1.0)
+    if beta_fast < beta_slow:
+        raise scaling.error("beta_fast", beta_fast, f"at least beta_slow={beta_slow}")
+    return replace(
+        rope,
+        rope_type="yarn",
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncates=scaling.get("truncate") is None or scaling.flag("truncate"),
+        attention_factor=scaling.number("attention_factor", _attention_factor(scaling, factor)),
+    )
+
+
+def _attention_factor(scaling: ConfigFields, factor: float) -> float:
+    """Return by how much sharper attention must be for positions that are stretched (arXiv:2309.00071, section 3.4)."""
+    mscale, of_all = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and of_all:
+        return _sharpened(factor, scaling.number("mscale")) / _sharpened(factor, scaling.number("mscale_all_dim"))
+    return _sharpened(factor, 1.0)
+
+
+def _sharpened(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def _mrope_section(fields: ConfigFields, scaling: ConfigFields) -> tuple[int, int, int] | None:
+    section = scaling.get("mrope_section")
+    if section is None:
+        return None
+    if not (isinstance(section, list) and len(section) == 3 and all(isinstance(n, int) and n > 0 for n in section)):
+        raise fields.error("mrope_section", repr(section), "three positive integers: time, height, width")
+    if scaling.get("mrope_interleaved") is False:
+        raise fields.error("mrope_interleaved", False, "true: the axes take turns over a head's pairs")
+    return section[0], section[1], section[2]
