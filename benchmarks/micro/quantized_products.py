@@ -35,7 +35,6 @@ from raypp.ops.cuda import scaled_library
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.int4_products import Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8
 from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
@@ -138,7 +137,7 @@ class Products:
 def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4Tuning | None]:
     """Yield the cuts to try."""
     splits: tuple[int, ...]
-    if FORMS[form][0] == "fp8" and num_rows <= MAX_EXACT_ROWS_OF_FP8:
+    if form == "fp8 outputs" and num_rows == 1:
         cuts = (
             (4, 4096),
             (2, 4096),

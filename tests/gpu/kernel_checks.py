@@ -27,7 +27,7 @@ from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
+from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
@@ -542,8 +542,8 @@ def check_quantized_projections(
         read = x.float()
         if has_norm:
             read = reference.rms_norm(read, norm_weight, 1e-6)
-            read = read if num_rows <= MAX_EXACT_ROWS_OF_FP8 and weight.kind == "fp8" else read.to(dtype).float()
-        if weight.kind == "fp8" and num_rows > MAX_EXACT_ROWS_OF_FP8:
+            read = read if num_rows == 1 and weight.kind == "fp8" else read.to(dtype).float()
+        if weight.kind == "fp8" and (num_rows > 1 or weight.block[1] < num_inputs):
             norm = TokenNorm(norm_weight, 1e-6) if has_norm else None
             tokens = quantize_tokens(x, weight.block[1], random.device, norm)
             columns = torch.arange(num_inputs, device=DEVICE) // min(weight.block[1], num_inputs)

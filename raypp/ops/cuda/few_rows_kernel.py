@@ -20,13 +20,6 @@ def _values(x, column, inside, num_inputs, IS_EVEN: tl.constexpr, ROWS: tl.const
 
 
 @triton.jit
-def _factors(scale, output, column, num_inputs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the scales of outputs [n, 1] at inputs [1, m], float32."""
-    index = output // ROWS * tl.cdiv(num_inputs, COLUMNS) + tl.minimum(column, num_inputs - 1) // COLUMNS
-    return tl.load(scale + index).to(tl.float32)
-
-
-@triton.jit
 def _times(values, factor, ROWS: tl.constexpr):
     """Return each row's values times a factor."""
     products = ()
@@ -45,35 +38,16 @@ def _squared(squares, values, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _multiplied(
-    totals,
-    piece,
-    values,
-    scale,
-    output,
-    begin,
-    num_inputs,
-    HAS_BLOCKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    """Return each row's products with those of one more piece of the weight, whose blocks may have scales.
+def _multiplied(totals, piece, values, ROWS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return each row's products with those of one more piece of the weight.
 
-    TOGETHER neighbouring inputs, which one thread holds, share a sum, and a scale: with several rows there are no
-    registers for more sums, with blocks no time for more scales.
+    TOGETHER neighbouring inputs, which one thread holds, share a sum: with several rows there are no registers for
+    more.
     """
     sums, weight = (), piece.to(tl.float32)
     shape: tl.constexpr = (piece.shape[0], piece.shape[1] // TOGETHER, TOGETHER)
-    if HAS_BLOCKS:
-        column = begin + TOGETHER * tl.arange(0, piece.shape[1] // TOGETHER)
-        factor = _factors(scale, output[:, None], column[None, :], num_inputs, BLOCK_ROWS, BLOCK_COLUMNS)
     for row in tl.static_range(ROWS):
-        part = tl.sum(tl.reshape(weight * values[row][None, :], shape), 2)
-        if HAS_BLOCKS:
-            part *= factor
-        sums += (totals[row] + part,)
+        sums += (totals[row] + tl.sum(tl.reshape(weight * values[row][None, :], shape), 2),)
     return sums
 
 
@@ -103,9 +77,6 @@ def project_few(
     HAS_NORM_WEIGHT: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -152,68 +123,16 @@ def project_few(
             if HAS_NORM:
                 squares = _squared(squares, values, ROWS)
             values = _normed(values, norm_weight, begin + column, inside, HAS_NORM_WEIGHT, IS_EVEN, ROWS)
-            totals = _multiplied(
-                totals,
-                piece,
-                values,
-                weight_scale,
-                real,
-                begin,
-                num_inputs,
-                HAS_BLOCKS,
-                BLOCK_ROWS,
-                BLOCK_COLUMNS,
-                ROWS,
-                TOGETHER,
-            )
+            totals = _multiplied(totals, piece, values, ROWS, TOGETHER)
             if HAS_GATE:
                 up_piece = load(weight + up_offset + begin + cell, inside[None, :], IS_EVEN)
-                up_totals = _multiplied(
-                    up_totals,
-                    up_piece,
-                    values,
-                    weight_scale,
-                    num_outputs + real,
-                    begin,
-                    num_inputs,
-                    HAS_BLOCKS,
-                    BLOCK_ROWS,
-                    BLOCK_COLUMNS,
-                    ROWS,
-                    TOGETHER,
-                )
+                up_totals = _multiplied(up_totals, up_piece, values, ROWS, TOGETHER)
     if HAS_NORM:
         squares = _squared(squares, first_values, ROWS)
     first_values = _normed(first_values, norm_weight, column, column < num_inputs, HAS_NORM_WEIGHT, False, ROWS)
-    totals = _multiplied(
-        totals,
-        first_piece,
-        first_values,
-        weight_scale,
-        real,
-        0,
-        num_inputs,
-        HAS_BLOCKS,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        ROWS,
-        TOGETHER,
-    )
+    totals = _multiplied(totals, first_piece, first_values, ROWS, TOGETHER)
     if HAS_GATE:
-        up_totals = _multiplied(
-            up_totals,
-            first_up_piece,
-            first_values,
-            weight_scale,
-            num_outputs + real,
-            0,
-            num_inputs,
-            HAS_BLOCKS,
-            BLOCK_ROWS,
-            BLOCK_COLUMNS,
-            ROWS,
-            TOGETHER,
-        )
+        up_totals = _multiplied(up_totals, first_up_piece, first_values, ROWS, TOGETHER)
     for row in tl.static_range(ROWS):
         scale = 1.0
         if HAS_NORM:

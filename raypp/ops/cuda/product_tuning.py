@@ -21,9 +21,6 @@ MAX_ROWS = 64
 MAX_ROWS_IN_8_BITS = 64
 """With more rows, the library multiplies the weights that were not rounded."""
 
-MAX_EXACT_ROWS_OF_FP8 = 1
-"""With more rows, x is rounded to 8 bits before a product with a weight in 8 bits."""
-
 _SMALL_WEIGHT_BYTES = 16 << 20
 """With more than 32 rows the library is as fast for weights of this size. For smaller ones its fixed time counts."""
 
@@ -149,6 +146,14 @@ def _tune_rows(num_rows: int, product: Product, device: Device) -> Tuning:
     return Tuning(outputs=64, inputs=inputs, num_splits=max(1, num_splits), num_stages=num_stages)
 
 
+def most_exact_rows_of_fp8(product: Product) -> int:
+    """Return up to how many rows x stays in 16 bits before a product with a weight in 8 bits.
+
+    Of blocks none does: element by element, their scales cost more than the weight.
+    """
+    return 0 if product.has_blocks else 1
+
+
 def most_own_rows_of_fp8(product: Product, device: Device) -> int:
     """Return up to how many rows own kernels multiply a weight in 8 bits with x in 8 bits, if the library can as well.
 
@@ -159,8 +164,8 @@ def most_own_rows_of_fp8(product: Product, device: Device) -> int:
 
 
 def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
-    """Return the cut of a product of 8 bits whose x, with more than one row, has scales of its own."""
-    if num_rows <= MAX_EXACT_ROWS_OF_FP8:
+    """Return the cut of a product of 8 bits whose x, but for exact rows, has scales of its own."""
+    if num_rows <= most_exact_rows_of_fp8(product):
         return _tune_fp8_row(product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))

@@ -10,9 +10,10 @@ One or two rows may be normalized in the same launch. The norm's weight g is fol
 is loaded before the previous kernel has finished (see `raypp.ops.cuda.kernel_launch`). A quantized weight does not take
 the norm's: the first way multiplies x by it as it is read.
 
-Of a weight in 8 bits each output has a scale, or each block of outputs and inputs. The first way converts the weight
-element by element, exactly; tensor cores multiply it with x in 8 bits, since converting would take longer than reading.
-x may have scales as well: one per row, or as many as the weight has blocks of inputs.
+Of a weight in 8 bits each output has a scale, or each block of outputs and inputs; blocks only go the second way. The
+first way converts the weight element by element, exactly; tensor cores multiply it with x in 8 bits, since converting
+would take longer than reading. There, x may have scales as well: one per row, or as many as the weight has blocks of
+inputs.
 
 Twin: `linear` of tests/gpu/reference_ops.py.
 """
@@ -157,6 +158,7 @@ def project(
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     block_rows, block_columns = product.weight.block
     if num_rows <= FEW_ROWS and x_scale is None:
+        assert not product.has_blocks, "tensor cores multiply blocks"
         project_few[(num_programs,)](
             x,
             product.norm_eps or 0.0,
@@ -166,15 +168,12 @@ def project(
             *arguments,
             HAS_NORM=product.norm_eps is not None,
             HAS_NORM_WEIGHT=product.norm_weight is not None,
-            HAS_SCALE=scale is not None and not product.has_blocks,
-            HAS_BLOCKS=product.has_blocks,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
+            HAS_SCALE=scale is not None,
             IS_WHOLE=num_inputs <= tuning.inputs,
             ROWS=num_rows,
             OUTPUTS=tuning.outputs,
             INPUTS=tuning.inputs,
-            TOGETHER=_LEAST_BLOCK if product.has_blocks else 1 if num_rows == 1 else 8,
+            TOGETHER=1 if num_rows == 1 else 8,
             STAGES=tuning.num_stages,
             **flags,
         )
@@ -210,7 +209,6 @@ def project(
 
 
 _MOST_PADDED = 128
-_LEAST_BLOCK = 16  # inputs that share a scale and lie in one thread
 
 
 def _padded(num_rows: int, product: Product) -> int:

@@ -23,7 +23,7 @@ from raypp.ops.cuda.int4_products import (
 )
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.packed_int4 import can_pack, pack
-from raypp.ops.cuda.product_tuning import MAX_EXACT_ROWS_OF_FP8, most_own_rows_of_fp8, tune_fp8, tune_int4
+from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8, most_own_rows_of_fp8, tune_fp8, tune_int4
 from raypp.ops.cuda.projection import Product, Tuning, partial_floats, project
 from raypp.ops.cuda.scaled_library import library_product, prepared
 from raypp.ops.cuda.token_quantization import TokenNorm, quantize_tokens
@@ -101,7 +101,7 @@ class Fp8Projection:
         num_rows, product = len(x), self._product
         if num_rows == 0:
             return x.new_empty(0, product.num_outputs)
-        if num_rows <= MAX_EXACT_ROWS_OF_FP8:
+        if num_rows <= most_exact_rows_of_fp8(product):
             return project(x, self._few, residual, self._tunings[num_rows], self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
         tokens = quantize_tokens(x, block, self._device, self._norm)
