@@ -29,6 +29,8 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     types = fit["dtype"] if fit["kv_cache_dtype"] == fit["dtype"] else f"{fit['dtype']}, KV {fit['kv_cache_dtype']}"
     model, num_stages = f"{fit['model']} ({fit['architecture']}, {types})", len(fit["stages"])
     yield f"{model}, {counted(num_stages, 'stage')} on {_place(fit)}"
+    if fit["has_experts"]:
+        yield f"{_billions(fit['num_parameters'])} parameters, {_billions(fit['num_active_parameters'])} for each token"
     yield ""
     yield from _answer(fit)
     yield ""
@@ -184,6 +186,10 @@ def _place(fit: Mapping[str, Any]) -> str:
         gpus = f"{counted(machine['num_gpus'], 'GPU')} of {_gib(machine['gpu_memory_bytes'])} GiB"
         texts.append(gpus if number == len(groups) == 1 else f"{counted(number, 'machine')} with {gpus}")
     return " and ".join(texts)
+
+
+def _billions(number: int) -> str:
+    return f"{number / 1e9:.1f} billion"
 
 
 def _gib(num_bytes: int | None) -> str | None:

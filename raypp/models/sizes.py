@@ -109,6 +109,14 @@ def lm_head_bytes(config: ModelConfig, dtype_bytes: int) -> int:
     return (config.vocab_size + 1) * config.hidden_size * dtype_bytes
 
 
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """Return how many parameters the language model has, and how many of them one token is multiplied by."""
+    sizes, ends = layer_sizes(config, 1), lm_head_bytes(config, 1)
+    total = sum(size.num_parameters for size in sizes) + ends
+    total += 0 if config.tie_word_embeddings else embedding_bytes(config, 1)
+    return total, sum(size.num_active for size in sizes) + ends
+
+
 def kv_bytes_per_token_per_layer(config: ModelConfig, kv_dtype_bytes: int) -> int:
     """Return the bytes of KV cache that one token takes in one layer."""
     return 2 * config.num_kv_heads * config.head_dim * kv_dtype_bytes

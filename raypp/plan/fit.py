@@ -10,6 +10,7 @@ from typing import Any
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
 from raypp.models.registry import resolve_config_path
+from raypp.models.sizes import parameter_counts
 from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware
@@ -57,12 +58,17 @@ class Fit:
 
     def describe(self) -> dict[str, Any]:
         """Return the answer as plain data."""
-        problem = self.problem
+        problem, form = self.problem, self.layout.held_model.quantization
+        total, active = parameter_counts(self.layout.model)
         return {
             "fits": self.plan is not None,
             "problem": None if problem is None else {"message": problem.message, **_details(problem)},
             "model": self.config.model.model,
             "architecture": self.layout.model.architecture,
+            "num_parameters": total,
+            "num_active_parameters": active,
+            "has_experts": self.layout.model.experts is not None,
+            "quantization": None if form is None else form.format,
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,

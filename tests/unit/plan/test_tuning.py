@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from raypp.config.engine_config import EngineConfig
@@ -83,6 +85,36 @@ def test_measuring_finds_times_that_add_up():
     )
     stages = measured.step_costs().of_stages([3, 3])
     assert all(ms > 0 for ms in stages)
+
+
+def test_layers_with_experts_and_without_are_measured_apart(tmp_path):
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0, 2],
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig.from_flat(tmp_path, load_format="dummy", num_stages=2, max_model_len=256, device="cpu")
+    plan = plan_engine(settings, MACHINE)
+    measured = measure_costs(plan, num_rows=4, context_len=16, params=SamplingParams(temperature=0.0))
+    dense, sparse, *others = measured.layers_ms
+    assert others == [dense, sparse]
+    assert dense != sparse
+    assert f"{dense:.4g} or {sparse:.4g}" == measured.layer_text
+    tuning = tune_partition(plan, MACHINE, measured)
+    assert sum(tuning.best.layers) == 4
+    assert tuning.best.slowest_ms <= tuning.even.slowest_ms
 
 
 def test_the_context_that_is_measured_by_default():
