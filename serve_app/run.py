@@ -14,7 +14,7 @@ from functools import partial
 import ray
 from ray import serve
 
-from raypp.actors.cluster import Cluster
+from raypp.actors.cluster import Cluster, hide_log_lines
 from raypp.actors.engine_actors import describe_engine
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
@@ -66,6 +66,7 @@ def run_server(
             _serve(config, settings, address, stop, on_ready, cluster, started_ray=starts_ray)
         finally:
             cluster.disconnect()
+        _say("stopped")
 
 
 def _serve(
@@ -99,6 +100,8 @@ def _serve(
                 health.look(RunningServe.of_this_cluster())
     finally:
         end_s = end_timeout_s(config, settings) if stop.has_started else 0.0
+        if stop.received is not None:
+            hide_log_lines()  # what its engine says of processes that are ended now would look like failures
         if end_s and stop.received is not None:
             _say(f"stopping: running requests have at most {end_s:g} s; Ctrl-C again stops at once")
         _while_useful(cluster, partial(_take_down, address.app_name, started_serve=running is None, timeout_s=end_s))

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -211,6 +211,12 @@ def _print_log_lines_alone() -> None:
     """Print raypp's log lines of Ray's processes, and nothing else that these write: Ray has no setting for it."""
     global_worker_stdstream_dispatcher.remove_handler(_RAY_PRINTS)
     global_worker_stdstream_dispatcher.add_handler(_RAY_PRINTS, _print_log_lines)
+
+
+def hide_log_lines() -> None:
+    """Print no more of what raypp logs in Ray's processes."""
+    with suppress(KeyError):  # nothing was printed
+        global_worker_stdstream_dispatcher.remove_handler(_RAY_PRINTS)
 
 
 def _print_log_lines(data: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="a image that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
+        help="an image that each prompt asks about; may be repeated. Prompts are then questions of a conversation",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per continuation and line")
     add_sampling_options(

@@ -46,7 +46,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, description: str) -> N
     group.add_argument(
         "--bad-word", metavar="TEXT", action="append", dest="bad_words", help="never complete it; may be repeated"
     )
-    group.add_argument("--logprobs", metavar="K", type=int, help="with --json: log-probabilities of tokens, and K more")
+    group.add_argument(
+        "--logprobs",
+        metavar="K",
+        type=int,
+        help="log-probabilities of tokens, and K more; generate: with --json",
+    )
     group.add_argument("--prompt-logprobs", metavar="K", type=int, help="the same for the prompt")
     group.add_argument("--stop", metavar="TEXT", action="append", help="end before this text; may be repeated")
     group.add_argument(

@@ -42,6 +42,7 @@ SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
 )
 
 
+_TABLES = {name: f" under [{section}]" for name, section in SECTION_OF_SETTING.items()}
 _PLACES = {name: f" (section {section})" for name, section in SECTION_OF_SETTING.items()}
 
 
@@ -71,7 +72,9 @@ def check_sections(sections: Mapping[str, object]) -> None:
                 expected=f"{section} under [{SECTION_OF_SETTING[section]}]",
             )
         if section not in SECTIONS:
-            raise unknown_name("section", section, dict.fromkeys(SECTIONS, ""))
+            if isinstance(values, Mapping):
+                raise unknown_name("section", section, dict.fromkeys(SECTIONS, ""))
+            raise unknown_name("setting", section, _TABLES)  # what is no table is rather a setting
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section} is a section", got=repr(values), expected=f"a table [{section}]")
         for name in values:

@@ -142,6 +142,7 @@ def test_toml_and_what_wins_over_it(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("[modell]\n", ["modell", "did you mean model?"]),
+        ("num_stagez = 2\n", ["num_stagez", "num_stages under [parallel]", "did you mean num_stages?"]),
         ("num_stages = 2\n", ["num_stages under [parallel]"]),
         ("[cache]\nblock_sise = 2\n", ["block_sise", "block_size (section cache)"]),
         ("[cache]\nnum_stages = 2\n", ["num_stages (section parallel)", "elsewhere"]),
