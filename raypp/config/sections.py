@@ -160,8 +160,8 @@ class SpeculativeSection(Section):
     """Newest tokens of a row that are searched; 4 bytes each for every one of max_num_seqs rows, on the last stage.
     None: max_model_len, at most 32,768."""
     free_step_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that a step computes for the price of reading the weights: what `draft_ladder` weighs drafts by. None: 184
-    on a GPU, 12 on a CPU."""
+    """Tokens that a step computes for the price of reading the weights that a token is multiplied by, if these are not
+    quantized: what `draft_ladder` weighs drafts by. None: 184 on a GPU, 12 on a CPU."""
     forced_acceptance_rate: float | None = Field(default=None, ge=0, le=1)
     """For benchmarks alone: every draft is accepted with this probability, given that all before it were, whatever the
     model says. The text is nonsense."""

@@ -89,6 +89,21 @@ def test_it_is_about_as_fast_as_the_best_fixed_k_and_hardly_ever_slower_than_non
     assert speeds[None] >= 0.88 * max(speeds.values())
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.7])
+@pytest.mark.parametrize("num_rows", [1, 16, 64])
+def test_drafts_of_models_with_experts_hardly_ever_make_them_slower(rate, num_rows):
+    """A step reads the more experts the more tokens it has: costs are about those of Qwen3-30B-A3B in bfloat16."""
+    cost = RooflineCost(130, expert_time=6.0, chosen_share=8 / 128)
+    with_drafts, without = (Cohort(policy(cost, ladder=ladder), num_rows) for ladder in (LADDER, (0,)))
+    for cohort in (with_drafts, without):
+        cohort.step(rate, num_steps=600, cost=cost)
+    assert with_drafts.speed >= 0.97 * without.speed
+    if rate == 0:
+        assert set(with_drafts.chosen) == {0}
+    if rate == 0.7:
+        assert with_drafts.speed >= 1.2 * without.speed
+
+
 def test_many_rows_that_pay_for_every_token_draft_less():
     few, many = Cohort(policy(RooflineCost(8)), 1), Cohort(policy(RooflineCost(8)), 64)
     for cohort in (few, many):
