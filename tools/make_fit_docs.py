@@ -79,7 +79,6 @@ blocks on every stage as the fullest one has room for; the others have some memo
 - Other layers per stage (`layer_partition`): by default the slowest stage is as fast as can be, which leaves memory of
   some stages over. `raypp info` names the layers that hold most, also for a model that fits.
 - `quantization = "fp8"`: the layers take half of the memory ([weights in 8 and 4 bits](quantization.md)).
-- `kv_cache_dtype = "fp8"`: the KV cache holds twice the tokens ([KV cache in 8 bits](kv_cache.md)).
 - A larger `gpu_memory_utilization`, 0.95 at most: the rest is for what is not planned.
 
 ## What is an estimate
