@@ -55,8 +55,8 @@ class CompletionRequest(CompletionFields):
     """Begin the text with the prompt."""
     best_of: Integer | None = Field(default=None, ge=1)
     """Only the value of `n`: nothing is generated to be thrown away."""
-    suffix: str | None = None
-    """Not supported."""
+    suffix: str | None = Field(default=None, json_schema_extra={"maxLength": 0})
+    """Not supported: empty, or left out."""
 
     def prompts(self) -> list[str | TokensPrompt]:
         """Return the prompts as the engine takes them; the choices follow their order.
