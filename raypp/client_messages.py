@@ -8,7 +8,7 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
     OpenClient     the client has connected
     AddRequests    header: sampling parameters,  OutputBatch   payload: what one step brought (raypp.messages)
                    and one entry per request;    Rejected      a request that cannot be run, and why
-                   payload: all prompt tokens;
+                   payload: the tokens of each;
                    then the patches of images
     AbortRequests  header: request ids           StatsReply    header: the call's id and the figures
     StatsCall      header: the call's id         Alive         the driver lives
@@ -18,6 +18,10 @@ driver's a ROUTER; the frame that names the client is the driver's affair and no
 Requests that follow each other in a message share what is the same object for them: parameters, a prompt, an image.
 So the continuations of one prompt carry, and keep in memory, one copy of it.
 
+A request that another engine has begun, and could not end, comes with the tokens that its client has of it. It goes on
+after them, and outputs name new tokens only. Counters of outputs are of this engine: what its client adds to those that
+it has. A connection is to one engine: what its messages say is of no other.
+
 Errors travel as dicts and come out as the same class of RayppError that went in.
 """
 
@@ -25,7 +29,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -68,6 +72,8 @@ class AddRequest:
     is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
     items: PromptItems | None = None  # what of the prompt is not text
     cache_salt: str = ""  # requests of different salts share nothing of the prefix cache
+    # [G] of an engine before this one: the text goes on after them. None of them has ended it.
+    output_token_ids: Int32s = field(default_factory=lambda: NO_INT32S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +121,11 @@ class StatsReply:
 
 @dataclass(frozen=True, slots=True)
 class EngineDead:
-    """The engine answers nothing any more."""
+    """The engine answers nothing any more. What its steps brought before has been sent."""
 
     error: RayppError
+    # Handles of the client's unfinished requests that were in a step that stages had and whose result has not come.
+    in_flight: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +192,8 @@ def encode_driver_message(message: DriverMessage) -> list[bytes]:
             return [_REJECTED, _dump({"handle": handle, "error": error_to_dict(error)})]
         case StatsReply(call_id, stats):
             return [_REPLY, _dump({"call_id": call_id, "stats": stats})]
-        case EngineDead(error):
-            return [_DEAD, _dump(error_to_dict(error))]
+        case EngineDead(error, in_flight):
+            return [_DEAD, _dump({"error": error_to_dict(error), "in_flight": in_flight})]
         case Alive():
             return [_ALIVE, b""]
 
@@ -203,29 +211,30 @@ def decode_driver_message(frames: Sequence[bytes]) -> DriverMessage:
     if kind == _REPLY:
         return StatsReply(values["call_id"], values["stats"])
     assert kind == _DEAD, f"unknown kind of driver message: {kind!r}"
-    return EngineDead(error_from_dict(values))
+    return EngineDead(error_from_dict(values["error"]), values["in_flight"])
 
 
 def _add_frames(requests: Sequence[AddRequest]) -> list[bytes | memoryview]:
     params: dict[int, int] = {}  # by identity: mostly all requests have the same, and comparing costs more
     headers: list[dict[str, Any]] = []
-    prompts: list[Int32s] = []
+    token_ids: list[Int32s] = []
     patches = {item.key: item.patches for r in requests if r.items is not None for item in r.items.items}
     before: AddRequest | None = None
     for request in requests:
         same = before is not None and request.prompt_token_ids is before.prompt_token_ids
         if not same:
-            prompts.append(request.prompt_token_ids)
+            token_ids.append(request.prompt_token_ids)
+        token_ids.append(request.output_token_ids)
         index = params.setdefault(id(request.params), len(params))
         headers.append(_add_header(request, index, None if same else len(request.prompt_token_ids)))
         before = request
     known = {id(request.params): request.params for request in requests}
     values = [[getattr(known[identity], name) for name in _PARAM_NAMES] for identity in params]
-    token_ids = np.concatenate(prompts).astype("<i4", copy=False) if prompts else NO_INT32S
+    payload = np.concatenate(token_ids).astype("<i4", copy=False) if token_ids else NO_INT32S
     return [
         _ADD,
         _dump({"params": values, "requests": headers}),
-        token_ids.view(np.uint8).data,
+        payload.view(np.uint8).data,
         *(np.ascontiguousarray(array).reshape(-1).data for array in patches.values()),
     ]
 
@@ -235,6 +244,7 @@ def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int |
         "request_id": request.request_id,
         "handle": request.handle,
         "num_prompt_tokens": num_prompt_tokens,  # None: the prompt of the request before
+        "num_output_tokens": len(request.output_token_ids),  # they follow the prompt, or the request before
         "params": params_index,
         "seed": request.seed,
         "eos_token_ids": request.eos_token_ids,
@@ -249,7 +259,7 @@ def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int |
 def _requests_from(
     header: dict[str, Any], payload: bytes | memoryview, patches: Sequence[bytes | memoryview]
 ) -> Iterator[AddRequest]:
-    """Yield the requests of a message. Prompts are copies: a view would keep those of all of them in memory."""
+    """Yield the requests of a message. Tokens are copies: a view would keep those of all of them in memory."""
     all_token_ids, frames, pictures = np.frombuffer(payload, "<i4"), iter(patches), dict[str, EncoderItem]()
     params: dict[int, SamplingParams] = {}
     ends: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -260,6 +270,8 @@ def _requests_from(
         if (num_tokens := values["num_prompt_tokens"]) is not None:
             token_ids = all_token_ids[offset : offset + num_tokens].astype(np.int32)
             offset += num_tokens
+        output_token_ids = all_token_ids[offset : offset + values["num_output_tokens"]].astype(np.int32)
+        offset += len(output_token_ids)
         eos_token_ids = tuple(values["eos_token_ids"])
         yield AddRequest(
             request_id=values["request_id"],
@@ -273,6 +285,7 @@ def _requests_from(
             is_streamed=values["is_streamed"],
             items=None if values["items"] is None else _items_from(values["items"], pictures, frames),
             cache_salt=values["cache_salt"],
+            output_token_ids=output_token_ids,
         )
 
 

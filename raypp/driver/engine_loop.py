@@ -147,6 +147,10 @@ class Engine:
         is_compiling = self._grammars is not None and self._grammars.num_held_back > 0
         return self._scheduler.has_unfinished or is_compiling
 
+    def requests_in_flight(self) -> list[Request]:
+        """Return the unfinished requests that are in steps in flight, each once."""
+        return self._scheduler.requests_in_flight()
+
     @property
     def is_busy(self) -> bool:
         """Whether steps are in flight."""
@@ -185,7 +189,7 @@ class Engine:
 
     def _note_started(self, plan: StepPlan, now: int) -> None:
         for request, row in zip(self._scheduler.started_by_last_step(), plan.start_rows.tolist(), strict=True):
-            if not request.num_preemptions:
+            if not request.is_admitted_again:
                 request.queue_us = min((now - request.arrival_ns) // 1000, _MAX_INT32)
             if self._grammars is not None and request.has_grammar:
                 self._grammars.note_started(request, row, plan.step_id)

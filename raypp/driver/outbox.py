@@ -66,21 +66,27 @@ class Outbox:
             if (
                 request.is_streamed
                 or request.finish_reason
-                or (update.new_token_ids and len(request.output_token_ids) == len(update.new_token_ids))
+                or (update.new_token_ids and request.num_new_tokens == len(update.new_token_ids))
                 or now_s - self._last_sent_s.get(request.client, 0.0) > self._hold_s
             ):
                 due.add(request.client)
         for client in due:
             self._last_sent_s[client] = now_s
-            held = self._held.pop(client)
-            self._send(
-                client, _output_batch({r: h for r, h in held.items() if r.finish_reason is not FinishReason.ERROR})
-            )
+            self._send_held(client)
+
+    def flush(self) -> None:
+        """Send everything that is held."""
+        for client in list(self._held):
+            self._send_held(client)
 
     def forget(self, client: bytes) -> None:
         """Drop what a client that left would still have been told."""
         self._held.pop(client, None)
         self._last_sent_s.pop(client, None)
+
+    def _send_held(self, client: bytes) -> None:
+        held = self._held.pop(client)
+        self._send(client, _output_batch({r: h for r, h in held.items() if r.finish_reason is not FinishReason.ERROR}))
 
 
 def _output_batch(held: dict[Request, _Held]) -> OutputBatch:

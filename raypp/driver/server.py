@@ -52,7 +52,7 @@ _COST_PER_TURN = 12.0
 """What one turn does for clients: 1 for a message, and for a request that comes or is aborted."""
 
 _TOKENS_PER_COST = 16_384
-"""Prompt tokens that take as long to copy as a request takes otherwise."""
+"""Tokens that take as long to copy as a request takes otherwise."""
 
 _UNTAKEN_MESSAGES = 1 << 16
 
@@ -156,7 +156,7 @@ class DriverServer:
             while not self._stopping:
                 self.turn()
         except RayppError as error:
-            self._tell_all(EngineDead(error))
+            self._tell_of_death(error)
             raise
 
     def turn(self) -> None:
@@ -231,7 +231,8 @@ class DriverServer:
             case AddRequests(requests):
                 for request in requests:
                     self._add(client, request)
-                    yield 1 + len(request.prompt_token_ids) / _TOKENS_PER_COST
+                    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+                    yield 1 + num_tokens / _TOKENS_PER_COST
             case AbortRequests(request_ids):
                 for request_id in request_ids:
                     found = self._requests.find(client, request_id)
@@ -259,6 +260,7 @@ class DriverServer:
             client=client,
             handle=added.handle,
             is_streamed=added.is_streamed,
+            output_token_ids=added.output_token_ids.tolist(),
         )
         try:
             self._requests.admit(request)
@@ -316,6 +318,16 @@ class DriverServer:
             logger.warning("a client disconnected; its %d requests are aborted", len(requests))
             self._work.append(self._abort_all(requests))
         self._gone.clear()
+
+    def _tell_of_death(self, error: RayppError) -> None:
+        """Send clients what there is for them, and then why nothing more will come."""
+        self._send_outputs([])
+        self._outbox.flush()
+        in_flight: dict[bytes, list[int]] = {}
+        for request in self._engine.requests_in_flight():
+            in_flight.setdefault(request.client, []).append(request.handle)
+        for client in list(self._requests.clients):
+            self._send(client, EngineDead(error, in_flight.get(client, [])))
 
     def _tell_all(self, message: DriverMessage) -> None:
         for client in list(self._requests.clients):

@@ -35,6 +35,11 @@ class InFlightStep:
     freed_rows: list[int] = field(default_factory=list)  # no later step contains their last owner
     freed_pins: list[ItemPin] = field(default_factory=list)  # no later step reads their items
 
+    @property
+    def states(self) -> list[RequestState]:
+        """The requests that it contains, in the order of its rows; some may have ended."""
+        return [*self.decoding, *(chunk.state for chunk in self.chunks)]
+
 
 class InFlightSteps:
     """A queue of steps with consecutive ids."""

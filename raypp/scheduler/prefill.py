@@ -106,7 +106,7 @@ class PrefillChooser:
         if self._limits.enable_prefix_caching:
             counters.num_prefix_query_tokens += state.num_tokens
             counters.num_prefix_hit_tokens += num_cached_tokens
-        if not request.num_preemptions:
+        if not request.is_admitted_again:
             request.num_cached_tokens = num_cached_tokens
             counters.num_prompt_tokens += len(request.prompt_token_ids)
 

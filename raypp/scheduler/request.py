@@ -15,7 +15,8 @@ from raypp.types import FinishReason, SamplingParams
 class Request:
     """One request, from admission to its end.
 
-    The first block is fixed by whoever submits it; the rest belongs to the scheduler.
+    The first block is fixed by whoever submits it; the rest belongs to the scheduler. One that an engine before this
+    one has begun comes with its `output_token_ids`, and is taken as one that was preempted.
     """
 
     request_id: str
@@ -34,11 +35,25 @@ class Request:
     queue_us: int = 0  # from arrival to the first row; set by whoever dispatches, likewise opaque
 
     output_token_ids: list[int] = field(default_factory=list)
+    num_earlier_tokens: int = field(init=False)  # of these, the ones that it came with
     finish_reason: FinishReason = FinishReason.NONE
     stop_token_id: int = -1  # the entry of params.stop_token_ids that ended it
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     draft_counts: DraftCounts | None = None  # None until drafts of it are verified
+
+    def __post_init__(self) -> None:
+        self.num_earlier_tokens = len(self.output_token_ids)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Output tokens that it has got here."""
+        return len(self.output_token_ids) - self.num_earlier_tokens
+
+    @property
+    def is_admitted_again(self) -> bool:
+        """Whether it has had a row before, here or in the engine that began it."""
+        return bool(self.num_preemptions or self.num_earlier_tokens)
 
     @property
     def has_grammar(self) -> bool:

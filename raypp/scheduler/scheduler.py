@@ -86,15 +86,15 @@ class Scheduler:
                 got=request.request_id,
                 expected="an id of its own",
             )
-        num_prompt_tokens, shares_blocks = len(request.prompt_token_ids), self._limits.enable_prefix_caching
-        has_one_token = limit <= num_prompt_tokens + 1
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        yields_one_token = limit <= num_tokens + 1
         state = RequestState(
             request,
             self._num_added,
             limit,
             end_token_ids(request),
-            num_tokens=num_prompt_tokens,
-            never_drafts=self._limits.caches_next_token and has_one_token and not shares_blocks,
+            num_tokens=num_tokens,
+            never_drafts=self._limits.caches_next_token and yields_one_token and not self._limits.enable_prefix_caching,
         )
         self._num_added += 1
         self._states[request.request_id] = state
@@ -152,6 +152,11 @@ class Scheduler:
         """Return the requests that got their row with the step that was planned last; it must still be in flight."""
         step = self._in_flight[self._in_flight.next_step_id - 1]
         return [chunk.state.request for chunk in step.chunks if chunk.is_first]
+
+    def requests_in_flight(self) -> list[Request]:
+        """Return the unfinished requests that are in steps in flight, each once, the oldest step's first."""
+        states = [state for step in self._in_flight for state in step.states]
+        return [state.request for state in dict.fromkeys(states) if not state.request.finish_reason]
 
     def update(self, result: StepResult) -> list[RequestUpdate]:
         """Take in the oldest dispatched step's result; return what it brought to unfinished requests.

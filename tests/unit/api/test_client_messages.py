@@ -44,6 +44,7 @@ REQUESTS = [
         is_streamed=False,
         cache_salt="salz \ud800",
     ),
+    AddRequest("begun", 4, np.array([8, 9], np.int32), PARAMS, 0, (), output_token_ids=np.array([5, 6, 7], np.int32)),
 ]
 
 
@@ -56,7 +57,10 @@ def test_client_messages_round_trip(message: object) -> None:
 
 
 def _plain(request: AddRequest) -> dict[str, Any]:
-    return asdict(request) | {"prompt_token_ids": request.prompt_token_ids.tolist()}
+    return asdict(request) | {
+        "prompt_token_ids": request.prompt_token_ids.tolist(),
+        "output_token_ids": request.output_token_ids.tolist(),
+    }
 
 
 def _sent(requests: list[AddRequest]) -> list[AddRequest]:
@@ -68,7 +72,7 @@ def _sent(requests: list[AddRequest]) -> list[AddRequest]:
 @pytest.mark.parametrize("requests", [REQUESTS, REQUESTS[:1], []])
 def test_requests_round_trip(requests: list[AddRequest]) -> None:
     received = _sent(requests)
-    assert {r.prompt_token_ids.dtype for r in received} <= {np.dtype(np.int32)}
+    assert {a.dtype for r in received for a in (r.prompt_token_ids, r.output_token_ids)} <= {np.dtype(np.int32)}
     assert [_plain(r) for r in received] == [_plain(r) for r in requests]
 
 
@@ -81,6 +85,20 @@ def test_continuations_share_their_prompt_and_parameters_and_no_request_keeps_th
     assert len({id(r.prompt_token_ids) for r in received}) == len({id(r.params) for r in received}) == 1
     assert last.prompt_token_ids.tolist() == [1, 2, 3]
     assert last.prompt_token_ids.base is None
+
+
+def test_continuations_that_go_on_share_their_prompt_and_have_their_own_tokens() -> None:
+    prompt = np.arange(1000, dtype=np.int32)
+    begun = [np.arange(count, dtype=np.int32) + 5000 for count in (3, 0, 7, 1)]
+    copies = [
+        AddRequest(f"n{i}", i, prompt, PARAMS, i, (2,), output_token_ids=token_ids) for i, token_ids in enumerate(begun)
+    ]
+    frames = encode_client_message(AddRequests([*copies, *REQUESTS]))
+    assert len(frames[2]) == 4 * (1000 + 11) + 4 * (3 + 1 + 1 + 2 + 3)
+    received = _sent([*copies, *REQUESTS])
+    assert [_plain(r) for r in received] == [_plain(r) for r in [*copies, *REQUESTS]]
+    assert len({id(r.prompt_token_ids) for r in received[:4]}) == 1
+    assert all(r.output_token_ids.base is None for r in received)
 
 
 def test_pictures_round_trip_and_a_repeated_one_travels_once() -> None:
@@ -139,10 +157,11 @@ def test_replies_round_trip() -> None:
 )
 def test_errors_come_out_as_the_class_that_went_in(error: errors.RayppError) -> None:
     rejected = decode_driver_message(encode_driver_message(Rejected(5, error)))
-    dead = decode_driver_message(encode_driver_message(EngineDead(error)))
+    dead = decode_driver_message(encode_driver_message(EngineDead(error, [3, 2**62])))
     assert isinstance(rejected, Rejected)
     assert isinstance(dead, EngineDead)
     assert rejected.handle == 5
+    assert dead.in_flight == [3, 2**62]
     for found in (rejected.error, dead.error):
         assert type(found) is type(error)
         assert str(found) == str(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,9 +62,19 @@ class Client:
     def send(self, message: ClientMessage) -> None:
         self._socket.send_multipart(encode_client_message(message))
 
-    def add(self, name: str, max_tokens: int = 4) -> None:
+    def add(self, name: str, max_tokens: int = 4, *, begun: Sequence[int] = (), is_streamed: bool = True) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-        self.send(AddRequests([AddRequest(name, ord(name), np.array([1, 2, 3], np.int32), params, 0, ())]))
+        request = AddRequest(
+            name,
+            ord(name),
+            np.array([1, 2, 3], np.int32),
+            params,
+            0,
+            (),
+            is_streamed=is_streamed,
+            output_token_ids=np.array(begun, np.int32),
+        )
+        self.send(AddRequests([request]))
 
     def next(self, kind: type[DriverMessage]) -> DriverMessage:
         """Return the next message of a kind; heartbeats and others are skipped."""
@@ -138,18 +148,20 @@ class Rig:
     def client(self) -> Client:
         return Client(self.context, self.address)
 
-    def answer(self, until: Callable[[], bool]) -> None:
-        """Play both stages: every step yields its own number for every row."""
-        ends = time.monotonic() + DEADLINE_S
+    def answer(self, until: Callable[[], bool]) -> list[StepPlan]:
+        """Play both stages: every step yields its own number for every row. Return the plans."""
+        ends, plans = time.monotonic() + DEADLINE_S, list[StepPlan]()
         while not until():
             assert time.monotonic() < ends
             received = self.stages[1].receive(0.02)
             if isinstance(received, memoryview):
                 plan = unpack(StepPlan, received)
+                plans.append(plan)
                 num_rows = len(plan.rows)
                 token_ids = np.full((num_rows, 1), plan.step_id, np.int32)
                 result = StepResult(plan.step_id, token_ids, plan.samples.astype(np.int32))
                 self.stages[1].send_result(pack(result))
+        return plans
 
     def tell_stages_to_stop(self) -> None:
         if not self._is_stopped:
@@ -210,6 +222,18 @@ def test_requests_are_answered_and_stages_and_clients_hear_of_the_driver(make_ri
     rig.serving.result(DEADLINE_S)
     rig.tell_stages_to_stop()
     assert rig.stages[1].receive(DEADLINE_S) == Stop()
+
+
+def test_a_request_that_was_begun_elsewhere_goes_on_after_its_tokens(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.add("a", max_tokens=10, begun=[50, 51, 52])
+    with ThreadPoolExecutor(1) as pool:
+        tokens = pool.submit(_collect_tokens, client, ord("a"))
+        plans = rig.answer(tokens.done)
+    assert len(tokens.result()) == 7, "outputs name new tokens only"
+    assert plans[0].start_token_ids.tolist() == [1, 2, 3, 50, 51, 52]
+    assert plans[0].start_prompt_lens.tolist() == [3]
 
 
 def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):
@@ -308,6 +332,44 @@ def test_a_reported_death_ends_it_at_once(make_rig):
     assert isinstance(client.next(EngineDead), EngineDead)
     with pytest.raises(StageDiedError, match="stage 0 died"):
         rig.serving.result(DEADLINE_S)
+
+
+def test_each_client_hears_what_of_its_own_was_in_flight_and_what_came_before_that(make_rig):
+    rig = make_rig()
+    clients = [rig.client(), rig.client(), rig.client()]
+    for client, name in zip(clients, "abc", strict=True):
+        client.next(Alive)
+        if name != "c":
+            client.add(name, max_tokens=50, is_streamed=False)
+    rig.answer(lambda: rig.scheduler.stats().num_generated_tokens >= 20)
+    rig.server.fail(StageDiedError("stage 0 died", stage_index=0), Witness.DEATH)
+    assert isinstance(rig.serving.exception(DEADLINE_S), StageDiedError)
+    num_tokens = 0
+    for client, name in zip(clients, "abc", strict=True):
+        dead = None
+        while dead is None:
+            message = client.next(OutputBatch | EngineDead)
+            if isinstance(message, OutputBatch):
+                num_tokens += len(message.token_ids)
+            else:
+                dead = message
+        assert dead.in_flight == ([] if name == "c" else [ord(name)])
+    counted = rig.scheduler.stats().num_generated_tokens
+    assert num_tokens == counted, "a token that was held back would be computed again, and seem never to have come"
+
+
+def test_a_request_without_a_row_or_that_has_ended_is_not_in_flight(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    prompt, params = np.ones(3, np.int32), SamplingParams(max_tokens=50, temperature=0.0)
+    client.send(AddRequests([AddRequest(name, ord(name), prompt, params, 0, ()) for name in "abcdefghi"]))
+    rig.wait_for(lambda: rig.scheduler.stats().num_running == 8)  # there are as many rows
+    client.send(AbortRequests(["a"]))
+    rig.wait_for(lambda: rig.num_unfinished == 8)
+    rig.server.fail(StageDiedError("stage 0 died", stage_index=0), Witness.DEATH)
+    dead = client.next(EngineDead)
+    assert isinstance(dead, EngineDead)
+    assert sorted(dead.in_flight) == [ord(name) for name in "bcdefgh"]
 
 
 def test_steps_in_flight_without_progress_are_a_frozen_stage(make_rig):
