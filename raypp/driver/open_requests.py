@@ -3,6 +3,10 @@
 Steps of a request take blocks of the KV cache, which are planned; a request that waits takes what it brought: its
 prompt, its parameters, its images. Pixels stay until the request ends, for it may be preempted, and its images then
 be encoded once more. An image that several requests bring is kept once.
+
+A request that an engine before this one has begun was admitted there: it is counted, and not refused because others
+were here first. Output tokens are not counted, neither those that it brings nor those that it gets: only who has had a
+row has any.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raypp.client_messages import REQUEST_BYTES
-from raypp.errors import QueueFullError, RayppError, RequestError
+from raypp.errors import QueueFullError, RequestError
 from raypp.prompt_items import EncoderItem, unique_items
 from raypp.scheduler.request import Request
 
@@ -72,7 +76,7 @@ class OpenRequests:
         """Count a new request. Its images become those that are kept already, where they are the same.
 
         Raises:
-            QueueFullError: there is no room for it now.
+            QueueFullError: there is no room for it now, and no engine has begun it.
             RequestError: there never is, or the client has an unfinished one of the same id.
         """
         if self.find(request.client, request.request_id) is not None:
@@ -83,10 +87,9 @@ class OpenRequests:
                 expected="an id of its own",
             )
         size = REQUEST_BYTES + request.prompt_token_ids.nbytes
-        if self.num_bytes + size > self._max_bytes:
-            raise _no_room(
-                request, "memory of unfinished requests", size, self.num_bytes, "max_waiting_bytes", self._max_bytes
-            )
+        _check_room(
+            request, "memory of unfinished requests", size, self.num_bytes, "max_waiting_bytes", self._max_bytes
+        )
         if request.items is not None:
             self._admit_pixels(request)
         self._of_client.setdefault(request.client, {})[request.request_id] = request
@@ -114,11 +117,8 @@ class OpenRequests:
         items = unique_items(request.items.items)
         new = [item for item in items if item.key not in self._pixels]
         size = sum(item.patches.nbytes for item in new)
-        if size and self.num_pixel_bytes + size > self._max_pixel_bytes:
-            limit = self._max_pixel_bytes
-            raise _no_room(
-                request, "memory of waiting images", size, self.num_pixel_bytes, "max_waiting_pixel_bytes", limit
-            )
+        limit = self._max_pixel_bytes
+        _check_room(request, "memory of waiting images", size, self.num_pixel_bytes, "max_waiting_pixel_bytes", limit)
         for item in new:
             self._pixels[item.key] = _Pixels(_without_buffer(item))
         self.num_pixel_bytes += size
@@ -134,17 +134,24 @@ def _without_buffer(item: EncoderItem) -> EncoderItem:
     return replace(item, patches=np.array(item.patches))
 
 
-def _no_room(request: Request, what: str, size: int, used: int, name: str, limit: int) -> RayppError:
+def _check_room(request: Request, what: str, size: int, used: int, name: str, limit: int) -> None:
+    """Check that there is room for a request's `size` bytes.
+
+    Raises:
+        QueueFullError, RequestError: see `OpenRequests.admit`.
+    """
+    if not size or used + size <= limit or (size <= limit and request.num_earlier_tokens):
+        return
     expected = f"at most {name} = {limit}"
     if size <= limit:
-        return QueueFullError(
+        raise QueueFullError(
             f"the {what} is full",
             retry_after_s=_RETRY_AFTER_S,
             got=f"{size} bytes more, {used} in use",
             expected=expected,
             hint=f"wait until others have ended, or raise {name}",
         )
-    return RequestError(
+    raise RequestError(
         f"the request does not fit into the {what}",
         request_id=request.request_id,
         got=f"{size} bytes",

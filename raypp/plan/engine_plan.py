@@ -100,6 +100,7 @@ class EnginePlan:
             # A head's last guess never enters; the others do, behind the row's end.
             num_lookahead_tokens=0 if self.draft_head is None else self.config.speculative.max_drafts - 1,
             caches_next_token=self.draft_head is not None,
+            vocab_size=self.model.vocab_size,
             max_item_tokens=self.encoders.max_item_tokens,
         )
 

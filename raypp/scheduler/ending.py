@@ -38,6 +38,46 @@ def token_limit(request: Request, limits: SchedulerLimits) -> int:
     return limit
 
 
+def check_begun(request: Request, limit: int, end_token_ids: frozenset[int], vocab_size: int) -> None:
+    """Check the tokens that a request comes with from an engine before this one.
+
+    Args:
+        request: The request.
+        limit: Its `token_limit`.
+        end_token_ids: Its `end_token_ids`.
+        vocab_size: V.
+
+    Raises:
+        RequestError: they have ended it, or are not the model's.
+    """
+    token_ids, most = request.output_token_ids, limit - len(request.prompt_token_ids) - 1
+    if len(token_ids) > most:
+        raise RequestError(
+            "the request has ended: it comes with all tokens that it may have",
+            request_id=request.request_id,
+            got=f"{len(token_ids)} output tokens",
+            expected=f"at most {most}, so that one is left of max_tokens and of max_model_len",
+            hint="hand over unfinished requests only",
+        )
+    if ending := end_token_ids.intersection(token_ids):
+        raise RequestError(
+            "the request has ended: it comes with a token that ends it",
+            request_id=request.request_id,
+            got=f"token {min(ending)} among its output tokens",
+            expected="output tokens that end nothing",
+            hint="hand over unfinished requests only",
+        )
+    unknown = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+    if unknown:
+        raise RequestError(
+            "an output token that the request comes with is not in the vocabulary",
+            request_id=request.request_id,
+            got=unknown[0],
+            expected=f"0 to {vocab_size - 1}",
+            hint="hand a request over to an engine of the same model",
+        )
+
+
 def end_token_ids(request: Request) -> frozenset[int]:
     """Return all tokens that end the request."""
     if not request.params.stop_token_ids and not request.params.ignore_eos:

@@ -39,6 +39,8 @@ class SchedulerLimits:
     caches_next_token: bool = False
     """Whether a block's content also depends on the token after it, as in a draft head's cache. Requests then share the
     block only if they agree on that token, too."""
+    vocab_size: int = 2**31
+    """Token ids are smaller than this."""
     max_item_tokens: int = 0
     """Rows of images' embeddings that the first stage may hold; 0 without an encoder."""
 

@@ -19,7 +19,7 @@ from raypp.messages import StepPlan, StepResult
 from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.decode_rows import DecodeChooser
 from raypp.scheduler.drafts import DraftControl, DraftPolicy, FixedDrafts
-from raypp.scheduler.ending import end_token_ids, take_tokens, token_limit
+from raypp.scheduler.ending import check_begun, end_token_ids, take_tokens, token_limit
 from raypp.scheduler.in_flight import InFlightStep, InFlightSteps
 from raypp.scheduler.item_admission import ItemAdmission, item_error
 from raypp.scheduler.kv_blocks import KvBlocks
@@ -72,7 +72,7 @@ class Scheduler:
         return bool(self._states)
 
     def add(self, request: Request) -> None:
-        """Take in a request. Whether its tokens are in the vocabulary is for others to check.
+        """Take in a request. Whether its prompt's tokens are in the vocabulary is for others to check.
 
         Raises:
             RequestError: it can never run, or another one with its id is unfinished.
@@ -86,13 +86,15 @@ class Scheduler:
                 got=request.request_id,
                 expected="an id of its own",
             )
+        ends = end_token_ids(request)
+        check_begun(request, limit, ends, self._limits.vocab_size)
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         yields_one_token = limit <= num_tokens + 1
         state = RequestState(
             request,
             self._num_added,
             limit,
-            end_token_ids(request),
+            ends,
             num_tokens=num_tokens,
             never_drafts=self._limits.caches_next_token and yields_one_token and not self._limits.enable_prefix_caching,
         )

@@ -125,17 +125,26 @@ class LocalEngine:
         bad_word_token_ids: tuple[tuple[int, ...], ...] = (),
         priority: int = 0,
         items: PromptItems | None = None,
+        cache_salt: str = "",
+        seed: int | None = None,
+        output_token_ids: Sequence[int] = (),
     ) -> Request:
-        """Take in a request and return it; its output fills as `step` is called."""
+        """Take in a request and return it; its output fills as `step` is called.
+
+        `seed` counts where `params` have none; `output_token_ids` are those that another engine has brought.
+        """
+        seed = self._num_requests if seed is None else seed
         request = Request(
             request_id=f"request-{self._num_requests}",
             prompt_token_ids=np.array(prompt_token_ids, np.int32),
             params=params,
-            seed=params.seed if params.seed is not None else self._num_requests,
+            seed=params.seed if params.seed is not None else seed,
             eos_token_ids=eos_token_ids,
             bad_word_token_ids=bad_word_token_ids,
             priority=priority,
             items=items,
+            cache_salt=cache_salt,
+            output_token_ids=list(output_token_ids),
         )
         self._num_requests += 1
         self._engine.add(request)

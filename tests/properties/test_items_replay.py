@@ -27,11 +27,14 @@ class ItemDrive(Drive):
 
     def __init__(self, limits: SchedulerLimits, rng: random.Random) -> None:
         super().__init__(limits, rng)
+        self.met: Counter[str] = Counter()
+
+    def start_engine(self) -> None:
+        super().start_engine()
         self.store: set[bytes] = set()
         self.ordered: list[bytes] = []
         self.dropping: list[bytes] = []
         self.places: dict[int, list[tuple[int, int, bytes]]] = {}  # row -> start, end, key
-        self.met: Counter[str] = Counter()
 
     def make_items(self, num_prompt: int) -> PromptItems | None:
         rng, items, starts, start = self.rng, [], [], self.rng.randrange(4)
@@ -114,6 +117,7 @@ class ItemDrive(Drive):
         for request in self.requests:
             if request.finish_reason == FinishReason.ERROR:
                 request.finish_reason = FinishReason.ABORT  # it has a part of its output, too
+            self.met["handed over with items"] += request.num_earlier_tokens > 0 and request.items is not None
             self.met["preempted with items"] += request.num_preemptions > 0 and request.items is not None
         super().check_outcome()
 
@@ -142,7 +146,8 @@ def test_the_random_drives_meet_what_they_are_for():
     met: Counter[str] = Counter()
     for seed in range(30):
         met.update(drive(scarce_limits(seed, max_item_tokens=7), seed, 80, ItemDrive).met)
-    for what in ("read", "cut", "stored", "dropped", "failed", "refused", "preempted with items"):
+    whats = ("read", "cut", "stored", "dropped", "failed", "refused")
+    for what in (*whats, "preempted with items", "handed over with items"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"
 
 

@@ -1,4 +1,7 @@
-"""Random arrivals, aborts, preemptions and delays: what the stages compute is right, and nothing leaks."""
+"""Random arrivals, aborts, preemptions, delays and deaths: what the stages compute is right, and nothing leaks.
+
+After a death another scheduler and other stages get the unfinished requests, with the tokens that were collected.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +60,49 @@ class Drive:
 
     def __init__(self, limits: SchedulerLimits, rng: random.Random) -> None:
         self.limits, self.rng = limits, rng
-        self.scheduler = Scheduler(limits, RandomDrafts(rng))
-        self.stage = ReplayStage(limits, rng, caps_at_limit=rng.random() < 0.5)
-        self.watcher = PlanWatcher(limits)
-        self.results: deque[StepResult] = deque()
         self.requests: list[Request] = []
+        self.start_engine()
+        self.num_deaths = 0
+        self.num_late_deaths = 0  # that `finish` may bring
         self.told: Counter[str] = Counter()
         self.logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[str, list[TokenLogprobs]] = defaultdict(list)
         self.has_priorities = rng.random() < 0.5
         self.shared = [[rng.randrange(2, VOCAB_SIZE) for _ in range(limits.max_model_len)] for _ in range(2)]
+
+    def start_engine(self) -> None:
+        self.scheduler = Scheduler(self.limits, RandomDrafts(self.rng))
+        self.stage = ReplayStage(self.limits, self.rng, caps_at_limit=self.rng.random() < 0.5)
+        self.watcher = PlanWatcher(self.limits)
+        self.results: deque[StepResult] = deque()
+        self.num_before = sum(1 for request in self.requests if request.finish_reason)
+
+    def die(self) -> None:
+        """Lose the engine; hand what is unfinished to another one, which finds it where the others are."""
+        in_flight = self.scheduler.requests_in_flight()
+        assert len(set(in_flight)) == len(in_flight)
+        assert not any(request.finish_reason for request in in_flight)
+        self.start_engine()
+        self.num_deaths += 1
+        ended = [request for request in self.requests if request.finish_reason]
+        begun = [self.handed_over(request) for request in self.requests if not request.finish_reason]
+        self.requests, self.num_before = [*ended, *begun], len(ended)
+        for request in begun:
+            self.scheduler.add(request)
+
+    def handed_over(self, request: Request) -> Request:
+        """Return the request as its client hands it over: with its tokens, asking anew for what is of its prompt."""
+        self.prompt_logprobs[request.request_id].clear()
+        return Request(
+            request.request_id,
+            request.prompt_token_ids,
+            request.params,
+            request.seed,
+            EOS,
+            priority=request.priority,
+            items=request.items,
+            output_token_ids=request.output_token_ids.copy(),
+        )
 
     def limit(self, request: Request) -> int:
         return min(len(request.prompt_token_ids) + request.params.max_tokens, self.limits.max_model_len)
@@ -158,6 +194,9 @@ class Drive:
                 break
             self.schedule()
             self.check()
+            if self.num_late_deaths and self.rng.random() < 0.05:
+                self.num_late_deaths -= 1
+                self.die()
             if self.rng.random() < 0.7:
                 self.execute()
             if self.rng.random() < 0.7:
@@ -195,7 +234,7 @@ class Drive:
         reported = self.prompt_logprobs[request.request_id]
         scored = [t for piece in reported for t in piece.token_ids[:, 0].tolist()]
         expected = [] if params.prompt_logprobs is None else request.prompt_token_ids[1:].tolist()
-        assert scored == (expected if output else expected[: len(scored)])
+        assert scored == (expected if request.num_new_tokens else expected[: len(scored)])
         assert [r for piece in reported for r in piece.ranks.tolist()] == list(range(2, 2 + len(scored)))
         assert all(piece.logprobs.shape[1] == 1 + params.prompt_logprobs for piece in reported)
 
@@ -205,14 +244,17 @@ class Drive:
         assert stats.num_free_blocks == self.limits.num_blocks - 1
         assert self.scheduler._running.num_free_rows == self.limits.max_num_seqs
         assert self.scheduler.schedule() is None
-        assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests)
+        assert stats.num_preemptions == sum(r.num_preemptions for r in self.requests[self.num_before :])
+        assert stats.num_generated_tokens == sum(r.num_new_tokens for r in self.requests[self.num_before :])
 
 
 def drive(limits: SchedulerLimits, seed: int, num_actions: int, kind: type[Drive] = Drive) -> Drive:
     rng = random.Random(seed)
     run = kind(limits, rng)
     weights = [rng.random(), rng.random() * 0.2, 0.2 + rng.random(), 0.2 + rng.random(), 0.2 + rng.random()]
-    actions = [run.add, run.abort, run.schedule, run.execute, run.collect]
+    weights.append(rng.choice([0.0, 0.1]))
+    run.num_late_deaths = rng.choice([0, 3])
+    actions = [run.add, run.abort, run.schedule, run.execute, run.collect, run.die]
     while not run.requests:
         run.add()
     for action in rng.choices(actions, weights, k=num_actions):
@@ -258,7 +300,14 @@ def test_the_random_drives_meet_what_they_are_for():
         met["prompt logprobs after a preemption"] += any(
             r.num_preemptions and r.params.prompt_logprobs is not None for r in run.requests
         )
+        met["handed over with tokens"] += any(r.num_earlier_tokens for r in run.requests)
+        met["handed over twice"] += run.num_deaths > 1
+        met["preempted after it was handed over"] += any(
+            r.num_earlier_tokens and r.num_preemptions for r in run.requests
+        )
         met["prompt logprobs in pieces"] += any(len(pieces) > 1 for pieces in run.prompt_logprobs.values())
     whats = ("preempted", "cached", "chunked", "drafts accepted", "drafts refused", "STOP", "LENGTH", "ABORT")
+    whats += ("handed over with tokens", "handed over twice")
+    assert met["preempted after it was handed over"], "those are the last ones to be preempted"
     for what in (*whats, "prompt logprobs after a preemption", "prompt logprobs in pieces"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

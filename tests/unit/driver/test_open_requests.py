@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -21,8 +23,16 @@ def _picture(number: int, scale: int = 1) -> PromptItems:
     return PromptItems((EncoderItem.of(patches, (1, 2, 2 * scale), scale),) * 2, (0, scale), merge_size=2)
 
 
-def _request(name: str, *, num_tokens: int = 8, items: PromptItems | None = None, client: bytes = b"c") -> Request:
-    return Request(name, np.zeros(num_tokens, np.int32), PARAMS, 0, items=items, client=client)
+def _request(
+    name: str,
+    *,
+    num_tokens: int = 8,
+    items: PromptItems | None = None,
+    client: bytes = b"c",
+    begun: Sequence[int] = (),
+) -> Request:
+    prompt = np.zeros(num_tokens, np.int32)
+    return Request(name, prompt, PARAMS, 0, items=items, client=client, output_token_ids=list(begun))
 
 
 def test_a_request_for_which_there_is_no_room_is_told_the_limit_and_may_come_later():
@@ -61,6 +71,24 @@ def test_pixels_are_counted_once_per_picture_and_limited():
         requests.remove(request)
     assert requests.num_pixel_bytes == PICTURE_BYTES
     requests.admit(_request("too much", items=_picture(3)))
+
+
+def test_a_request_that_was_begun_elsewhere_is_counted_and_not_refused_because_others_were_first():
+    limit = 2 * (REQUEST_BYTES + 32)
+    requests = OpenRequests(max_bytes=limit, max_pixel_bytes=PICTURE_BYTES)
+    for name in "ab":
+        requests.admit(_request(name))
+    requests.admit(begun := _request("begun", items=_picture(1), begun=[5]))
+    assert requests.num_bytes == 3 * (REQUEST_BYTES + 32)
+    requests.admit(_request("also begun", items=_picture(2), begun=[5]))
+    assert requests.num_pixel_bytes == 2 * PICTURE_BYTES
+    with pytest.raises(QueueFullError):
+        requests.admit(_request("c"))
+    with pytest.raises(RequestError, match="max_waiting_bytes"):
+        requests.admit(_request("long", num_tokens=limit // 4, begun=[5]))
+    requests.remove(begun)
+    assert requests.num_bytes == 3 * (REQUEST_BYTES + 32)
+    assert requests.num_pixel_bytes == PICTURE_BYTES
 
 
 def test_a_small_picture_does_not_keep_the_message_that_brought_it():

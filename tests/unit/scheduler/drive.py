@@ -29,11 +29,22 @@ def make_limits(**overrides) -> SchedulerLimits:
 
 
 def make_request(
-    request_id: str = "a", prompt: int | Sequence[int] = 4, eos: frozenset[int] = frozenset(), **params
+    request_id: str = "a",
+    prompt: int | Sequence[int] = 4,
+    eos: frozenset[int] = frozenset(),
+    begun: Sequence[int] = (),
+    **params,
 ) -> Request:
-    """Return a request; `prompt` may be just its length."""
+    """Return a request; `prompt` may be just its length, `begun` are output tokens that it comes with."""
     token_ids = np.array(range(prompt) if isinstance(prompt, int) else prompt, np.int32)
-    return Request(request_id, token_ids, SamplingParams(**({"max_tokens": 100} | params)), seed=0, eos_token_ids=eos)
+    return Request(
+        request_id,
+        token_ids,
+        SamplingParams(**({"max_tokens": 100} | params)),
+        seed=0,
+        eos_token_ids=eos,
+        output_token_ids=list(begun),
+    )
 
 
 def make_result(plan: StepPlan, token_id: int = 7) -> StepResult:

@@ -37,6 +37,20 @@ def test_smaller_numbers_are_served_first_and_equal_ones_in_order_of_arrival():
     assert queue.num_tokens == 0
 
 
+def test_requests_that_another_engine_has_begun_are_served_before_others_of_their_priority():
+    queue = WaitingQueue()
+    states = [_state(arrival, priority) for arrival, priority in enumerate([0, 0, 1, 0, 1, -1])]
+    for arrival in (3, 4):
+        states[arrival].request.num_earlier_tokens = 1
+    for state in states:
+        queue.push(state)
+    assert [state.arrival for state in queue] == [5, 3, 0, 1, 4, 2]
+    assert queue.last_of(states) is states[2], "and preempted after them"
+    running = states.pop(1)  # it has its row already
+    queue.remove(running)
+    queue.check_integrity([])
+
+
 def test_a_preempted_request_takes_its_place_again():
     queue = WaitingQueue()
     first, second = _state(0, 0), _state(1, 0)

@@ -9,7 +9,7 @@ import pytest
 from drive import Pipeline, make_limits, make_request, make_result
 
 from raypp.errors import RequestError
-from raypp.messages import NO_STEP, StepResult
+from raypp.messages import NO_STEP, StartExtras, StepResult, unpack
 from raypp.scheduler.drafts import FixedDrafts
 from raypp.scheduler.scheduler import Scheduler
 from raypp.types import FinishReason
@@ -20,6 +20,50 @@ def _pipeline(*requests, **limits) -> Pipeline:
     for request in requests:
         scheduler.add(request)
     return Pipeline(scheduler)
+
+
+# --- requests that another engine has begun ---
+
+
+def test_a_begun_request_is_taken_as_one_that_was_preempted():
+    pipeline = _pipeline(make_request("a", [3, 4, 5], begun=[7, 8], max_tokens=6, min_tokens=4, eos=frozenset({1})))
+    first = pipeline.dispatch()
+    assert first is not None
+    assert first.start_token_ids.tolist() == [3, 4, 5, 7, 8]
+    assert first.start_num_tokens.tolist() == [5]
+    assert first.start_prompt_lens.tolist() == [3]
+    assert first.start_limits.tolist() == [9]
+    assert unpack(StartExtras, first.start_extras.data).min_lengths.tolist() == [7]
+    updates = pipeline.answer(token_id=9)
+    assert [update.new_token_ids for update in updates] == [[9]]
+    request = updates[0].request
+    pipeline.finish()
+    assert request.output_token_ids == [7, 8, 9, 7, 7, 7]
+    assert request.finish_reason is FinishReason.LENGTH
+    stats = pipeline.scheduler.stats()
+    assert (stats.num_generated_tokens, stats.num_prompt_tokens, request.num_preemptions) == (4, 0, 0)
+
+
+def test_what_of_a_begun_request_is_cached_was_reported_by_the_engine_that_began_it():
+    requests = [make_request("a", 12, max_tokens=1), make_request("b", 12, begun=[5], max_tokens=3)]
+    pipeline = _pipeline(requests[0], enable_prefix_caching=True)
+    pipeline.finish()
+    pipeline.scheduler.add(requests[1])
+    pipeline.finish()
+    assert pipeline.scheduler.stats().num_prefix_hit_tokens > 0
+    assert requests[1].num_cached_tokens == 0
+
+
+def test_requests_in_flight_are_those_of_steps_whose_results_have_not_come():
+    pipeline = _pipeline(*(make_request(name) for name in "abc"), max_num_seqs=2)
+    assert pipeline.scheduler.requests_in_flight() == []
+    pipeline.dispatch_all()
+    assert [request.request_id for request in pipeline.scheduler.requests_in_flight()] == ["a", "b"]
+    pipeline.scheduler.abort("a")
+    assert [request.request_id for request in pipeline.scheduler.requests_in_flight()] == ["b"]
+    while pipeline.in_flight:
+        pipeline.answer()
+    assert pipeline.scheduler.requests_in_flight() == []
 
 
 # --- admission ---
@@ -33,10 +77,19 @@ def _pipeline(*requests, **limits) -> Pipeline:
         (make_request("x", 255, max_tokens=1000), None),
         (make_request("x", 10, max_tokens=150), "KV cache cannot hold"),
         (make_request("a", 10), "unfinished"),
+        (make_request("x", 10, max_tokens=3, begun=[5, 6]), None),
+        (make_request("x", 10, max_tokens=3, begun=[5, 6, 7]), "comes with all tokens"),
+        (make_request("x", 10, max_tokens=3, begun=[5, 6, 7, 8]), "comes with all tokens"),
+        (make_request("x", 250, max_tokens=100, begun=[5] * 6), "comes with all tokens"),
+        (make_request("x", 10, begun=[5, 9], eos=frozenset({9})), "a token that ends it"),
+        (make_request("x", 10, begun=[5, 9], stop_token_ids=[9]), "a token that ends it"),
+        (make_request("x", 10, begun=[5, 9], eos=frozenset({9}), ignore_eos=True), None),
+        (make_request("x", 10, begun=[5, 300]), "not in the vocabulary"),
+        (make_request("x", 10, begun=[-1]), "not in the vocabulary"),
     ],
 )
 def test_what_can_never_run_is_refused(request_, message):
-    scheduler = Scheduler(make_limits(num_blocks=65 if message is None else 32))
+    scheduler = Scheduler(make_limits(num_blocks=65 if message != "KV cache cannot hold" else 32, vocab_size=300))
     scheduler.add(make_request("a", 10))
     if message is None:
         scheduler.add(request_)
