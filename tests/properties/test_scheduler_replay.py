@@ -302,12 +302,8 @@ def test_the_random_drives_meet_what_they_are_for():
         )
         met["handed over with tokens"] += any(r.num_earlier_tokens for r in run.requests)
         met["handed over twice"] += run.num_deaths > 1
-        met["preempted after it was handed over"] += any(
-            r.num_earlier_tokens and r.num_preemptions for r in run.requests
-        )
         met["prompt logprobs in pieces"] += any(len(pieces) > 1 for pieces in run.prompt_logprobs.values())
     whats = ("preempted", "cached", "chunked", "drafts accepted", "drafts refused", "STOP", "LENGTH", "ABORT")
     whats += ("handed over with tokens", "handed over twice")
-    assert met["preempted after it was handed over"], "those are the last ones to be preempted"
     for what in (*whats, "prompt logprobs after a preemption", "prompt logprobs in pieces"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

@@ -44,6 +44,15 @@ def test_a_begun_request_is_taken_as_one_that_was_preempted():
     assert (stats.num_generated_tokens, stats.num_prompt_tokens, request.num_preemptions) == (4, 0, 0)
 
 
+def test_a_begun_request_may_be_preempted():
+    requests = [make_request(name, 4, begun=[5], max_tokens=40) for name in "ab"]
+    pipeline = _pipeline(*requests, num_blocks=13)
+    pipeline.finish()
+    assert [len(request.output_token_ids) for request in requests] == [40, 40]
+    assert requests[1].num_preemptions
+    assert requests[1].num_new_tokens == 39
+
+
 def test_what_of_a_begun_request_is_cached_was_reported_by_the_engine_that_began_it():
     requests = [make_request("a", 12, max_tokens=1), make_request("b", 12, begun=[5], max_tokens=3)]
     pipeline = _pipeline(requests[0], enable_prefix_caching=True)
