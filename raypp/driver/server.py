@@ -323,6 +323,7 @@ class DriverServer:
         """Send clients what there is for them, and then why nothing more will come."""
         self._send_outputs([])
         self._outbox.flush()
+        self._send_failures()
         in_flight: dict[bytes, list[int]] = {}
         for request in self._engine.requests_in_flight():
             in_flight.setdefault(request.client, []).append(request.handle)
