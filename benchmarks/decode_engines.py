@@ -15,7 +15,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.plan.layer_partition import even_partition
 
-PARTS = ("graphs", "start", "even", "eager", "speculation")
+PARTS = ("graphs", "start", "even", "eager", "speculation", "adaptive")
 FORCED_RATE, FIXED_DRAFTS = 0.7, 4
 _FEW_REQUESTS = (1, 16, 64, 256)
 _EAGER_REQUESTS = (1, 16, 64)
@@ -55,7 +55,11 @@ def engine_runs(model: str, args: argparse.Namespace) -> list[EngineRun]:
         "num_speculative_tokens": FIXED_DRAFTS,
         "forced_acceptance_rate": FORCED_RATE,
     }
-    adaptive = {"method": "ngram", "forced_acceptance_rate": 0.0}
+    by_rate = {rate: {"method": "ngram", "forced_acceptance_rate": rate} for rate in (0.0, FORCED_RATE)}
+    none_accepted = EngineRun(model, "adaptive drafts", few, {"speculative": by_rate[0.0]}, more_start_s=25)
+    accepted = EngineRun(
+        model, f"adaptive drafts at {FORCED_RATE}", few, {"speculative": by_rate[FORCED_RATE]}, more_start_s=25
+    )
     runs = {
         "graphs": [EngineRun(model, "graphs", tuple(args.requests))],
         "start": [EngineRun(model, "start again", ())],
@@ -63,12 +67,15 @@ def engine_runs(model: str, args: argparse.Namespace) -> list[EngineRun]:
         "eager": [EngineRun(model, "eager", eager, {"mode": "none"}, slowness=4.0)],
         "speculation": [
             EngineRun(model, "fixed drafts", few, {"speculative": fixed}, slowness=0.5, more_start_s=10),
-            EngineRun(model, "adaptive drafts", few, {"speculative": adaptive}, more_start_s=25),
+            none_accepted,
         ],
+        "adaptive": [none_accepted, accepted],
     }
     if "graphs" not in args.parts:
-        runs["speculation"].insert(0, EngineRun(model, "graphs", few))
-    return [run for part in PARTS if part in args.parts for run in runs[part]]
+        for part in ("speculation", "adaptive"):
+            runs[part].insert(0, EngineRun(model, "graphs", few))
+    asked = [run for part in PARTS if part in args.parts for run in runs[part]]
+    return list({run.name: run for run in asked}.values())
 
 
 def predicted_point_s(run: EngineRun, num_requests: int, args: argparse.Namespace) -> float:

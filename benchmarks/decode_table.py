@@ -2,6 +2,7 @@
 
     python benchmarks/decode_table.py --out table.json
     python benchmarks/decode_table.py --models qwen3-8b --parts graphs speculation --out table.json
+    python benchmarks/decode_table.py --models qwen3-30b-a3b --parts adaptive --settings '{"even_routing": true}'
 
 Parts, each an engine of its own, or several:
     graphs       every number of requests, against the peer's figures; the start, with an empty kernel cache
@@ -9,6 +10,7 @@ Parts, each an engine of its own, or several:
     even         an even layer partition
     eager        no graphs: every step operation by operation
     speculation  n-gram drafts: 4 each, accepted with probability 0.7; as many as pay, none accepted; both against none
+    adaptive     as many n-gram drafts as pay: none accepted; accepted with probability 0.7; both against none
 
 Before it begins, it says how long it will take; `--time-limit-s` skips what would not end in time. After every point
 everything so far is written to `--out`, so that a run that is killed keeps what it has; without `--out` the last line
@@ -60,7 +62,7 @@ class Table:
         if not self._is_time_for(run.name, predicted_s(run, self._args, num_points=1)):
             return
         print(f"\n{run.name}: predicted {predicted_s(run, self._args):.0f} s", flush=True)
-        begun_s, figures = self.elapsed_s, {"settings": dict(run.settings)}
+        begun_s, figures = self.elapsed_s, {"settings": {**self._args.settings, **run.settings}}
         try:
             self._measure(run, figures, folder / f"{run.name.replace(' ', '-')}.json")
         except Exception as error:  # one engine must not stop the others: what they tell costs minutes of GPUs
@@ -73,7 +75,8 @@ class Table:
     def _measure(self, run: EngineRun, figures: dict[str, Any], trace: Path) -> None:
         args, points = self._args, list[DecodePoint]()
         num_cached, started = count_cached_files(), time.perf_counter()
-        with LLM(**engine_settings(run.model, args), **run.settings, trace=str(trace)) as llm:
+        settings = {**engine_settings(run.model, args), **args.settings, **run.settings, "trace": str(trace)}
+        with LLM(**settings) as llm:
             figures["start_s"] = time.perf_counter() - started
             figures["num_files_compiled"] = count_cached_files() - num_cached
             figures["layers"] = [stage["num_layers"] for stage in llm.plan()["stages"]]
@@ -135,6 +138,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--settings", type=json.loads, default={}, help='of all engines, e.g. {"even_routing": true}')
     parser.add_argument("--time-limit-s", type=float, help="skip what would not end in time")
     parser.add_argument("--kernel-cache", choices=("keep", "empty"), default="keep", help="to begin with")
     parser.add_argument("--out", type=Path, help="a JSON file, written after every point")

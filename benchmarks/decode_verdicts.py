@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from decode_engines import EngineRun
+from decode_engines import FORCED_RATE, EngineRun
 from decode_point import DecodePoint
 from peer import COMPARED, Compared, on_line
 
@@ -67,7 +67,7 @@ def print_verdicts(model: str, figures: Mapping[str, Figures]) -> None:
         print(f"| {' | '.join(cells)} |")
     print()
     for part in ("graphs", "start again"):
-        if (start := figures.get(f"{model} {part}")) is not None:
+        if "num_files_compiled" in (start := figures.get(f"{model} {part}", {})):  # it has started
             cache = "compiled" if start["num_files_compiled"] else "found all kernels"
             print(f"start: {start['start_s']:.1f} s, {cache}; peer {_cell(compared.start_s)} s")
     if (eager := figures.get(f"{model} eager")) is not None:
@@ -86,7 +86,7 @@ def print_speculation(model: str, figures: Mapping[str, Figures]) -> None:
     without, slowest_without = (_by_requests(off, name) for name in ("tpot_ms", "itl_ms"))
     if slowest_without and not without:
         print(f"{model}: the report tells no time per token of the mean request")
-    for part in ("fixed drafts", "adaptive drafts"):
+    for part in ("fixed drafts", "adaptive drafts", f"adaptive drafts at {FORCED_RATE}"):
         if (on := figures.get(f"{model} {part}")) is None:
             continue
         slowest = itl_by_requests(on)
@@ -97,7 +97,7 @@ def print_speculation(model: str, figures: Mapping[str, Figures]) -> None:
             verdict = ""
             if part == "adaptive drafts":
                 verdict = _verdict("loss", tpot_ms, _ADAPTIVE_LOSS * without[count])
-            elif count in _FORCED_SPEEDUP:
+            elif part == "fixed drafts" and count in _FORCED_SPEEDUP:
                 verdict = _verdict(f">= {_FORCED_SPEEDUP[count]}x", -speedup, -_FORCED_SPEEDUP[count])
             print(
                 f"{model}, {part}, {count}: {tpot_ms:.3f} against {without[count]:.3f} ms, {speedup:.2f}x {verdict}; "

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -156,7 +156,7 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
         if num_rows > 64:
             yield None
         splits = (1, 2, 3, 4) if num_rows <= 128 else (1,)
-        tiles = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 8, 3)) if num_rows <= 64 else ()
+        tiles = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (64, 8, 4), (128, 8, 3)) if num_rows <= 64 else ()
         wide = ((64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3))
         for (outputs, warps, stages), num_splits in itertools.product(tiles or wide, splits):
             yield Tuning(outputs, 128, num_splits, warps, stages)
@@ -172,11 +172,6 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
             splits, tiles, ((1, 4), (2, 2)), (False, True)
         ):
             yield Int4Tuning(strips, num_splits, warps, stages, most, pieces, folds)
-
-
-def tried_rows(form: str) -> tuple[int, ...]:
-    """Return the numbers of rows at which candidates are tried."""
-    return (1, 8, 32, 128)
 
 
 def run_jobs(jobs: list[Job]) -> None:
@@ -321,12 +316,12 @@ def _row(times: dict[int, Any]) -> str:
     return "; ".join(f"{num_rows}: {us}" for num_rows, us in times.items())
 
 
-def print_candidates(figures: dict[str, Any]) -> None:
+def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: Sequence[int]) -> None:
     """Print the best cuts of each product."""
-    for form in list(FORMS)[1:]:
+    for form in forms:
         for shape in SHAPES:
             products = Products(form, shape)
-            for num_rows in tried_rows(form):
+            for num_rows in tried_rows:
                 owner = getattr(products.calls[0], "__self__", products.calls[0])
                 chosen = owner._tunings.get(num_rows)
                 results = []
@@ -394,6 +389,8 @@ def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--skip", nargs="*", default=[], choices=["checks", "times", "candidates"])
+    parser.add_argument("--forms", nargs="*", default=list(FORMS)[1:], choices=list(FORMS)[1:], help="with candidates")
+    parser.add_argument("--tried-rows", nargs="*", type=int, default=[1, 8, 32, 128], help="of candidates")
     parser.add_argument("--humming", metavar="FOLDER", help="of the unpacked wheel of humming-kernels, timed last")
     args = parser.parse_args()
     require_gpu()
@@ -404,8 +401,8 @@ def main() -> None:
     for form in FORMS:
         for shape in SHAPES:
             jobs += [Job(form, shape, num_rows) for num_rows in ROWS if "times" not in args.skip]
-            if form != "bf16" and "candidates" not in args.skip:
-                for num_rows in tried_rows(form):
+            if form in args.forms and "candidates" not in args.skip:
+                for num_rows in args.tried_rows:
                     found = candidates(form, shape, num_rows)
                     jobs += [Job(form, shape, num_rows, tuning) for tuning in found if tuning is not None]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
@@ -426,7 +423,10 @@ def main() -> None:
                     kernel_errors()
                 elif name not in args.skip:
                     print(f"{name}, us by rows:", flush=True)
-                    (print_times if name == "times" else print_candidates)(figures)
+                    if name == "times":
+                        print_times(figures)
+                    else:
+                        print_candidates(figures, args.forms, args.tried_rows)
             except Exception:
                 print(traceback.format_exc()[-1500:], flush=True)
             print(f"{name} until {time.monotonic() - began:.0f} s", flush=True)

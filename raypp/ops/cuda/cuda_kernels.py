@@ -18,7 +18,12 @@ from raypp.ops.cuda.heads import rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.product_tuning import MAX_ROWS, OwnProduct, input_type_in_8_bits, own_product
 from raypp.ops.cuda.projection import Product, fold_norm, partial_floats, project, rounded_to_8_bits
-from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection, has_kernel
+from raypp.ops.cuda.quantized_projection import (
+    Fp8Projection,
+    Int4Projection,
+    QuantizedProjection,
+    has_kernel,
+)
 from raypp.ops.cuda.step_attention import CudaAttention
 from raypp.ops.cuda.token_quantization import TokenNorm
 from raypp.ops.linear_in_float32 import linear_in_float32
@@ -201,7 +206,7 @@ class CudaKernels:
 
     def _quantized(
         self, weight: Weight, bias: torch.Tensor | None, norm: TokenNorm | None, *, is_gated: bool = False
-    ) -> Fp8Projection | Int4Projection:
+    ) -> QuantizedProjection:
         self._most_own_rows = ALL_ROWS
         make = Int4Projection if weight.kind == "int4" else Fp8Projection
         return make(weight, bias, norm, self._device, self._workspace, is_gated=is_gated)

@@ -8,6 +8,7 @@ int4   up to 256     tensor cores in 16 bits; codes are expanded in registers
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -46,16 +47,16 @@ def has_kernel(weight: Weight) -> bool:
     return weight.kind == "fp8" and columns >= _LEAST_BLOCK and columns & (columns - 1) == 0
 
 
-class Fp8Projection:
-    """A product with a weight in 8 bits, with its norm before it and its gate or sum after it.
+class QuantizedProjection(ABC):
+    """A product with a quantized weight, with its norm before it and its gate or sum after it.
 
     Args:
         weight: [N, K], with a gate [2 N, K].
         bias: [N], with a gate [2 N].
         norm: Of the input.
-        is_gated: Whether the result is silu(gate) * up.
         device: Where it runs.
         workspace: For products that are split.
+        is_gated: Whether the result is silu(gate) * up.
     """
 
     def __init__(
@@ -68,39 +69,63 @@ class Fp8Projection:
         *,
         is_gated: bool = False,
     ) -> None:
+        self._bias = bias
+        self._norm = norm
+        self._device = device
+        self._workspace = workspace
+        self._is_gated = is_gated
+        self._num_outputs = weight.num_outputs // (2 if is_gated else 1)
+        self._take(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
+        return self._computed(x, None) if len(x) else x.new_empty(0, self._num_outputs)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N]."""
+        return self._computed(x, residual) if len(x) else x.new_empty(0, self._num_outputs)
+
+    @abstractmethod
+    def _take(self, weight: Weight) -> None:
+        """Bring the weight into the form that kernels read, and reserve what they need of the workspace."""
+
+    @abstractmethod
+    def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return all of it, [T, N], of one row or more."""
+
+    def _finished(self, y: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return what follows a product of the library."""
+        if self._bias is not None:
+            y += self._bias
+        if self._is_gated:
+            return silu_and_mul(y, self._device)
+        return y if residual is None else residual.add_(y)
+
+
+class Fp8Projection(QuantizedProjection):
+    """A product with a weight in 8 bits."""
+
+    def _take(self, weight: Weight) -> None:
         if weight.block[1] >= weight.num_inputs:
             weight = by_output(weight)
         assert weight.scale is not None
         weight = replace(weight, data=weight.data.contiguous(), scale=weight.scale.float().contiguous())
-        self._product = Product(weight, bias, is_gated=is_gated)
+        self._product = Product(weight, self._bias, is_gated=self._is_gated)
         self._few = self._product
-        if norm is not None:
-            self._few = Product(weight, bias, norm.eps, is_gated, norm.weight)
-        self._norm = norm
-        self._device = device
-        self._workspace = workspace
-        self._library = library_product(weight, device.torch_device)
+        if self._norm is not None:
+            self._few = Product(weight, self._bias, self._norm.eps, self._is_gated, self._norm.weight)
+        self._library = library_product(weight, self._device.torch_device)
         self._library_scale: torch.Tensor | None = None
         if self._library is not None:
             assert weight.scale is not None
             self._library_scale = prepared(self._library, weight.scale)
         self._tunings: dict[int, Tuning] = {}
-        for num_rows in range(1, most_own_rows_of_fp8(self._product, device) + 1):
-            self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, device)
-            workspace.reserve(partial_floats(num_rows, self._product, tuning))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
-        return self._computed(x, None)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N]."""
-        return self._computed(x, residual)
+        for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
+            self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
+            self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
-        if num_rows == 0:
-            return x.new_empty(0, product.num_outputs)
         if num_rows <= most_exact_rows_of_fp8(product):
             return project(x, self._few, residual, self._tunings[num_rows], self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
@@ -114,52 +139,21 @@ class Fp8Projection:
         assert self._library is not None
         assert self._library_scale is not None
         y = self._library(tokens, product.weight.data, self._library_scale)[:num_rows]
-        return _finished(y, product.bias, residual, self._device, is_gated=product.is_gated)
+        return self._finished(y, residual)
 
 
-class Int4Projection:
-    """A product with a weight of 4 bits, with its norm before it and its gate or sum after it.
+class Int4Projection(QuantizedProjection):
+    """A product with a weight of 4 bits."""
 
-    Args:
-        weight: [N, K], with a gate [2 N, K].
-        bias: [N], with a gate [2 N].
-        norm: Of the input.
-        is_gated: Whether the result is silu(gate) * up.
-        device: Where it runs.
-        workspace: For products that are split.
-    """
-
-    def __init__(
-        self,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        norm: TokenNorm | None,
-        device: Device,
-        workspace: Workspace,
-        *,
-        is_gated: bool = False,
-    ) -> None:
-        self._product = Int4Product(pack(weight, 2 if is_gated else 1), bias, is_gated)
-        self._norm = norm
-        self._device = device
-        self._workspace = workspace
+    def _take(self, weight: Weight) -> None:
+        self._product = Int4Product(pack(weight, 2 if self._is_gated else 1), self._bias, self._is_gated)
         self._tunings: dict[int, Int4Tuning] = {}
         for num_rows in range(1, MAX_OWN_ROWS_OF_INT4 + 1):
-            self._tunings[num_rows] = tuning = tune_int4(num_rows, self._product, device)
-            workspace.reserve(int4_partial_floats(num_rows, self._product, tuning))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return norm(x) W^T + b, or its gate, [T, N]. Shapes: x [T, K] contiguous."""
-        return self._computed(x, None)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Return residual + x W^T + b, [T, N]. Shapes: x [T, K] contiguous; residual [T, N]."""
-        return self._computed(x, residual)
+            self._tunings[num_rows] = tuning = tune_int4(num_rows, self._product, self._device)
+            self._workspace.reserve(int4_partial_floats(num_rows, self._product, tuning))
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product, weight = len(x), self._product, self._product.weight
-        if num_rows == 0:
-            return x.new_empty(0, product.num_outputs)
         if self._norm is not None:
             x = rms_norm(x, self._norm.weight, self._norm.eps, self._device)
         if weight.order is not None:
@@ -176,20 +170,4 @@ class Int4Projection:
                 matrix = dequantized_int4(weight, part * weight.padded_outputs + first, padded, x.dtype, self._device)
                 begin = part * part_outputs + first
                 torch.mm(x, matrix[:count].t(), out=y[:, begin : begin + count])
-        return _finished(y, product.bias, residual, self._device, is_gated=product.is_gated)
-
-
-def _finished(
-    y: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    device: Device,
-    *,
-    is_gated: bool,
-) -> torch.Tensor:
-    """Return what follows a product of the library."""
-    if bias is not None:
-        y += bias
-    if is_gated:
-        return silu_and_mul(y, device)
-    return y if residual is None else residual.add_(y)
+        return self._finished(y, residual)

@@ -265,7 +265,10 @@ def _route(
         inside = (begin + column < last)[None, :]
         value = _load(x + x_cell + begin, inside, IS_EVEN)
         piece = _load(router + cell + begin, inside, IS_EVEN)
-        squares += tl.sum(value.to(tl.float32) * value.to(tl.float32), 1)
+        # Loaded once more: a buffer that is also read by others than the product is filled again too early, while the
+        # product is under way (Triton 3.6 and 3.7; tests/unit/ops/compile_kernels.py looks for it).
+        again = tl.load(x + x_cell + begin, mask=None if IS_EVEN else inside, cache_modifier=".ca").to(tl.float32)
+        squares += tl.sum(again * again, 1)
         fence_shared(OVERLAPS)
         total = tl.dot(piece, tl.trans(value), total)
 

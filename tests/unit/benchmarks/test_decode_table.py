@@ -88,12 +88,17 @@ def test_parts_are_engines_in_their_order_and_have_a_price():
         "eager",
         "fixed drafts",
         "adaptive drafts",
+        "adaptive drafts at 0.7",
     ]
     assert runs[0].requests == (1, 16, 64, 256, 100)
     assert runs[2].settings == {"layer_partition": [18, 18]}
     assert all(predicted_s(run, ARGS) >= predicted_s(run, ARGS, num_points=1) > 0 for run in runs)
-    alone = engine_runs("qwen3-8b", argparse.Namespace(**{**vars(ARGS), "parts": ["speculation"]}))
-    assert [run.part for run in alone] == ["graphs", "fixed drafts", "adaptive drafts"], "speculation against what?"
+    for part, engines in (
+        ("speculation", ["graphs", "fixed drafts", "adaptive drafts"]),
+        ("adaptive", ["graphs", "adaptive drafts", "adaptive drafts at 0.7"]),
+    ):
+        alone = engine_runs("qwen3-8b", argparse.Namespace(**{**vars(ARGS), "parts": [part]}))
+        assert [run.part for run in alone] == engines, "speculation against what?"
 
 
 def _figures(itl_ms, tokens_per_s=1e6):
@@ -105,7 +110,7 @@ def _figures(itl_ms, tokens_per_s=1e6):
 
 
 def test_every_bar_has_a_verdict(capsys):
-    bars = COMPARED["qwen3-8b"].at_most_ms
+    bars, good_start = COMPARED["qwen3-8b"].at_most_ms, _figures({})
     good = {f"qwen3-8b {part}": _figures({**bars, 100: 7.0}) for part in ("graphs", "even", "eager")}
     print_verdicts("qwen3-8b", good)
     said = capsys.readouterr().out
@@ -118,6 +123,8 @@ def test_every_bar_has_a_verdict(capsys):
     assert "ITL MISSED by 10.3%" in said
     assert "line MISSED" in said
     assert said.count("tok/s MISSED") == 3, "one request needs 190"
+    print_verdicts("qwen3-8b", {"qwen3-8b graphs": {"error": "it did not start"}, "qwen3-8b start again": good_start})
+    assert capsys.readouterr().out.count("start: ") == 1
 
 
 def test_speculation_is_compared_with_the_engine_without(capsys):
@@ -125,8 +132,10 @@ def test_speculation_is_compared_with_the_engine_without(capsys):
         "qwen3-8b graphs": _figures({1: 5.0, 64: 6.0}),
         "qwen3-8b fixed drafts": _figures({1: 2.0, 64: 4.0}),
         "qwen3-8b adaptive drafts": _figures({1: 5.1, 64: 6.3}),
+        "qwen3-8b adaptive drafts at 0.7": _figures({64: 4.0}),
     }
     print_speculation("qwen3-8b", figures)
     lines = capsys.readouterr().out.splitlines()
     verdicts = [line.split("x ", 1)[1].split(";")[0] for line in lines]
-    assert verdicts == [">= 2.2x ok", ">= 1.6x MISSED by 6.2%", "loss ok", "loss MISSED by 1.9%"]
+    assert verdicts == [">= 2.2x ok", ">= 1.6x MISSED by 6.2%", "loss ok", "loss MISSED by 1.9%", ""]
+    assert "adaptive drafts at 0.7, 64: 4.000 against 6.000 ms, 1.50x" in lines[-1]

@@ -90,11 +90,28 @@ def resources(kernel: Any) -> dict[str, int]:
     code = kernel.asm["ptx"]
     has_loop_of_products = "wgmma.mma_async" in code and re.search(r"cp\.async\.wait_group \s*[1-9]", code) is not None
     return {
+        "refills_too_early": refills_too_early(kernel.asm["ttgir"]),
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
         "lacks_fence": has_loop_of_products and "own fence" not in code,
     }
+
+
+def refills_too_early(code: str) -> bool:
+    """Return whether a buffer of a loop has fewer slots than others while products that read it are under way.
+
+    Triton gives such a slot more to operands that only products read. Others are filled again during the product.
+    """
+    if not re.search(r"pendings = [1-9]", code):
+        return False
+    slots = dict(re.findall(r"(%\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", code))
+    views = dict(re.findall(r"(%\S+) = ttg\.memdesc_(?:index|trans|reshape|subslice) (%[^\s\[]+)", code))
+    products = re.findall(r"ttng\.warp_group_dot (%\S+), (%\S+),.*isAsync = true", code)
+    read = {operand for operands in products for operand in operands}
+    while viewed := {name for name in read if name in views}:
+        read = (read - viewed) | {views[name] for name in viewed}
+    return len({slots[name] for name in read if name in slots}) > 1
 
 
 def in_8_bits(num_outputs: int, num_inputs: int, norm_eps: float | None = None, is_gated: bool = False) -> Any:
@@ -180,7 +197,7 @@ def call_all(workspace: Workspace) -> None:
     for is_even in (False, True):
         routing = Routing(8, normalizes=True, is_even=is_even)
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
-        for rows in (1,) if is_even else (1, 8, 2048):
+        for rows in (1,) if is_even else (1, 8, 512, 2048):
             layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):

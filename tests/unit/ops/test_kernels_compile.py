@@ -62,4 +62,5 @@ def test_kernels_compile_for_hopper(tmp_path):
         allowed = STACK_OF_SINES if kernel["kernel"] == "_rotation_table" else MOST_SPILLED if kernel["is_wide"] else 0
         assert kernel["stack_bytes"] <= allowed, kernel
         assert kernel["shared_bytes"] <= 227 << 10, kernel
+        assert not kernel["refills_too_early"], kernel
         assert not kernel["lacks_fence"], kernel  # see `kernel_launch.fence_shared`
