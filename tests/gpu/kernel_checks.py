@@ -560,7 +560,9 @@ def check_quantized_projections(
             got = kernels.norm_linear(norm_weight, 1e-6, weight, bias)(x)
         else:
             got = kernels.linear(weight, bias)(x)
-        random.assert_close(got, expected, 4 * max(1.0, x_scale))
+        # Tensor cores of compute capability 9.0 keep 14 bits of a sum of products in 8 bits.
+        summed = 8 if weight.kind == "fp8" and num_rows > 1 else 4
+        random.assert_close(got, expected, summed * max(1.0, x_scale))
 
 
 def check_quantized_tokens(dtype: torch.dtype, num_tokens: int, size: int, block: int) -> None:

@@ -58,11 +58,6 @@ def run(engine: LocalEngine, seed: int) -> None:
         engine.step()
 
 
-@pytest.fixture(autouse=True)
-def works_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.plan.kv_dtype.WORKS_ON_GPUS", True)
-
-
 @pytest.mark.parametrize("settings", [{}, NGRAM, {"kv_cache_dtype": "fp8"}], ids=["plain", "drafts", "fp8_kv"])
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
 def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:

@@ -55,11 +55,6 @@ def _graphs(spec: StageSpec) -> CudaGraphManager:
     return CudaGraphManager(graph_maker(device), debug_every=spec.graphs.debug_every)
 
 
-@pytest.fixture(autouse=True)
-def works_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raypp.plan.kv_dtype.WORKS_ON_GPUS", True)
-
-
 @pytest.mark.parametrize(
     ("shape", "num_layers", "settings"),
     [("small", 4, DRAFTS), ("qwen3-8b", 2, {}), ("qwen3-8b", 2, {"kv_cache_dtype": "fp8"})],

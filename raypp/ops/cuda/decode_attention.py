@@ -479,7 +479,9 @@ def _decode_attention(
                 if IS_FP8:
                     new_keys = _words(narrowed(new_keys * k_inverse, tl.float8e4nv), FRESH, BLOCK_ROW)
                     new_values = narrowed(new_values.to(tl.float32) * v_inverse, tl.float8e4nv)
-                    new_values = _words(new_values, FRESH, BLOCK_ROW)
+                    # Rows without a token are zero already. But of numbers that it knows, the assembler (ptxas 12.8)
+                    # makes words with halves of other registers, NaN among them, and 0 times that is NaN.
+                    new_values = tl.where(is_fresh[:, None], _words(new_values, FRESH, BLOCK_ROW), 0)
                 else:
                     new_keys = new_keys.to(dtype)
                 slot = tl.load(slot_mapping + first_token + fresh, mask=is_fresh, other=0)

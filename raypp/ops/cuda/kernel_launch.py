@@ -111,8 +111,7 @@ def start(OVERLAPS: tl.constexpr):
 def fence_shared(OVERLAPS: tl.constexpr):
     """Let tensor cores see what was loaded into shared memory: between the loads and the products of a loop.
 
-    Triton 3.6 leaves it out, and then one product in a million has a piece of what was there before; 3.7 does it itself
-    (compute capability 9.0; PTX ISA, "Async proxy").
+    Compute capability 9.0 asks for it (PTX ISA, "Async proxy"). Triton 3.6 leaves it out, 3.7 does it itself.
     """
     if OVERLAPS:
         tl.inline_asm_elementwise(

@@ -171,12 +171,15 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     tile = min(128, int(triton.next_power_of_2(num_rows)))
     if product.is_gated:
         num_warps = 8 if tile == 128 and product.has_blocks else 4
-        return _fitting(Tuning(outputs=64, inputs=inputs, num_warps=num_warps, num_stages=4), num_rows, product, device)
+        num_stages = 3 if tile == 64 and product.has_blocks else 4  # two programs fit on a processor
+        tuning = Tuning(outputs=64, inputs=inputs, num_warps=num_warps, num_stages=num_stages)
+        return _fitting(tuning, num_rows, product, device)
     num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, tile)
-    per_processor = 3 if num_rows <= 16 else 1.5 if num_rows <= 32 else 1
-    num_splits = int(per_processor * device.num_processors) // num_programs if num_rows <= tile else 1
+    per_processor = 3 if num_rows <= 16 else 2 if num_rows <= 64 else 1
+    num_splits = per_processor * device.num_processors // num_programs if num_rows <= tile else 1
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.num_inputs // 512))
-    tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=6 if num_rows <= 32 else 4)
+    num_stages = 3 if product.has_blocks and num_rows <= 64 else 6 if num_rows <= 32 else 4
+    tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=num_stages)
     return _fitting(tuning, num_rows, product, device)
 
 
@@ -197,11 +200,10 @@ def _tune_fp8_row(product: Product, device: Device) -> Tuning:
 
 def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
     """Return the cut of a product of 4 bits: strips split along K until every processor has two or three programs."""
-    strips, per_processor = (2, 3) if num_rows <= 32 else (1, 2)
     most_rows = 64 if product.is_gated else 128
-    num_programs = triton.cdiv(product.num_outputs, 64 * strips) * triton.cdiv(num_rows, most_rows)
-    num_splits = per_processor * device.num_processors // num_programs
+    num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, most_rows)
+    num_splits = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
-    tuning = Int4Tuning(strips=strips, num_splits=num_splits, most_rows=most_rows)
+    tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows)
     most_stages = device.shared_bytes // int4_shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))

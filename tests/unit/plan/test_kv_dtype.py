@@ -10,7 +10,6 @@ import pytest
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError
 from raypp.models.config import load_model_config
-from raypp.plan import kv_dtype
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.kv_dtype import choose_kv_dtype
@@ -18,17 +17,6 @@ from raypp.plan.tuning import layer_room
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
 _EAGLE = {"method": "eagle3", "model": str(_SHAPES / "qwen3-8b-eagle3")}
-
-
-@pytest.fixture(autouse=True)
-def works_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_dtype, "WORKS_ON_GPUS", True)
-
-
-def test_gpus_are_refused_until_it_works_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    with pytest.raises(ConfigError, match="cannot be in 8 bits"):
-        _plan(kv_cache_dtype="fp8")
 
 
 def _hardware(capability: tuple[int, int]) -> Hardware:
