@@ -36,6 +36,7 @@ _PROGRAMS_AT_ONCE = 6  # of a processor, with one query token per row
 _PROGRAMS_OF_LARGE_TILES_AT_ONCE = 3  # of 128 tokens in 8 bits
 _MOST_FLOATS_OF_LARGE_TILES = 32 * 128  # of queries, beside tiles of 128 tokens
 _MOST_FLOATS_OF_FEW_WARPS = 64 * 128  # of queries, whose weighted values four warps keep in registers
+_LEAST_OF_A_SPLIT = 128  # tokens: combining more splits takes longer than they save
 _MIN_QUERIES = 16  # the smallest tile of a matrix product
 _MIN_COLUMNS = 32  # of a head: half of them are multiplied at once where the cache is in 8 bits
 
@@ -237,6 +238,7 @@ class TritonDecode:
             PARTS_AT_ONCE=_parts_at_once(tuning.num_splits, filled * block_d),
             FRESH=max(_MIN_QUERIES, triton.next_power_of_2(query_len)),
             TILE=tuning.tile_tokens,
+            LEAST=max(_LEAST_OF_A_SPLIT, tuning.tile_tokens),
             SPLITS=tuning.num_splits,
             IS_PROJECTION=fresh is not None,
             HAS_NORM=norm is not None,
@@ -377,6 +379,7 @@ def _decode_attention(
     PARTS_AT_ONCE: tl.constexpr,
     FRESH: tl.constexpr,
     TILE: tl.constexpr,
+    LEAST: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_PROJECTION: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -422,7 +425,7 @@ def _decode_attention(
     context = length  # what is read from the cache
     if IS_PROJECTION:
         context = length - QUERY_LEN
-    split_len = tl.maximum(1, tl.cdiv(tl.cdiv(context, SPLITS), TILE)) * TILE
+    split_len = tl.maximum(LEAST, tl.cdiv(tl.cdiv(context, SPLITS), TILE) * TILE)
     num_parts = tl.maximum(1, tl.cdiv(context, split_len))
     if split < num_parts:
         visible = length - QUERY_LEN + 1 + query_token  # a query token sees the context and itself
