@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
 from ray import cloudpickle
-from ray.util.placement_group import remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.cluster import Cluster
 from raypp.actors.cluster_hardware import hardware_of_stages, may_be_elsewhere
-from raypp.actors.deadline import Deadline, in_time
-from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, reserve
-from raypp.actors.processes import ActorProcess, end_here, end_processes
-from raypp.actors.remote_errors import raypp_errors
+from raypp.actors.deadline import Deadline
+from raypp.actors.engine_life import EngineLife
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.tracing import write_chrome_trace
+from raypp.supervision.supervised_engine import SupervisedEngine
+from raypp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory
 
-_ANSWER_S = 2.0
-_WATCH_S = 1.0
+_RESTART_END_S = 5.0  # for a restart to notice that the engine is being closed, besides what it ends
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +53,12 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     _check_trace_folder(config.observability.trace)
     deadline = Deadline(config.faults.start_timeout_s)
     plan, _, cluster = connect_and_plan(config, deadline)
-    handle = EngineHandle(plan, cluster)
     try:
-        handle._start(stage_factory, deadline)
+        factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
+        return EngineHandle(plan, cluster, factory, _start_life(EngineLife(plan, cluster, factory), deadline))
     except BaseException:
-        handle.close()
+        cluster.disconnect()
         raise
-    return handle
 
 
 def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePlan, Hardware, Cluster]:
@@ -91,44 +80,29 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
         raise
 
 
-class EngineHandle:
-    """A running engine, owned by this process.
+class EngineHandle(SupervisedEngine[EngineLife]):
+    """A running engine, owned by this process; see `raypp.api.launch.EngineHandle`.
 
     Attributes:
-        client_address: The driver's zmq address for clients.
-        model_info: What clients must know of the model; see `raypp.api.launch.EngineHandle`.
+        model_info: What clients must know of the model.
     """
 
-    client_address: str
-
-    def __init__(self, plan: EnginePlan, cluster: Cluster) -> None:
+    def __init__(self, plan: EnginePlan, cluster: Cluster, factory: bytes | None, life: EngineLife) -> None:
         self._plan = plan
         self._cluster = cluster
-        self._placement: Placement | None = None
-        self._driver: Any = None
-        self._run: Any = None
-        # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
-        self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
-        self._driver_process: ActorProcess | None = None
-        self._stage_processes: list[ActorProcess] = []
-        self._encoder_processes: list[ActorProcess] = []
-        self._watchers: list[threading.Thread] = []
-        self._closing = threading.Event()
+        self._factory = factory
         self._close_lock = threading.Lock()
+        self._is_closed = False
         self.model_info = plan.model_info()
+        super().__init__(Supervisor(life, self._start_next, plan.config.faults, obstacle=self._obstacle))
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
         return self._plan.describe()
 
     def processes(self) -> dict[str, Any]:
-        """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}."""
-        assert self._driver_process is not None, "the engine was not started"
-        return {
-            "driver": self._driver_process.pid,
-            "stages": [process.pid for process in self._stage_processes],
-            "encoders": [process.pid for process in self._current_encoders()],
-        }
+        """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}; of the last life while none runs."""
+        return self._supervisor.life.processes()
 
     def encoder_actors(self) -> list[Any]:
         """Return the encoder actors; none of a model that reads text alone.
@@ -136,138 +110,46 @@ class EngineHandle:
         Raises:
             EngineDeadError, DeadlineError: the driver does not answer.
         """
-        return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
-
-    def watch(self, callback: Callable[[RayppError], None]) -> None:
-        """Call back, from another thread, when the driver, or the Ray that it runs on, ends without being told to."""
-
-        def watch() -> None:
-            while not self._closing.is_set():
-                ended, _ = ray.wait([self._run], timeout=_WATCH_S)
-                if not self._closing.is_set() and (error := self._death(bool(ended))) is not None:
-                    callback(error)
-                    return
-
-        watcher = threading.Thread(target=watch, name="driver-watcher", daemon=True)
-        self._watchers.append(watcher)
-        watcher.start()
+        return self._supervisor.life.encoder_actors()
 
     def close(self) -> None:
         """End the engine and everything it started. May be called again, and from any thread."""
         with self._close_lock:
-            if self._closing.is_set():
+            if self._is_closed:
                 return
-            self._closing.set()
-            shutil.rmtree(self._meeting_place, ignore_errors=True)
+            self._is_closed = True
             try:
-                if self._cluster.is_useful():
-                    self._end_actors()
-                self._end_processes()
+                if not self._supervisor.stop(_RESTART_END_S + self._plan.config.faults.close_timeout_s):
+                    logger.warning("a restart of the engine does not end")
+                self._supervisor.life.end(in_order=True)
             finally:
-                self._end_watchers()
                 self._cluster.disconnect()
 
-    def _start(self, stage_factory: StageFactory | None, deadline: Deadline) -> None:
-        strategy = self._plan.config.parallel.placement
-        num_stages, num_encoders = len(self._plan.stages), self._plan.encoders.num_encoders
-        factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
-        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoders.resources] * num_encoders
-        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            self._placement = reserve(bundles, num_stages, strategy, deadline)
-        self._driver = (
-            ray.remote(DriverActor)
-            .options(
-                num_cpus=0,
-                # On this node, whose sockets and folders the client shares.
-                scheduling_strategy=NodeAffinitySchedulingStrategy(self._placement.driver_node_id, soft=False),
-                max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
-                max_restarts=0,
-            )
-            .remote(self._plan, factory, self._placement, self._meeting_place)
+    def _start_next(self) -> EngineLife:
+        faults = self._plan.config.faults
+        is_closing = self._supervisor.is_closing
+        return _start_life(
+            EngineLife(self._plan, self._cluster, self._factory, lambda: not is_closing.is_set()),
+            Deadline(faults.start_timeout_s),
         )
-        self._driver_process = self._ask("process", deadline, ActorProcess.of_this_process())
-        self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
-        self._encoder_processes = self._ask("encoder_processes", deadline)
-        self.client_address = self._ask("start", deadline, deadline.remaining_s)
-        self._run = self._driver.run.remote()
 
-    def _current_encoders(self) -> list[ActorProcess]:
-        """Return the encoders' processes: those of now, if the driver still answers."""
-        if self._encoder_processes:
-            try:
-                self._encoder_processes = self._ask("encoder_processes", Deadline(_ANSWER_S))
-            except RayppError as error:
-                logger.debug("the driver does not say which encoders there are: %s", error)
-        return self._encoder_processes
-
-    def _ask(self, method: str, deadline: Deadline, *args: object) -> Any:
-        """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
-        self._cluster.check()  # without a Ray the call would start one
-        ends = Deadline(deadline.remaining_s + _ANSWER_S)
-        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            answer = getattr(self._driver, method).remote(*args)
-            while not ray.wait([answer], timeout=min(_WATCH_S, ends.remaining_s))[0] and ends.remaining_s:
-                self._cluster.check()
-            return ray.get(answer, timeout=0)
-
-    def _end_actors(self) -> None:
-        timeout_s = self._plan.config.faults.close_timeout_s
-        self._current_encoders()
-        try:
-            if self._run is not None:
-                self._end_in_order(Deadline(timeout_s))
-        finally:
-            if self._driver is not None:
-                ray.kill(self._driver)
-            if self._placement is not None and not in_time(
-                partial(remove_placement_group, self._placement.group), timeout_s
-            ):
-                logger.warning("Ray did not confirm that the engine's resources are free again")
-
-    def _end_processes(self) -> None:
-        """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
-        timeout_s = self._plan.config.faults.close_timeout_s
-        driver = [self._driver_process] if self._driver_process is not None else []
-        processes = [*driver, *self._stage_processes, *self._encoder_processes]
-        if self._cluster.is_useful():
-            end_processes(processes, timeout_s)
-        else:
-            end_here([process.process for process in processes if process.node_id == driver[0].node_id], 0.0)
-
-    def _death(self, has_driver_ended: bool) -> RayppError | None:
-        """Return what the engine died of, if it did."""
+    def _obstacle(self) -> RayppError | None:
+        """Return what is wrong with this process's own Ray, without which there is no other engine."""
         try:
             self._cluster.check()
         except EngineDeadError as error:
             return error
-        return _death_of(self._run) if has_driver_ended else None
-
-    def _end_watchers(self) -> None:
-        """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""
-        for watcher in self._watchers:
-            if watcher is not threading.current_thread():
-                watcher.join(_WATCH_S + _ANSWER_S)
-
-    def _end_in_order(self, deadline: Deadline) -> None:
-        """Have the trace written and the driver stop, as far as it still can."""
-        path = self._plan.config.observability.trace
-        try:
-            if path is not None:
-                with raypp_errors(f"close_timeout_s={deadline.seconds:g}"):
-                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=deadline.remaining_s))
-        except (OSError, RayppError) as error:  # what was generated is not worth less for it
-            logger.warning("no trace was written to %s: %s", path, error)
-        self._driver.stop.remote()
-        ray.wait([self._run], timeout=deadline.remaining_s)
+        return None
 
 
-def _death_of(run: Any) -> RayppError:
+def _start_life(life: EngineLife, deadline: Deadline) -> EngineLife:
+    """Start an engine's actors; if that fails, leave nothing."""
     try:
-        with raypp_errors("its end"):
-            ray.get(run)
-    except RayppError as error:
-        return error
-    return EngineDeadError("the driver ended by itself")
+        life.start(deadline)
+    except BaseException:
+        life.end()
+        raise
+    return life
 
 
 def _check_trace_folder(path: str | None) -> None:

@@ -58,7 +58,7 @@ class Frontend:
         self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._client = EngineClient(engine.handle.client_address, self._on_message)
-        engine.handle.watch(self._on_death_elsewhere)
+        engine.handle.watch(self)
         self._num_silent_turns = 0
         self._is_closing = False
         self._watchdog = self._loop.call_later(engine.config.faults.heartbeat_s, self._check_silence)
@@ -352,7 +352,15 @@ class Frontend:
         if self._death is None:
             self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)
 
-    def _on_death_elsewhere(self, error: RayppError) -> None:
+    def engine_lost(self, error: RayppError) -> None:
+        """End all requests: they are not handed over yet. From another thread."""
+        self.engine_dead(error)
+
+    def engine_back(self, client_address: str) -> None:
+        """Do nothing. From another thread."""
+
+    def engine_dead(self, error: RayppError) -> None:
+        """End all requests. From another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know
             self._loop.call_soon_threadsafe(self._die, error)
 

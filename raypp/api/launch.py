@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.errors import ConfigError, ModelLoadError, RayppError
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
+from raypp.supervision.recovery import EngineWatcher, Recovery
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory  # imports torch
@@ -32,7 +33,7 @@ class EngineHandle(Protocol):
 
     @property
     def client_address(self) -> str:
-        """The zmq address that clients connect to."""
+        """The zmq address that clients connect to, of the present life: every start has one of its own."""
 
     @property
     def model_info(self) -> Mapping[str, Any]:
@@ -51,8 +52,29 @@ class EngineHandle(Protocol):
     def encoder_actors(self) -> list[Any]:
         """Return the Ray actors that encode images; none of a model that reads text alone. Blocks."""
 
-    def watch(self, callback: Callable[[RayppError], None]) -> None:
-        """Call back, from another thread, when the engine dies."""
+    def watch(self, watcher: EngineWatcher) -> None:
+        """Tell somebody, from another thread, what becomes of the engine from now on.
+
+        If it does not run now, that is said before this returns. Who watches first and reads `client_address` then
+        misses nothing.
+        """
+
+    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+        """Take in what a client finds out: that the engine has died, or says nothing. From any thread.
+
+        It is ignored while the engine is restarting or closed, and of an earlier life than the present one.
+
+        Args:
+            error: What it died of.
+            client_address: Where the client was connected; it names the life that has died.
+            silent_s: How long nothing had been heard. Seconds.
+        """
+
+    def excuse_restarts(self, count: int) -> None:
+        """Take the latest `count` restarts off those of `max_engine_restarts`: what caused them has ended."""
+
+    def recoveries(self) -> list[Recovery]:
+        """Return the engine's pauses, oldest first."""
 
     def close(self) -> None:
         """Stop the engine and wait until its processes are gone."""

@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from raypp.actors import engine_actors
+from raypp.actors import engine_life
 from raypp.actors.cluster import Cluster
 from raypp.actors.engine_actors import EngineHandle
+from raypp.actors.engine_life import EngineLife
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -37,13 +38,11 @@ class SlowRay:
 def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray.wait` without a Ray starts one."""
     ray, left = SlowRay(), threading.Event()
-    monkeypatch.setattr(engine_actors, "ray", ray)
-    monkeypatch.setattr(engine_actors, "end_processes", lambda *_: None)
+    monkeypatch.setattr(engine_life, "ray", ray)
+    monkeypatch.setattr(engine_life, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
-    handle = EngineHandle(
-        plan, cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
-    )
-    handle.watch(lambda _: None)
+    cluster = cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
+    handle = EngineHandle(plan, cluster, None, EngineLife(plan, cluster, None))
     assert ray.asked.wait(WAIT_S)
     closer = threading.Thread(target=handle.close)
     closer.start()

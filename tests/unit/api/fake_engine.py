@@ -25,6 +25,7 @@ from raypp.client_messages import (
 )
 from raypp.errors import RayppError
 from raypp.messages import OutputBatch
+from raypp.supervision.recovery import EngineWatcher, Recovery
 from raypp.types import FinishReason
 
 VOCAB_SIZE = 600
@@ -64,7 +65,7 @@ class FakeEngine:
         self.stage_factory: object = None
         self._gate_is_open = True
         self._steps_granted = 0
-        self._watchers: list[Callable[[RayppError], None]] = []
+        self._watchers: list[EngineWatcher] = []
         self._running: list[Running] = []
         self._known_clients: set[bytes] = set()
         self._changed = threading.Condition()
@@ -97,8 +98,17 @@ class FakeEngine:
     def encoder_actors(self) -> list[Any]:
         return []
 
-    def watch(self, callback: Callable[[RayppError], None]) -> None:
-        self._watchers.append(callback)
+    def watch(self, watcher: EngineWatcher) -> None:
+        self._watchers.append(watcher)
+
+    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+        pass
+
+    def excuse_restarts(self, count: int) -> None:
+        pass
+
+    def recoveries(self) -> list[Recovery]:
+        return []
 
     def close(self) -> None:
         self.num_closed += 1
@@ -119,8 +129,8 @@ class FakeEngine:
     def die_unseen(self, error: RayppError) -> None:
         """Only the watchers hear of it."""
         self.set_gate(is_open=False)
-        for callback in self._watchers:
-            callback(error)
+        for watcher in self._watchers:
+            watcher.engine_dead(error)
 
     def die_loudly(self, error: RayppError) -> None:
         """Every client gets a last message."""

@@ -1,0 +1,228 @@
+"""One life of an engine on Ray: starts its actors, notices when they die, and sees to it that nothing is left."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raypp.actors.cluster import Cluster
+from raypp.actors.deadline import Deadline, in_time
+from raypp.actors.driver_actor import DriverActor
+from raypp.actors.placement import Placement, reserve
+from raypp.actors.processes import ActorProcess, end_here, end_processes
+from raypp.actors.remote_errors import raypp_errors
+from raypp.errors import EngineDeadError, RayppError
+from raypp.plan.engine_plan import EnginePlan
+from raypp.tracing import write_chrome_trace
+
+_ANSWER_S = 2.0
+_WATCH_S = 1.0
+_POLL_S = 0.1
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLife:
+    """The actors of an engine, from one start to their end; a `raypp.supervision.supervisor.Life`.
+
+    Attributes:
+        client_address: The driver's zmq address for clients, once it has started.
+    """
+
+    client_address: str
+
+    def __init__(
+        self, plan: EnginePlan, cluster: Cluster, factory: bytes | None, is_wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Know what to start.
+
+        Args:
+            plan: Of the engine.
+            cluster: Where it runs.
+            factory: Makes the stages' models, pickled; None: the checkpoint does.
+            is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
+        """
+        self._plan = plan
+        self._cluster = cluster
+        self._factory = factory
+        self._is_wanted = is_wanted
+        self._placement: Placement | None = None
+        self._driver: Any = None
+        self._run: Any = None
+        # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
+        self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
+        self._driver_process: ActorProcess | None = None
+        self._stage_processes: list[ActorProcess] = []
+        self._encoder_processes: list[ActorProcess] = []
+        self._watchers: list[threading.Thread] = []
+        self._ending = threading.Event()
+        self._end_lock = threading.Lock()
+
+    def start(self, deadline: Deadline) -> None:
+        """Place and start the actors; return when all stages are ready. If that fails, what there is must be ended.
+
+        Raises:
+            ConfigError, ModelLoadError, ResourceError, DeadlineError, EngineDeadError: it cannot start.
+        """
+        strategy = self._plan.config.parallel.placement
+        num_stages, num_encoders = len(self._plan.stages), self._plan.encoders.num_encoders
+        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoders.resources] * num_encoders
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            self._placement = reserve(bundles, num_stages, strategy, deadline)
+        self._driver = (
+            ray.remote(DriverActor)
+            .options(
+                num_cpus=0,
+                # On this node, whose sockets and folders the client shares.
+                scheduling_strategy=NodeAffinitySchedulingStrategy(self._placement.driver_node_id, soft=False),
+                max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
+                max_restarts=0,
+            )
+            .remote(self._plan, self._factory, self._placement, self._meeting_place)
+        )
+        self._driver_process = self._ask("process", deadline, ActorProcess.of_this_process())
+        self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
+        self._encoder_processes = self._ask("encoder_processes", deadline)
+        self.client_address = self._ask("start", deadline, deadline.remaining_s)
+        self._run = self._driver.run.remote()
+
+    def watch(self, on_death: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when the driver, or the Ray that it runs on, ends without being told to."""
+
+        def watch() -> None:
+            while not self._ending.is_set():
+                ended, _ = ray.wait([self._run], timeout=_WATCH_S)
+                if not self._ending.is_set() and (error := self._death(bool(ended))) is not None:
+                    on_death(error)
+                    return
+
+        watcher = threading.Thread(target=watch, name="driver-watcher", daemon=True)
+        self._watchers.append(watcher)
+        watcher.start()
+
+    def processes(self) -> dict[str, Any]:
+        """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}."""
+        assert self._driver_process is not None, "the engine was not started"
+        return {
+            "driver": self._driver_process.pid,
+            "stages": [process.pid for process in self._stage_processes],
+            "encoders": [process.pid for process in self._current_encoders()],
+        }
+
+    def encoder_actors(self) -> list[Any]:
+        """Return the encoder actors; none of a model that reads text alone.
+
+        Raises:
+            EngineDeadError, DeadlineError: the driver does not answer.
+        """
+        return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
+
+    def end(self, *, in_order: bool = False) -> None:
+        """End everything that was started. May be called again, and from any thread.
+
+        Args:
+            in_order: Have the driver and the stages end by themselves, and the trace written, as far as they still can.
+        """
+        with self._end_lock:
+            if self._ending.is_set():
+                return
+            self._ending.set()
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+            try:
+                if self._cluster.is_useful():
+                    self._end_actors(in_order=in_order)
+                self._end_processes()
+            finally:
+                self._end_watchers()
+
+    def _current_encoders(self) -> list[ActorProcess]:
+        """Return the encoders' processes: those of now, if the driver still answers."""
+        if self._encoder_processes:
+            try:
+                self._encoder_processes = self._ask("encoder_processes", Deadline(_ANSWER_S))
+            except RayppError as error:
+                logger.debug("the driver does not say which encoders there are: %s", error)
+        return self._encoder_processes
+
+    def _ask(self, method: str, deadline: Deadline, *args: object) -> Any:
+        """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
+        self._check()  # without a Ray the call would start one
+        ends = Deadline(deadline.remaining_s + _ANSWER_S)
+        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+            answer = getattr(self._driver, method).remote(*args)
+            while not ray.wait([answer], timeout=min(_POLL_S, ends.remaining_s))[0] and ends.remaining_s:
+                self._check()
+            return ray.get(answer, timeout=0)
+
+    def _check(self) -> None:
+        self._cluster.check()
+        if not self._is_wanted():
+            raise EngineDeadError("the engine was closed", hint="start a new engine")
+
+    def _end_actors(self, *, in_order: bool) -> None:
+        timeout_s = self._plan.config.faults.close_timeout_s
+        self._current_encoders()
+        try:
+            if in_order and self._run is not None:
+                self._end_in_order(Deadline(timeout_s))
+        finally:
+            if self._driver is not None:
+                ray.kill(self._driver)
+            if self._placement is not None and not in_time(
+                partial(remove_placement_group, self._placement.group), timeout_s
+            ):
+                logger.warning("Ray did not confirm that the engine's resources are free again")
+
+    def _end_processes(self) -> None:
+        """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
+        timeout_s = self._plan.config.faults.close_timeout_s
+        driver = [self._driver_process] if self._driver_process is not None else []
+        processes = [*driver, *self._stage_processes, *self._encoder_processes]
+        if self._cluster.is_useful():
+            end_processes(processes, timeout_s)
+        else:
+            end_here([process.process for process in processes if process.node_id == driver[0].node_id], 0.0)
+
+    def _death(self, has_driver_ended: bool) -> RayppError | None:
+        """Return what the engine died of, if it did."""
+        try:
+            self._cluster.check()
+        except EngineDeadError as error:
+            return error
+        return _death_of(self._run) if has_driver_ended else None
+
+    def _end_watchers(self) -> None:
+        """Wait until nobody asks Ray for the driver any more: one that did so after the end would start another Ray."""
+        for watcher in self._watchers:
+            if watcher is not threading.current_thread():
+                watcher.join(_WATCH_S + _ANSWER_S)
+
+    def _end_in_order(self, deadline: Deadline) -> None:
+        """Have the trace written and the driver stop, as far as it still can."""
+        path = self._plan.config.observability.trace
+        try:
+            if path is not None:
+                with raypp_errors(f"close_timeout_s={deadline.seconds:g}"):
+                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=deadline.remaining_s))
+        except (OSError, RayppError) as error:  # what was generated is not worth less for it
+            logger.warning("no trace was written to %s: %s", path, error)
+        self._driver.stop.remote()
+        ray.wait([self._run], timeout=deadline.remaining_s)
+
+
+def _death_of(run: Any) -> RayppError:
+    try:
+        with raypp_errors("its end"):
+            ray.get(run)
+    except RayppError as error:
+        return error
+    return EngineDeadError("the driver ended by itself")

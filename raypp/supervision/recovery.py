@@ -1,0 +1,45 @@
+"""What users of an engine hear when it dies and comes back, and what is kept of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from raypp.errors import RayppError
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One pause of an engine: parts of it died, and it was started again.
+
+    Attributes:
+        died: Who died, and of what, in words: the error of the first death.
+        notice_s: From the last sign of life, as far as whoever reported the death knows it, to the decision. Seconds.
+        end_s: Until nothing was left of the old engine. Seconds.
+        start_s: Until a new one could be used, waiting for room and starts that failed included. Seconds.
+        num_starts: How many starts it took.
+    """
+
+    died: str
+    notice_s: float
+    end_s: float
+    start_s: float
+    num_starts: int = 1
+
+    @property
+    def total_s(self) -> float:
+        """All of the pause, without what clients need to hand their requests over. Seconds."""
+        return self.notice_s + self.end_s + self.start_s
+
+
+class EngineWatcher(Protocol):
+    """Whoever uses an engine. Called from threads of the engine's owner, one call at a time; must return soon."""
+
+    def engine_lost(self, error: RayppError) -> None:
+        """Hear that a part died. The engine is being started again: `engine_back` or `engine_dead` follows."""
+
+    def engine_back(self, client_address: str) -> None:
+        """Hear that it runs again, at this address."""
+
+    def engine_dead(self, error: RayppError) -> None:
+        """Hear that it is gone for good: its restarts are used up, or it cannot start. Nothing follows."""

@@ -1,0 +1,262 @@
+"""Decides whether an engine that has died is started again, has that done, and tells those who use it.
+
+    running --a death is reported--> restarting --it has started--> running, in its next life
+                |                      |    ^
+                |                      +----+ dies while it starts
+                +---> dead <-----------+      restarts are used up, or it cannot start
+
+Each life has an address of its own, so what is said of an earlier life is known for what it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from raypp.config.sections import FaultsSection
+from raypp.errors import DeadlineError, EngineDeadError, RayppError
+from raypp.supervision.recovery import EngineWatcher, Recovery
+
+logger = logging.getLogger(__name__)
+
+
+class Life(Protocol):
+    """An engine from one start to its end."""
+
+    @property
+    def client_address(self) -> str:
+        """The zmq address of its driver. No other life has the same."""
+
+    def watch(self, on_death: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when it dies; also if it has died already."""
+
+    def end(self) -> None:
+        """End what is left of it, at once. Doing so twice does nothing."""
+
+
+LifeT = TypeVar("LifeT", bound=Life)
+
+
+@dataclass(frozen=True)
+class _Death:
+    error: RayppError
+    last_sign_s: float  # when the dead one was last known to live, by the clock
+
+
+class Supervisor(Generic[LifeT]):
+    """Looks after one engine, from a thread of its own."""
+
+    def __init__(
+        self,
+        first: LifeT,
+        start_next: Callable[[], LifeT],
+        faults: FaultsSection,
+        *,
+        obstacle: Callable[[], RayppError | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to look after an engine that runs.
+
+        Args:
+            first: Its first life.
+            start_next: Starts the next one and returns it. What it raises leaves nothing behind: EngineDeadError and
+                DeadlineError say that the new engine died as it started, everything else that it cannot start. It
+                raises soon once `is_closing` is set.
+            faults: How many restarts there may be.
+            obstacle: Returns why no restart can help, whatever it was that died; None while one can.
+            clock: In seconds.
+        """
+        self.is_closing = threading.Event()
+        self._life = first
+        self._start_next = start_next
+        self._faults = faults
+        self._obstacle = obstacle
+        self._clock = clock
+        self._lock = threading.RLock()  # of all that follows; held while watchers are told, which keeps the order
+        self._reported = threading.Condition(self._lock)
+        self._watchers: list[EngineWatcher] = []
+        self._death: _Death | None = None  # of the present life, while nothing has come of it
+        self._final: RayppError | None = None
+        self._restarts: deque[float] = deque()  # when each that counts began
+        self._recoveries: list[Recovery] = []
+        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
+        self._thread.start()
+        self._watch(first)
+
+    @property
+    def life(self) -> LifeT:
+        """The present life; while the engine restarts, the one that has ended."""
+        with self._lock:
+            return self._life
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the present life is not known to have died."""
+        with self._lock:
+            return self._death is None
+
+    def recoveries(self) -> list[Recovery]:
+        """Return the engine's pauses, oldest first."""
+        with self._lock:
+            return list(self._recoveries)
+
+    def watch(self, watcher: EngineWatcher) -> None:
+        """Tell somebody what becomes of the engine: what it is now, if it does not run, before this returns."""
+        with self._lock:
+            self._watchers.append(watcher)
+            if self._final is not None:
+                watcher.engine_dead(self._final)
+            elif self._death is not None:
+                watcher.engine_lost(self._death.error)
+
+    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+        """Take in that a life has died, from whoever finds it out; see `raypp.api.launch.EngineHandle`."""
+        with self._lock:
+            if self._death is None and client_address == self._life.client_address and not self.is_closing.is_set():
+                self._death = _Death(error, self._clock() - silent_s)
+                self._reported.notify_all()
+
+    def excuse_restarts(self, count: int) -> None:
+        """Count the latest restarts no longer; see `raypp.api.launch.EngineHandle`."""
+        with self._lock:
+            for _ in range(min(count, len(self._restarts))):
+                self._restarts.pop()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Start nothing any more, and tell nobody; return whether whatever was under way has ended.
+
+        Args:
+            timeout_s: How long it is waited for.
+        """
+        with self._lock:
+            self.is_closing.set()
+            self._reported.notify_all()
+        if threading.current_thread() is self._thread:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (death := self._next_death()) is not None:
+            try:
+                final = self._reason_to_give_up(death.error) or self._recover(death)
+            except Exception as error:  # whoever waits for the engine must hear something
+                logger.exception("the engine cannot be started again")
+                final = _cannot_start(death.error, error)
+            if final is not None:
+                self._give_up(final)
+                return
+
+    def _next_death(self) -> _Death | None:
+        """Wait for one; None when the engine is closed."""
+        with self._lock:
+            while self._death is None and not self.is_closing.is_set():
+                self._reported.wait()
+            return None if self.is_closing.is_set() else self._death
+
+    def _reason_to_give_up(self, error: RayppError) -> RayppError | None:
+        """Return the error to end with; None if there is to be a restart, which is then counted."""
+        if (obstacle := self._obstacle()) is not None:
+            return obstacle
+        with self._lock:
+            now_s, faults = self._clock(), self._faults
+            while self._restarts and now_s - self._restarts[0] > faults.restart_window_s:
+                self._restarts.popleft()
+            if len(self._restarts) >= faults.max_engine_restarts:
+                return error
+            self._restarts.append(now_s)
+            count = len(self._restarts)
+        logger.warning(
+            "%s; the engine is started again (%d of max_engine_restarts=%d within %g s)",
+            error,
+            count,
+            faults.max_engine_restarts,
+            faults.restart_window_s,
+        )
+        return None
+
+    def _recover(self, death: _Death) -> RayppError | None:
+        """Replace the life that has died; return the error to end with if that is impossible."""
+        self._tell(lambda watcher: watcher.engine_lost(death.error))
+        noticed_s = self._clock()
+        self._life.end()
+        ended_s = self._clock()
+        num_starts = 0
+        while not self.is_closing.is_set():
+            num_starts += 1
+            try:
+                life = self._start_next()
+            except Exception as error:
+                if self.is_closing.is_set():
+                    return None
+                if not isinstance(error, EngineDeadError | DeadlineError):
+                    return _cannot_start(death.error, error)
+                if (final := self._reason_to_give_up(error)) is not None:
+                    return final
+                continue
+            started_s = self._clock()
+            self._go_on(
+                life,
+                Recovery(
+                    str(death.error),
+                    notice_s=noticed_s - death.last_sign_s,
+                    end_s=ended_s - noticed_s,
+                    start_s=started_s - ended_s,
+                    num_starts=num_starts,
+                ),
+            )
+            return None
+        return None
+
+    def _go_on(self, life: LifeT, recovery: Recovery) -> None:
+        with self._lock:
+            is_wanted = not self.is_closing.is_set()
+            if is_wanted:
+                self._life, self._death = life, None
+                self._recoveries.append(recovery)
+                logger.warning(
+                    "the engine runs again after %.1f s (notice %.1f s, end %.1f s, start %.1f s, starts: %d): %s",
+                    recovery.total_s,
+                    recovery.notice_s,
+                    recovery.end_s,
+                    recovery.start_s,
+                    recovery.num_starts,
+                    recovery.died,
+                )
+                self._tell(lambda watcher: watcher.engine_back(life.client_address))
+        if is_wanted:
+            self._watch(life)
+        else:
+            life.end()
+
+    def _give_up(self, error: RayppError) -> None:
+        with self._lock:
+            self._final = error
+            self._tell(lambda watcher: watcher.engine_dead(error))
+
+    def _watch(self, life: LifeT) -> None:
+        life.watch(lambda error: self.report_death(error, life.client_address))
+
+    def _tell(self, call: Callable[[EngineWatcher], None]) -> None:
+        with self._lock:
+            if self.is_closing.is_set():
+                return
+            for watcher in self._watchers:
+                try:
+                    call(watcher)
+                except Exception:  # of a user's: the engine and the others go on
+                    logger.exception("a watcher of the engine failed")
+
+
+def _cannot_start(death: RayppError, error: Exception) -> EngineDeadError:
+    said = str(error) if isinstance(error, RayppError) else repr(error)
+    return EngineDeadError(
+        f"the engine cannot be started again after its end: {said}",
+        got=f"its end: {death}",
+        hint="make what is missing available, and start a new engine",
+    )

@@ -1,0 +1,176 @@
+"""One life of an engine in the threads of one process; see `raypp.testing.threaded_engine`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import zmq
+
+from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.engine_loop import Engine
+from raypp.driver.failure_reports import FailureReports, Witness
+from raypp.driver.grammar_process import GrammarProcess
+from raypp.driver.open_requests import OpenRequests
+from raypp.driver.server import DriverServer, open_client_socket
+from raypp.driver.stage_health import StageHealth
+from raypp.errors import DeadlineError, RayppError, StageDiedError
+from raypp.plan.engine_plan import EnginePlan
+from raypp.scheduler.scheduler import Scheduler
+from raypp.stage.build_stage import StageFactory, allocate_kv_caches, build_stage_model
+from raypp.stage.loop import run_stage_loop
+from raypp.stage.schemas import StageSchemas
+from raypp.stage.stage import Stage
+from raypp.stage.step_sizes import StepSizes
+from raypp.step_channel import DriverChannel, StageChannel
+from raypp.testing.local_encoder import LocalEncoder
+from raypp.tracing import DRIVER_LANE, Tracer
+from raypp.transport.edges import OpenEdge
+from raypp.transport.open import open_local_links
+
+_JOIN_TIMEOUT_S = 10.0
+
+
+class ThreadedLife:
+    """A `Life` whose driver and stages are threads. `kill_stage` plays a stage's death."""
+
+    def __init__(
+        self, plan: EnginePlan, factory: StageFactory | None = None, open_edge: OpenEdge | None = None
+    ) -> None:
+        self._plan = plan
+        self._open_edge = open_edge
+        self._lock = threading.Lock()  # of the following two
+        self._watcher: Callable[[RayppError], None] = lambda _: None
+        self._death: RayppError | None = None
+        self._is_closed = False
+        self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.client_address = f"ipc://{self._meeting_place}/clients"
+        self._clients = open_client_socket(self._context, self.client_address)
+        num_stages, faults = len(plan.stages), plan.config.faults
+        addresses = [f"ipc://{self._meeting_place}/stage-{index}" for index in range(num_stages)]
+        channel = DriverChannel(addresses, f"ipc://{self._meeting_place}/results", context=self._context)
+        health = StageHealth(
+            num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
+        )
+        failures = FailureReports()
+        self._pipeline = ChannelPipeline(channel, health, failures)
+        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
+        """To look at once the engine is closed."""
+        self._links: list[Any] = []
+        loops, encoder = self._stage_loops(channel, factory)
+        self._server = DriverServer(
+            Engine(
+                self.scheduler,
+                self._pipeline,
+                Tracer(DRIVER_LANE, enabled=False),
+                encoder,
+                GrammarProcess(plan.grammar_settings()),
+            ),
+            self._pipeline,
+            self._clients,
+            health,
+            failures,
+            OpenRequests(
+                max_bytes=plan.config.scheduler.max_waiting_bytes,
+                max_pixel_bytes=plan.config.encoder.max_waiting_pixel_bytes,
+            ),
+            heartbeat_s=faults.heartbeat_s,
+        )
+        targets = [*loops, self._drive]
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+
+    def watch(self, on_death: Callable[[RayppError], None]) -> None:
+        """Call back, from another thread, when it dies; also if it has died already."""
+        with self._lock:
+            if self._death is None:
+                self._watcher = on_death
+                return
+        threading.Thread(target=on_death, args=(self._death,), daemon=True).start()
+
+    def kill_stage(self, stage_index: int) -> None:
+        """Let the engine die as it does when a stage dies."""
+        self._server.fail(StageDiedError(f"stage {stage_index} died", stage_index=stage_index), Witness.DEATH)
+
+    def end(self) -> None:
+        """End all threads."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._server.stop()
+            for thread in self._threads:
+                thread.join(_JOIN_TIMEOUT_S)
+            if left := [thread.name for thread in self._threads if thread.is_alive()]:
+                raise DeadlineError("threads of the engine do not end", got=", ".join(left))  # with sockets in use
+            self._server.close()
+            self._clients.close()
+            self._context.term()
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+
+    def _stage_loops(
+        self, driver: DriverChannel, factory: StageFactory | None
+    ) -> tuple[list[Callable[[], None]], LocalEncoder | None]:
+        """Return what the stages' threads run, and the encoder, which works in the driver's thread."""
+        plan, num_stages = self._plan, len(self._plan.stages)
+        specs = [plan.stage_spec(index) for index in range(num_stages)]
+        models = [build_stage_model(spec, plan.model, factory) for spec in specs]
+        schemas = StageSchemas.of(specs[0], models[0].hidden_size)
+        self._links = open_local_links(
+            num_stages,
+            forward=schemas.forward_messages(specs[0]),
+            feedback=schemas.feedback_messages(specs[0]),
+            device=torch.device(specs[0].device),
+            deadline_s=plan.config.faults.step_timeout_s,
+            open_edge=self._open_edge,
+        )
+
+        tracers = [Tracer(f"stage {index}", enabled=False) for index in range(num_stages)]
+        stages = [
+            Stage(spec, model, allocate_kv_caches(spec, plan.model), links, schemas, tracer)
+            for spec, model, links, tracer in zip(specs, models, self._links, tracers, strict=True)
+        ]
+        sizes = StepSizes.common([stage.recordings.sizes for stage in stages])
+        for stage in stages:
+            stage.pad_to(sizes)
+        self._pipeline.activity.note_recordings([stage.recordings.describe() for stage in stages])
+
+        def loop(index: int) -> Callable[[], None]:
+            address = driver.stage_addresses[index]
+            channel = StageChannel(index, address, driver.result_address, num_stages=num_stages)
+            return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
+
+        encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
+        return [loop(index) for index in range(num_stages)], encoder
+
+    def _drive(self) -> None:
+        try:
+            self._server.serve()
+        except RayppError as error:
+            with self._lock:
+                self._death, watcher = error, self._watcher
+            watcher(error)
+        finally:
+            self._pipeline.close()
+            for links in self._links:
+                links.abort()
+
+
+def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel, tracer: Tracer) -> None:
+    try:
+        run_stage_loop(
+            stage,
+            channel,
+            stage_index=index,
+            heartbeat_s=plan.config.faults.heartbeat_s,
+            silence_timeout_s=plan.config.faults.silence_timeout_s,
+            forwards=tracer.forwards,
+        )
+    except RayppError:
+        return  # it told the driver, or the driver told it: the links are aborted when the engine dies
+    finally:
+        channel.close()
