@@ -14,15 +14,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from exactness import TIE_GAP
 from handing_over import Answer, Asked, MortalEngines
 from hf_models import hf_logits
 from hf_vision import picture
 from sampling_reference import Case, reference_scores
 
+from raypp.api.output_logprobs import logprobs_per_request
 from raypp.api.tokenizer import Tokenizer
+from raypp.client_messages import (
+    AddRequest,
+    AddRequests,
+    EngineDead,
+    OpenClient,
+    Rejected,
+    decode_driver_message,
+    encode_client_message,
+)
 from raypp.config.engine_config import EngineConfig
 from raypp.config.sections import ImagesSection
+from raypp.messages import OutputBatch
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.pictures.content import ImageContent
@@ -31,8 +43,8 @@ from raypp.pictures.places import place_pictures
 from raypp.pictures.reader import PictureReader
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
-from raypp.testing import LocalEngine
-from raypp.types import SamplingParams
+from raypp.testing import LocalEngine, launch_in_threads
+from raypp.types import FinishReason, SamplingParams
 
 NUM_RUNS = int(os.environ.get("TEST_HANDED_OVER", "1"))
 NUM_DEATHS = 5
@@ -249,3 +261,85 @@ def test_texts_about_pictures_are_those_of_an_engine_that_lives(settings: dict[s
         num_handed_over += engines.num_handed_over
         comparison.compare(answers, right, excuses=False)
     assert num_handed_over > 5 * NUM_RUNS
+
+
+class WireClient:
+    """Sends requests to a driver in threads, with what there is of them, and takes in what comes."""
+
+    def __init__(self, address: str, answers: Sequence[Answer]) -> None:
+        self.answers = answers
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(address)
+        requests = [
+            AddRequest(
+                answer.asked.name,
+                handle,
+                answer.asked.prompt,
+                answer.params_of_next_life(),
+                answer.asked.params.seed or 0,
+                tuple(answer.asked.eos_token_ids),
+                answer.asked.bad_words,
+                answer.asked.priority,
+                is_streamed=handle % 2 == 0,
+                cache_salt=answer.asked.cache_salt,
+                output_token_ids=np.array(answer.token_ids, np.int32),
+            )
+            for handle, answer in enumerate(answers)
+            if not answer.finish_reason
+        ]
+        for message in (OpenClient(), AddRequests(requests)):
+            self._socket.send_multipart(encode_client_message(message))
+
+    @property
+    def unfinished(self) -> set[int]:
+        return {handle for handle, answer in enumerate(self.answers) if not answer.finish_reason}
+
+    def read(self) -> EngineDead | None:
+        """Take in the next message; return it if it is the last one."""
+        assert self._socket.poll(20_000), "the driver is silent"
+        message = decode_driver_message(self._socket.recv_multipart())
+        assert not isinstance(message, Rejected), message
+        if isinstance(message, OutputBatch):
+            ends = np.cumsum(message.num_tokens)[:-1]
+            columns = message.handles.tolist(), np.split(message.token_ids, ends), message.finish_reasons.tolist()
+            stops, logprobs = message.stop_token_ids.tolist(), logprobs_per_request(message)
+            for handle, token_ids, reason, stop, (own, of_prompt) in zip(*columns, stops, logprobs, strict=True):
+                answer = self.answers[handle]
+                answer.token_ids += token_ids.tolist()
+                answer.finish_reason, answer.stop_token_id = FinishReason(reason), stop
+                for lists, taken in ((own, answer.logprobs), (of_prompt, answer.prompt_logprobs)):
+                    if lists is not None:
+                        taken += [dict(zip(ids, v, strict=True)) for ids, v in zip(*lists[:2], strict=True)]
+        return message if isinstance(message, EngineDead) else None
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def test_the_wire_carries_what_another_driver_needs(expected: list[Answer]) -> None:
+    """Real drivers, and processes for grammars; the first engine dies."""
+    with_texts = {"stop strings"}  # the client's affair, and this one has no tokenizer
+    right = [answer for answer in expected if answer.asked.name not in with_texts]
+    answers = [Answer(answer.asked) for answer in right]
+    config = EngineConfig.from_flat("tiny", num_stages=2, stage_num_threads=1, max_num_seqs=24, speculative=NGRAM)
+    for life in range(2):
+        engine = launch_in_threads(config)
+        client = WireClient(engine.client_address, answers)
+        try:
+            dead, is_killed = None, False
+            while dead is None and client.unfinished:
+                if not life and not is_killed and sum(len(answer.token_ids) for answer in answers) > 300:
+                    engine.kill_stage(1)
+                    is_killed = True
+                dead = client.read()
+            assert (dead is None) == (life == 1)
+            if dead is not None:
+                assert dead.in_flight
+                assert client.unfinished.issuperset(dead.in_flight)
+        finally:
+            client.close()
+            engine.close()
+    Comparison().compare(answers, right)
