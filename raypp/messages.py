@@ -226,9 +226,9 @@ class OutputBatch:
     token_ids: Int32s  # [sum of num_tokens]
     finish_reasons: Int32s  # [N] FinishReason
     stop_token_ids: Int32s  # [N] the stop token that ended it, or -1
-    num_cached_tokens: Int32s  # [N]
+    num_cached_tokens: Int32s  # [N] of the prompt, when its first engine admitted it; 0 from others
     num_preemptions: Int32s  # [N]
-    queue_us: Int32s  # [N] from arrival at the driver to the first row, microseconds
+    queue_us: Int32s  # [N] from arrival at the driver to the first row, microseconds; likewise
     drafted_by_position: Int32s  # [N, K_max] drafts verified so far, by place; at least one column
     accepted_by_position: Int32s  # [N, K_max] of these, the accepted ones
     logprobs: Bytes = field(
