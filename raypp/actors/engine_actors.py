@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,10 +54,13 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     """
     _check_trace_folder(config.observability.trace)
     deadline = Deadline(config.faults.start_timeout_s)
-    plan, _, cluster = connect_and_plan(config, deadline)
+    plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
         factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
-        return EngineHandle(plan, cluster, factory, _start_life(EngineLife(plan, cluster, factory), deadline))
+        life = EngineLife(plan, cluster, factory)
+        with _nothing_left_of(life):
+            life.start(deadline)
+        return EngineHandle(plan, hardware, cluster, factory, life)
     except BaseException:
         cluster.disconnect()
         raise
@@ -87,8 +92,12 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         model_info: What clients must know of the model.
     """
 
-    def __init__(self, plan: EnginePlan, cluster: Cluster, factory: bytes | None, life: EngineLife) -> None:
+    def __init__(
+        self, plan: EnginePlan, hardware: Hardware, cluster: Cluster, factory: bytes | None, life: EngineLife
+    ) -> None:
         self._plan = plan
+        self._hardware = hardware  # that the plan was made for
+        self._num_lives = 1
         self._cluster = cluster
         self._factory = factory
         self._close_lock = threading.Lock()
@@ -126,12 +135,23 @@ class EngineHandle(SupervisedEngine[EngineLife]):
                 self._cluster.disconnect()
 
     def _start_next(self) -> EngineLife:
-        faults = self._plan.config.faults
         is_closing = self._supervisor.is_closing
-        return _start_life(
-            EngineLife(self._plan, self._cluster, self._factory, lambda: not is_closing.is_set()),
-            Deadline(faults.start_timeout_s),
-        )
+        self._num_lives += 1
+        life = EngineLife(self._plan, self._cluster, self._factory, lambda: not is_closing.is_set(), self._num_lives)
+        with _nothing_left_of(life):
+            life.start_again(Deadline(self._plan.config.faults.start_timeout_s), self._plan_anew)
+        return life
+
+    def _plan_anew(self, deadline: Deadline) -> EnginePlan | None:
+        """Return the plan for the GPUs of other machines that there are now; None if the one that there is holds."""
+        config, here = self._plan.config, Hardware.of_this_machine()
+        if not may_be_elsewhere(config, here):
+            return None
+        hardware = hardware_of_stages(here, deadline)
+        if hardware == self._hardware or not hardware.num_gpus:
+            return None
+        self._plan, self._hardware = plan_engine(config, hardware), hardware
+        return self._plan
 
     def _obstacle(self) -> RayppError | None:
         """Return what is wrong with this process's own Ray, without which there is no other engine."""
@@ -142,14 +162,14 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         return None
 
 
-def _start_life(life: EngineLife, deadline: Deadline) -> EngineLife:
-    """Start an engine's actors; if that fails, leave nothing."""
+@contextmanager
+def _nothing_left_of(life: EngineLife) -> Iterator[None]:
+    """End what there is of a life that fails to start."""
     try:
-        life.start(deadline)
+        yield
     except BaseException:
         life.end()
         raise
-    return life
 
 
 def _check_trace_folder(path: str | None) -> None:

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypp.actors.cluster import Cluster
 from raypp.actors.deadline import Deadline, in_time
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, reserve
+from raypp.actors.placement import Placement, reserve, reserve_when_there_is_room
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.errors import EngineDeadError, RayppError
@@ -27,6 +28,8 @@ from raypp.tracing import write_chrome_trace
 _ANSWER_S = 2.0
 _WATCH_S = 1.0
 _POLL_S = 0.1
+_PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
+_LAST_TRACE_S = 2.0  # of a life that has died; everybody waits meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,12 @@ class EngineLife:
     client_address: str
 
     def __init__(
-        self, plan: EnginePlan, cluster: Cluster, factory: bytes | None, is_wanted: Callable[[], bool] = lambda: True
+        self,
+        plan: EnginePlan,
+        cluster: Cluster,
+        factory: bytes | None,
+        is_wanted: Callable[[], bool] = lambda: True,
+        number: int = 1,
     ) -> None:
         """Know what to start.
 
@@ -50,11 +58,13 @@ class EngineLife:
             cluster: Where it runs.
             factory: Makes the stages' models, pickled; None: the checkpoint does.
             is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
+            number: Which of the engine's lives it is.
         """
         self._plan = plan
         self._cluster = cluster
         self._factory = factory
         self._is_wanted = is_wanted
+        self._number = number
         self._placement: Placement | None = None
         self._driver: Any = None
         self._run: Any = None
@@ -73,11 +83,31 @@ class EngineLife:
         Raises:
             ConfigError, ModelLoadError, ResourceError, DeadlineError, EngineDeadError: it cannot start.
         """
-        strategy = self._plan.config.parallel.placement
-        num_stages, num_encoders = len(self._plan.stages), self._plan.encoders.num_encoders
-        bundles = [self._plan.stage_resources()] * num_stages + [self._plan.encoders.resources] * num_encoders
+        self._place(deadline, partial(reserve, deadline=deadline))
+        self._start_actors(deadline)
+
+    def start_again(self, deadline: Deadline, plan_anew: Callable[[Deadline], EnginePlan | None]) -> None:
+        """Do the same where an engine ran before. Waits `restart_wait_s` for room, for nodes to come back, too.
+
+        Args:
+            deadline: For all of it.
+            plan_anew: Returns the plan for what the nodes have now; None: the plan holds.
+        """
+        room = Deadline(min(self._plan.config.faults.restart_wait_s, deadline.remaining_s))
+        self._place(deadline, partial(reserve_when_there_is_room, deadline=room))
+        self._plan = plan_anew(deadline) or self._plan
+        self._start_actors(deadline)
+
+    def _place(self, deadline: Deadline, reserve_bundles: Callable[..., Placement]) -> None:
+        plan = self._plan
+        num_stages, num_encoders = len(plan.stages), plan.encoders.num_encoders
+        bundles = [plan.stage_resources()] * num_stages + [plan.encoders.resources] * num_encoders
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
-            self._placement = reserve(bundles, num_stages, strategy, deadline)
+            self._check()
+            self._placement = reserve_bundles(bundles, num_stages, plan.config.parallel.placement, check=self._check)
+
+    def _start_actors(self, deadline: Deadline) -> None:
+        assert self._placement is not None
         self._driver = (
             ray.remote(DriverActor)
             .options(
@@ -140,7 +170,7 @@ class EngineLife:
             try:
                 if self._cluster.is_useful():
                     self._end_actors(in_order=in_order)
-                self._end_processes()
+                self._end_processes(in_order=in_order)
             finally:
                 self._end_watchers()
 
@@ -170,10 +200,14 @@ class EngineLife:
 
     def _end_actors(self, *, in_order: bool) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
-        self._current_encoders()
         try:
-            if in_order and self._run is not None:
-                self._end_in_order(Deadline(timeout_s))
+            if in_order:
+                self._current_encoders()
+            if self._run is not None:
+                self._write_trace(Deadline(timeout_s if in_order else _LAST_TRACE_S), was_closed=in_order)
+                if in_order:
+                    self._driver.stop.remote()
+                    ray.wait([self._run], timeout=timeout_s)
         finally:
             if self._driver is not None:
                 ray.kill(self._driver)
@@ -182,15 +216,16 @@ class EngineLife:
             ):
                 logger.warning("Ray did not confirm that the engine's resources are free again")
 
-    def _end_processes(self) -> None:
+    def _end_processes(self, *, in_order: bool) -> None:
         """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
         timeout_s = self._plan.config.faults.close_timeout_s
         driver = [self._driver_process] if self._driver_process is not None else []
         processes = [*driver, *self._stage_processes, *self._encoder_processes]
         if self._cluster.is_useful():
-            end_processes(processes, timeout_s)
+            end_processes(processes, timeout_s, None if in_order else min(_PATIENCE_S, timeout_s))
         else:
-            end_here([process.process for process in processes if process.node_id == driver[0].node_id], 0.0)
+            here = [process.process for process in processes if process.node_id == driver[0].node_id]
+            end_here(here, 0.0, 0.0)
 
     def _death(self, has_driver_ended: bool) -> RayppError | None:
         """Return what the engine died of, if it did."""
@@ -206,17 +241,21 @@ class EngineLife:
             if watcher is not threading.current_thread():
                 watcher.join(_WATCH_S + _ANSWER_S)
 
-    def _end_in_order(self, deadline: Deadline) -> None:
-        """Have the trace written and the driver stop, as far as it still can."""
-        path = self._plan.config.observability.trace
+    def _write_trace(self, deadline: Deadline, *, was_closed: bool) -> None:
+        """Have the trace written, as far as it still can be: of a life that has died, to a file with its number."""
+        if (given := self._plan.config.observability.trace) is None:
+            return
+        path = Path(given) if was_closed else numbered(Path(given), self._number)
         try:
-            if path is not None:
-                with raypp_errors(f"close_timeout_s={deadline.seconds:g}"):
-                    write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=deadline.remaining_s))
+            with raypp_errors(f"{deadline.seconds:g} s"):
+                write_chrome_trace(path, ray.get(self._driver.trace.remote(), timeout=deadline.remaining_s))
         except (OSError, RayppError) as error:  # what was generated is not worth less for it
             logger.warning("no trace was written to %s: %s", path, error)
-        self._driver.stop.remote()
-        ray.wait([self._run], timeout=deadline.remaining_s)
+
+
+def numbered(path: Path, number: int) -> Path:
+    """Return the path of one of several files: trace.json becomes trace-2.json."""
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _death_of(run: Any) -> RayppError:
@@ -224,5 +263,7 @@ def _death_of(run: Any) -> RayppError:
         with raypp_errors("its end"):
             ray.get(run)
     except RayppError as error:
+        if isinstance(error.__cause__, ray.exceptions.RayActorError):
+            return EngineDeadError("the driver died", got=error.got)
         return error
     return EngineDeadError("the driver ended by itself")

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from raypp.errors import ResourceError
 _LOOPBACK = "127.0.0.1"
 _NODE_ID_LABEL = "ray.io/node-id"
 _OWN_NODE_PATIENCE_S = 1.0
+_POLL_S = 1.0  # Ray waits whole seconds
 _NOTICE_S = 5.0  # after this long, say what is being waited for
 _ANY_NUMBER = 1 << 20
 _ROUNDING = 1e-6  # Ray counts resources in ten-thousandths
@@ -83,7 +85,11 @@ class Placement:
 
 
 def reserve(
-    bundles: Sequence[Mapping[str, float]], num_stages: int, strategy: PlacementStrategy, deadline: Deadline
+    bundles: Sequence[Mapping[str, float]],
+    num_stages: int,
+    strategy: PlacementStrategy,
+    deadline: Deadline,
+    check: Callable[[], object] = lambda: None,
 ) -> Placement:
     """Reserve a bundle for each stage and each encoder. Waits while others hold what would suffice.
 
@@ -92,6 +98,7 @@ def reserve(
         num_stages: P; the other bundles are the encoders'.
         strategy: See `ParallelSection.placement`.
         deadline: How long others may take to free it.
+        check: Called every second meanwhile; what it raises ends the wait.
 
     Raises:
         ResourceError: the cluster can never hold them (at once), or did not in time.
@@ -105,7 +112,7 @@ def reserve(
     if len(nodes) > 1 and strategy in ("pack", "strict_pack"):
         group = _reserve_on_node(here, nodes, bundles, deadline)
     if group is None:
-        group = _reserve_anywhere(bundles, strategy, deadline)
+        group = _reserve_anywhere(bundles, strategy, deadline, check)
     node_of_bundle: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     stage_bundles = {index: node_of_bundle[index] for index in range(num_stages)}
     return Placement(
@@ -115,6 +122,36 @@ def reserve(
         encoders=tuple(StagePlace(index, node_of_bundle[index]) for index in range(num_stages, len(bundles))),
         hosts={node.node_id: node.host for node in nodes},
     )
+
+
+def reserve_when_there_is_room(
+    bundles: Sequence[Mapping[str, float]],
+    num_stages: int,
+    strategy: PlacementStrategy,
+    deadline: Deadline,
+    check: Callable[[], object],
+) -> Placement:
+    """Reserve bundles as `reserve` does, but wait for nodes, too, where the cluster could never hold them as it is.
+
+    Raises:
+        ResourceError: until the deadline there was no room; it says what is lacking.
+    """
+    while True:
+        try:
+            return reserve(bundles, num_stages, strategy, deadline, check)
+        except ResourceError as error:
+            if not deadline.remaining_s:
+                raise
+            logger.warning("waiting up to %.0f s for nodes: %s", deadline.remaining_s, error)
+        _wait_for_other_nodes(deadline, check)
+
+
+def _wait_for_other_nodes(deadline: Deadline, check: Callable[[], object]) -> None:
+    """Wait until other nodes are there than now."""
+    before = {node.node_id for node in alive_nodes()}
+    while deadline.remaining_s and {node.node_id for node in alive_nodes()} == before:
+        check()
+        time.sleep(min(_POLL_S, deadline.remaining_s))
 
 
 def alive_nodes() -> list[Node]:
@@ -201,17 +238,21 @@ def _reserve_on_node(
 
 
 def _reserve_anywhere(
-    bundles: Sequence[Mapping[str, float]], strategy: PlacementStrategy, deadline: Deadline
+    bundles: Sequence[Mapping[str, float]],
+    strategy: PlacementStrategy,
+    deadline: Deadline,
+    check: Callable[[], object],
 ) -> PlacementGroup:
     wanted = _in_words(bundles)
     group: PlacementGroup = placement_group([dict(bundle) for bundle in bundles], strategy=strategy.upper())
     with _removed_on_error(group):
-        is_noticed = False
-        while not _is_ready(group, min(_NOTICE_S, deadline.remaining_s)):
+        is_noticed, notice = False, Deadline(_NOTICE_S)
+        while not _is_ready(group, min(_POLL_S, deadline.remaining_s)):
+            check()
             check_capacity(alive_nodes(), bundles, strategy)  # a node may be lost meanwhile
             if not deadline.remaining_s:
                 break
-            if not is_noticed:
+            if not is_noticed and not notice.remaining_s:
                 is_noticed = True
                 logger.warning("waiting for others to free resources of the Ray cluster: %s; free: %s", wanted, _free())
         else:

@@ -39,19 +39,21 @@ class ActorProcess:
         return self.process.pid
 
 
-def end_processes(processes: Iterable[ActorProcess], timeout_s: float) -> None:
+def end_processes(processes: Iterable[ActorProcess], timeout_s: float, patience_s: float | None = None) -> None:
     """Wait until the processes have ended; end those that take too long, on whatever node they are.
 
     Args:
         processes: Which were told to end already.
         timeout_s: For all of it. A node that does not answer is left alone.
+        patience_s: How long processes get to end by themselves. None: half of the time.
     """
+    patience_s = timeout_s * _PATIENCE if patience_s is None else patience_s
     by_node: defaultdict[str, list[LocalProcess]] = defaultdict(list)
     for process in processes:
         by_node[process.node_id].append(process.process)
     here = by_node.pop(ray.get_runtime_context().get_node_id(), [])
-    elsewhere = [_end_on_node(node_id, of_node, timeout_s) for node_id, of_node in by_node.items()]
-    end_here(here, timeout_s)
+    elsewhere = [_end_on_node(node_id, of_node, timeout_s, patience_s) for node_id, of_node in by_node.items()]
+    end_here(here, timeout_s, patience_s)
     if elsewhere:
         ended, late = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=timeout_s)
         for ref in (*ended, *late):
@@ -61,17 +63,19 @@ def end_processes(processes: Iterable[ActorProcess], timeout_s: float) -> None:
                 logger.warning("a node did not say whether the engine's processes have ended: %s", error)
 
 
-def _end_on_node(node_id: str, processes: Sequence[LocalProcess], timeout_s: float) -> ray.ObjectRef[None]:
+def _end_on_node(
+    node_id: str, processes: Sequence[LocalProcess], timeout_s: float, patience_s: float
+) -> ray.ObjectRef[None]:
     where = NodeAffinitySchedulingStrategy(node_id, soft=False)
     task = ray.remote(end_here).options(num_cpus=0, max_retries=0, scheduling_strategy=where)
-    ref: ray.ObjectRef[None] = task.remote(processes, timeout_s)
+    ref: ray.ObjectRef[None] = task.remote(processes, timeout_s, patience_s)
     return ref
 
 
-def end_here(processes: Sequence[LocalProcess], timeout_s: float) -> None:
+def end_here(processes: Sequence[LocalProcess], timeout_s: float, patience_s: float) -> None:
     """Wait until processes of this machine have ended; end those that take too long. They were told to end already."""
-    left = await_end(processes, timeout_s * _PATIENCE)
+    left = await_end(processes, patience_s)
     for process in left:
         logger.warning("process %d of an engine did not exit when asked to, and is killed", process.pid)
         process.kill()
-    await_end(left, timeout_s * (1 - _PATIENCE))
+    await_end(left, timeout_s - patience_s)

@@ -267,7 +267,7 @@ class FaultsSection(Section):
     When they are used up, running requests end with the error. 0: an engine that dies stays dead."""
     restart_window_s: float = Field(default=600.0, gt=0)
     """Restarts longer ago than this no longer count."""
-    restart_wait_s: float = Field(default=60.0, ge=0)
+    restart_wait_s: float = Field(default=60.0, ge=1)
     """How long a restart waits until the cluster has room for the engine, where a node is lost or others took it."""
 
     @property

@@ -42,7 +42,7 @@ def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.Monke
     monkeypatch.setattr(engine_life, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
     cluster = cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
-    handle = EngineHandle(plan, cluster, None, EngineLife(plan, cluster, None))
+    handle = EngineHandle(plan, Hardware(4), cluster, None, EngineLife(plan, cluster, None))
     assert ray.asked.wait(WAIT_S)
     closer = threading.Thread(target=handle.close)
     closer.start()

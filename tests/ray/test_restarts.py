@@ -1,0 +1,140 @@
+"""An engine whose parts are killed or stopped is started again by its owner, and nothing is left of the old one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+from engine_listener import WAIT_S, EngineListener
+from leftovers import actor_processes, meeting_places, raypp_processes, wait_until_gone
+from raw_client import RawClient
+
+from raypp.actors.engine_actors import EngineHandle, launch_engine
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import EngineDeadError, StageDiedError
+from raypp.testing import FakeStage
+from raypp.tracing import read_chrome_trace
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+
+PROMPT = [1]
+TOKENS = list(range(2, 14))
+
+
+@contextmanager
+def running(listener: EngineListener, **settings: object) -> Iterator[EngineHandle]:
+    """Have an engine run, and check that nothing is left of it, or of its earlier lives, when it is closed."""
+    config = EngineConfig.from_flat(
+        "tiny", num_stages=2, step_timeout_s=1.0, heartbeat_s=0.1, close_timeout_s=3.0, **settings
+    )
+    before = raypp_processes()
+    handle = launch_engine(config, stage_factory=FakeStage(step_ms=2))
+    try:
+        handle.watch(listener)
+        yield handle
+    finally:
+        handle.close()
+    assert not wait_until_gone(raypp_processes() - before, 1.0)
+    assert {group["state"] for group in ray.util.placement_group_table().values()} == {"REMOVED"}
+
+
+def pids_of(handle: EngineHandle) -> list[int]:
+    processes = handle.processes()
+    return [processes["driver"], *processes["stages"]]
+
+
+def send(number: int, *pids: int) -> Callable[[], None]:
+    return lambda: [os.kill(pid, number) for pid in pids] and None
+
+
+def check_served(handle: EngineHandle) -> None:
+    with RawClient(handle.client_address) as client:
+        one = client.add(PROMPT)
+        client.wait([one])
+        assert client.tokens[one] == TOKENS
+
+
+def wait_for_process(name: str, but: set[int]) -> int:
+    ends = time.monotonic() + WAIT_S
+    while time.monotonic() < ends:
+        for pid, of in actor_processes().items():
+            if of == name and pid not in but:
+                return pid
+        time.sleep(0.005)
+    raise AssertionError(f"never: a process of {name}")
+
+
+def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    listener, trace = EngineListener(), folder / "trace.json"
+    with running(listener, max_engine_restarts=3, trace=str(trace)) as engine:
+        addresses = []
+
+        def dies(number: int, *victims: int) -> None:
+            check_served(engine)
+            addresses.append(engine.client_address)
+            old = pids_of(engine)
+            listener.hears("lost", "back", after=send(number, *(old[victim] for victim in victims)))
+            assert not wait_until_gone(old, 0.0), "ended before the next life begins"
+            assert engine.client_address not in addresses
+            assert not set(pids_of(engine)) & set(old)
+
+        dies(signal.SIGKILL, 0, 2)
+        dies(signal.SIGSTOP, 1)
+        check_served(engine)
+        driver = pids_of(engine)[0]
+        os.kill(driver, signal.SIGSTOP)  # which only a client notices
+        frozen = EngineDeadError("the driver is frozen")
+        address = engine.client_address
+        listener.hears("lost", "back", after=lambda: engine.report_death(frozen, address, silent_s=1.5))
+        engine.report_death(frozen, address)  # of a client that is late
+        check_served(engine)
+        recoveries = engine.recoveries()
+    print(*recoveries, sep="\n")
+    assert [recovery.num_starts for recovery in recoveries] == [1] * 3
+    assert "the driver died" in recoveries[0].died
+    assert "stage 0 is frozen" in recoveries[1].died
+    assert recoveries[2].notice_s >= 1.5
+    assert listener.words == ["lost", "back"] * 3
+    assert not meeting_places(folder)
+    lanes = read_chrome_trace(folder / "trace-2.json")
+    assert lanes[0].name == "driver", "of a life that has died there is a trace, too"
+    assert trace.exists()
+
+
+def test_a_death_while_it_starts_and_one_too_many() -> None:
+    listener = EngineListener()
+    with running(listener, max_engine_restarts=2) as engine:
+        before = raypp_processes()
+
+        def kill_twice() -> None:
+            os.kill(pids_of(engine)[1], signal.SIGKILL)
+            os.kill(wait_for_process("StageActor", before), signal.SIGKILL)
+
+        listener.hears("lost", "back", after=kill_twice)
+        check_served(engine)
+        assert [recovery.num_starts for recovery in engine.recoveries()] == [2]
+        listener.hears("dead", after=send(signal.SIGKILL, pids_of(engine)[2]))
+        error = listener.errors[-1]
+        assert isinstance(error, StageDiedError)
+        assert error.stage_index == 1
+
+
+def test_an_engine_is_closed_while_it_restarts() -> None:
+    listener = EngineListener()
+    with running(listener, max_engine_restarts=1) as engine:
+        old = set(pids_of(engine))
+        os.kill(pids_of(engine)[0], signal.SIGKILL)
+        wait_for_process("StageActor", old)
+        began = time.monotonic()
+        engine.close()
+        took_s = time.monotonic() - began
+    assert took_s < 5.0
+    assert listener.words == ["lost"]
