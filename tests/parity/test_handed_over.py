@@ -331,7 +331,7 @@ def test_the_wire_carries_what_another_driver_needs(expected: list[Answer]) -> N
         try:
             dead, is_killed = None, False
             while dead is None and client.unfinished:
-                if not life and not is_killed and sum(len(answer.token_ids) for answer in answers) > 300:
+                if not life and not is_killed and sum(len(answer.token_ids) for answer in answers) > 60:
                     engine.kill_stage(1)
                     is_killed = True
                 dead = client.read()
