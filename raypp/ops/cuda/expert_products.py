@@ -399,8 +399,8 @@ def _down_few(
     is_chosen = rank < CHOSEN
     pair = token * CHOSEN + tl.minimum(rank, CHOSEN - 1)
     # The launch before the last wrote them, see `raypp.ops.cuda.kernel_launch`.
-    expert = tl.load(experts + pair, volatile=True).to(tl.int64)
-    share = tl.load(weights + pair, mask=is_chosen, other=0.0, volatile=True)
+    expert = tl.load(experts + pair, cache_modifier=".cg").to(tl.int64)
+    share = tl.load(weights + pair, mask=is_chosen, other=0.0, cache_modifier=".cg")
     read_output = tl.minimum(output, num_outputs - 1)[None, :]
     row_elements = num_inputs // PACKED
     cell = weight + (expert[:, None] * num_outputs + read_output)[:, :, None] * row_elements + column[None, None, :]
@@ -511,13 +511,13 @@ def _multiply_tiles(
     inside = (column < row_elements)[None, :]
     if not IS_EARLY:
         start(OVERLAPS)
-    expert = tl.load(tiles + tile, volatile=IS_EARLY).to(tl.int64)
-    first_row = tl.load(tiles + num_tiles + tile, volatile=IS_EARLY)
-    num_rows = tl.load(tiles + 2 * num_tiles + tile, volatile=IS_EARLY)
+    expert = tl.load(tiles + tile, cache_modifier=".cg").to(tl.int64)
+    first_row = tl.load(tiles + num_tiles + tile, cache_modifier=".cg")
+    num_rows = tl.load(tiles + 2 * num_tiles + tile, cache_modifier=".cg")
     if expert >= 0:
         row = tl.arange(0, ROWS)
         place = (first_row + tl.minimum(row, num_rows - 1)).to(tl.int64)
-        pair = tl.load(pairs + place, volatile=IS_EARLY).to(tl.int64)
+        pair = tl.load(pairs + place, cache_modifier=".cg").to(tl.int64)
         x_row = pair // CHOSEN if HAS_GATE else place
         x_cell = x_row[:, None] * num_inputs + column[None, :]
         x_scale_row = x_scale + x_row * tl.cdiv(num_inputs, SCALED)

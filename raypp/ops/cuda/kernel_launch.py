@@ -2,8 +2,8 @@
 
 Programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch"; compute capability 9 and later)
 lets a kernel start while its predecessor still runs. What it may do before `start` returns is read what no kernel
-writes: weights; and, by volatile loads, what the launch before the last wrote. Everything else comes after. All
-programs of all kernels call `start`, so "the kernel before has finished" holds for the one before that too.
+writes: weights; and, past the first-level cache (`.cg`), what the launch before the last wrote. Everything else comes
+after. All programs of all kernels call `start`, so "the kernel before has finished" holds for the one before that too.
 """
 
 from __future__ import annotations
