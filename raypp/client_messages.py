@@ -43,9 +43,6 @@ from raypp.types import SamplingParams
 _OPEN, _ADD, _ABORT, _STATS, _CLOSE = b"H", b"A", b"X", b"S", b"C"
 _OUTPUT, _REJECTED, _REPLY, _DEAD, _ALIVE = b"O", b"R", b"Y", b"D", b"L"
 
-REQUEST_BYTES = 4096
-"""What a request takes in the driver beside its prompt and its images, counted generously."""
-
 _PARAM_NAMES = tuple(f.name for f in fields(SamplingParams))
 _ERROR_CLASSES: dict[str, type[RayppError]] = {
     cls.__name__: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, RayppError)

@@ -4,6 +4,7 @@
     +-- ConfigError          a setting, or a combination of settings, that cannot work
     +-- RequestError         one request is at fault; the others do not notice (.request_id, .param)
     |   +-- ContextLengthError ... because it is longer than the model's context
+    |   +-- FatalRequestError  ... because the engine dies whenever it runs it
     +-- NonFiniteLogitsError the model computed NaN or infinity for one request; the others do not notice
     +-- ModelLoadError       a checkpoint that cannot be read as the model it claims to be
     +-- ResourceError        the machine or the cluster lacks something (memory, CPUs, GPUs, nodes)
@@ -81,6 +82,10 @@ class RequestError(RayppError):
 
 class ContextLengthError(RequestError):
     """A prompt that is too long for the model's context."""
+
+
+class FatalRequestError(RequestError):
+    """A request that ends the engine whenever that runs it. The others go on in another engine."""
 
 
 class NonFiniteLogitsError(RayppError):

@@ -107,6 +107,12 @@ def unhealthy_answer(message: str) -> AsciiJSONResponse:
     return error_response(503, message, kind="server_error", code="unhealthy", headers=_RETRY_LATER)
 
 
+def recovering_answer() -> AsciiJSONResponse:
+    """Return the response of `/ready` while the engine is started again."""
+    message = "the engine is being started again; requests wait, and go on then"
+    return error_response(503, message, kind="server_error", code="recovering", headers=_RETRY_LATER)
+
+
 _DESCRIPTIONS = {
     400: "The request cannot be served as it is; the message says why",
     401: "No valid API key",
@@ -114,7 +120,7 @@ _DESCRIPTIONS = {
     413: "The body is larger than this server takes",
     429: "Too many requests wait already; see Retry-After",
     500: "A fault of the server",
-    503: "The engine is dead; it is being replaced",
+    503: "The engine is dead and is being replaced; of /ready also: it is being started again",
     504: "The engine did not answer in time",
 }
 

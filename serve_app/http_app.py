@@ -38,7 +38,7 @@ from serve_app.routes.status import status_routes
 from serve_app.routes.tokens import token_routes
 from serve_app.runner import RequestRunner
 
-OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/version", "/metrics", "/openapi.json"}
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""
 
 

@@ -19,13 +19,15 @@ _MAX_BACKLOG = 8  # frames that a slow viewer may be behind; older ones are drop
 _FIRST_LOOK_US = 1_000_000  # how far the first frame looks back
 
 _SHOWN = ("num_running", "num_waiting", "num_in_flight", "kv_usage", "num_generated_tokens", "num_prompt_tokens")
+_OF_CLIENT = ("is_recovering", "recoveries")
 
 
 class LiveFeed:
     """Makes frames of the engine's stats, and hands each to every viewer. Lives on one event loop.
 
     A frame is `{"time_us", "num_stages", "tokens_per_s", "busy": [...], "bubble", "spans": [...], ...}`; a span is
-    `[stage, step_id, start_us, end_us, cohort, rows, tokens]`, times in microseconds since the epoch.
+    `[stage, step_id, start_us, end_us, cohort, rows, tokens]`, times in microseconds since the epoch. While the engine
+    is started again a frame has `time_us`, `is_recovering` and `recoveries` alone.
     """
 
     def __init__(self, llm: AsyncLLM, period_s: float) -> None:
@@ -72,11 +74,16 @@ class LiveFeed:
             except RayppError as error:
                 self._hand_out({"time_us": int(time.time() * 1e6), "error": str(error)})
             else:
-                now_s = time.monotonic()
-                self._hand_out(_frame(before, stats, now_s - before_s))
-                # Per stage the reports are in order, but a stage may report a little later than another.
-                seen_us = min(_newest_per_stage(stats), default=seen_us)
-                before, before_s = stats, now_s
+                if before and before["recoveries"]["count"] != stats["recoveries"]["count"]:
+                    before = {}  # the engine's counters began anew
+                if stats["is_recovering"]:
+                    self._hand_out({"time_us": int(time.time() * 1e6), **{name: stats[name] for name in _OF_CLIENT}})
+                else:
+                    now_s = time.monotonic()
+                    self._hand_out(_frame(before, stats, now_s - before_s))
+                    # Per stage the reports are in order, but a stage may report a little later than another.
+                    seen_us = min(_newest_per_stage(stats), default=seen_us)
+                    before, before_s = stats, now_s
             await asyncio.sleep(self._period_s)
 
     def _hand_out(self, frame: Mapping[str, Any]) -> None:
@@ -97,7 +104,7 @@ def _frame(before: Mapping[str, Any], stats: Mapping[str, Any], seconds: float) 
         "tokens_per_s": num_new / seconds if seconds > 0 else 0.0,
         "busy": [round(share, 4) for share in busy],
         "bubble": bubble,
-        **{name: stats[name] for name in _SHOWN},
+        **{name: stats[name] for name in (*_SHOWN, *_OF_CLIENT)},
         "spans": stats["spans"],
     }
 

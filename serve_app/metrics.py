@@ -51,6 +51,14 @@ _COUNTERS = (
 )
 
 
+_RECOVERY_COUNTERS = (
+    ("raypp_engine_restarts", "Times that the engine died and was started again", "count"),
+    ("raypp_engine_paused_seconds", "Time that requests waited for the engine to be started again", "paused_s"),
+    ("raypp_requests_carried_over", "Requests that went on in an engine that was started again", "num_carried_over"),
+)
+"""Of the client: they go on where the engine's own begin anew."""
+
+
 class EngineMetrics:
     """All series of one replica. Lives on one event loop."""
 
@@ -227,7 +235,7 @@ class _EngineCollector(Collector):
     @stats.setter
     def stats(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
-        if stats:
+        if "stages" in stats:
             self._shares = busy_shares(self._last, stats) or self._shares
             self._last = stats
 
@@ -238,15 +246,17 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         stats, names = self._stats, list(self._names)
-        yield self._gauge("raypp_engine_up", "Whether the engine answers", [([], float(bool(stats)))])
+        is_up = bool(stats) and not stats.get("is_recovering", False)
+        yield self._gauge("raypp_engine_up", "Whether the engine answers", [([], float(is_up))])
         for name, what, key in _GAUGES:
             if key in stats:
                 yield self._gauge(name, what, [([], stats[key])])
-        for name, what, key in _COUNTERS:
-            if key in stats:
-                family = CounterMetricFamily(name, what, labels=_LABELS)
-                family.add_metric(names, stats[key])
-                yield family
+        for counters, values in ((_COUNTERS, stats), (_RECOVERY_COUNTERS, stats.get("recoveries", {}))):
+            for name, what, key in counters:
+                if key in values:
+                    family = CounterMetricFamily(name, what, labels=_LABELS)
+                    family.add_metric(names, values[key])
+                    yield family
         if "stages" not in stats:
             return
         busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=(*_LABELS, "stage"))

@@ -32,9 +32,9 @@ def middlewares() -> list[Middleware]:
 class ProxyAnswers:
     """Answers for a replica that does not.
 
-    `/health` and `/ping` under any prefix are 503 when nothing has answered after `HEALTH_TIMEOUT_S`; other requests
-    wait for the next replica. A request whose replica died gets a 503, a stream an event that tells the error in its
-    route's form.
+    `/health`, `/ping` and `/ready` under any prefix are 503 when nothing has answered after `HEALTH_TIMEOUT_S`; other
+    requests wait for the next replica. A request whose replica died gets a 503, a stream an event that tells the error
+    in its route's form.
     """
 
     def __init__(self, app: ASGIApp, health_timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -109,7 +109,7 @@ def _broken() -> EngineDeadError:
 
 def _asks_for_health(scope: Scope) -> bool:
     path: str = scope["path"]
-    return scope["method"] in ("GET", "HEAD") and path.endswith(("/health", "/ping"))
+    return scope["method"] in ("GET", "HEAD") and path.endswith(("/health", "/ping", "/ready"))
 
 
 def _is_event_stream(start: Message) -> bool:

@@ -38,7 +38,8 @@ class RayMetrics:
 
     def _count(self, sample: Sample, what: str) -> None:
         key = (sample.name, *sample.labels.values())
-        grown = sample.value - self._told.get(key, 0.0)
+        told = self._told.get(key, 0.0)
+        grown = sample.value - (told if sample.value >= told else 0.0)  # a new engine begins at zero
         if grown > 0:
             if sample.name not in self._counters:
                 self._counters[sample.name] = Counter(sample.name, what, tuple(sample.labels))

@@ -78,9 +78,15 @@ class EngineReplica:
         return make_http_app(context)
 
     async def check_health(self) -> None:
-        """Raise if the engine cannot serve. After a few times Serve puts another replica in this one's place."""
+        """Raise if the engine cannot serve. After a few times Serve puts another replica in this one's place.
+
+        That would end the streams of an engine that is started again, or will be once it is known to have frozen.
+        """
         try:
-            await self._llm.check_health()
+            if self._llm.config.faults.max_engine_restarts:
+                self._llm.check_alive()
+            else:
+                await self._llm.check_health()
         except RayppError as error:
             if self._is_healthy:
                 logger.error("this replica (pid %d) is not healthy: %s", os.getpid(), error)

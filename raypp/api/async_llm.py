@@ -208,7 +208,9 @@ class AsyncLLM:
         self._frontend_here().abort([request_id])
 
     async def stats(self, *, spans_after_us: int | None = None) -> dict[str, Any]:
-        """Return the engine's counters.
+        """Return the engine's counters, since it was started or started again, and how often that was.
+
+        While it is started again this returns at once, with `is_recovering` and what there is to tell.
 
         Args:
             spans_after_us: Microseconds since the epoch. Adds `spans`: the stages' latest forwards that ended after it,
@@ -217,7 +219,7 @@ class AsyncLLM:
         return await self._frontend_here().stats(self.config.faults.step_timeout_s, spans_after_us)
 
     async def check_health(self) -> None:
-        """Return if the engine can serve: the driver answers, and hears from every stage.
+        """Return if the engine can serve: the driver answers, and hears from every stage; or it is started again.
 
         Raises:
             EngineDeadError, StageDiedError: it is dead, or a stage has fallen silent.
@@ -233,6 +235,19 @@ class AsyncLLM:
                 got=f"no sign of it for {max(silent_s):.1f} s",
                 expected=f"a heartbeat within {_HEALTH_TIMEOUT_S:g} s",
             )
+
+    def check_alive(self) -> None:
+        """Return unless the engine is dead for good; what has only frozen is noticed later, and started again.
+
+        Raises:
+            EngineDeadError: it is dead, or was closed.
+        """
+        self._frontend_here().check_alive()
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the engine is being started again: requests wait, and go on then."""
+        return self._frontend is not None and self._frontend.is_recovering
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -2,46 +2,37 @@
 
 One event loop, no locks. `AsyncLLM` lives on the caller's loop, `LLM` brings a thread with a loop of its own; both use
 this. A step's outputs come as one message: they go straight into the requests, without a task or a queue per token.
+
+While an engine that died is started again, its requests stay here, new ones join them, and all can be aborted. The next
+engine gets what is unfinished, each continuation with the tokens that it has, and goes on with the same text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from raypp.api.client import EngineClient
+from raypp.api.engine_connection import EngineConnection
+from raypp.api.handing_over import messages_of_begun, messages_of_new
 from raypp.api.launch import OpenEngine
 from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.recovery_log import RecoveryLog
 from raypp.api.running_completion import RunningCompletion
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.api.send_window import SendWindow
-from raypp.client_messages import (
-    AbortRequests,
-    AddRequest,
-    AddRequests,
-    Alive,
-    CloseClient,
-    DriverMessage,
-    EngineDead,
-    Rejected,
-    StatsCall,
-    StatsReply,
-)
+from raypp.api.trials import Trials, conviction
+from raypp.api.waiting_room import WaitingRoom
+from raypp.client_messages import AbortRequests, DriverMessage, Rejected, StatsCall, StatsReply
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError
 from raypp.messages import OutputBatch
 from raypp.types import RequestOutput
 
 _log = logging.getLogger(__name__)
-
-_REQUESTS_PER_MESSAGE = 16
-"""The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
 
 
 class Frontend:
@@ -56,12 +47,17 @@ class Frontend:
         self._requests: dict[str, RunningRequest] = {}
         self._unsent: dict[int, dict[str, bool]] = {}  # of each list that waits for room: ids, and whether aborted
         self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
-        self._stats_calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._client = EngineClient(engine.handle.client_address, self._on_message)
-        engine.handle.watch(self)
-        self._num_silent_turns = 0
-        self._is_closing = False
-        self._watchdog = self._loop.call_later(engine.config.faults.heartbeat_s, self._check_silence)
+        self._stats_calls: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._waiting_room: WaitingRoom | None = None  # while there is no engine
+        self._had: list[int] = []  # handles that the engine had when it died
+        self._recoveries = RecoveryLog()
+        self._trials = Trials()
+        self._connection = EngineConnection(engine.handle, engine.config.faults, self)
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the engine is being started again."""
+        return self._recoveries.is_paused and self._death is None
 
     async def stream(self, prepared: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Run a request and yield its outputs so far, whenever there are new ones. Leaving early aborts it.
@@ -162,113 +158,39 @@ class Frontend:
     async def stats(self, timeout_s: float, spans_after_us: int | None = None) -> dict[str, Any]:
         """Return the engine's figures, with the stages' forwards that ended after a time if one is given.
 
+        While the engine is started again these are few, and come at once: see `RecoveryLog.figures`.
+
         Raises:
             DeadlineError: no answer in time.
             EngineDeadError: the engine died.
         """
-        self._check_alive()
+        self.check_alive()
+        if not self._connection.is_open:
+            return self._figures()
         call_id = next(self._numbers)
-        reply: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        reply: asyncio.Future[dict[str, Any] | None] = self._loop.create_future()
         self._stats_calls[call_id] = reply
-        self._client.send(StatsCall(call_id, spans_after_us))
+        self._connection.send(StatsCall(call_id, spans_after_us))
         try:
             async with asyncio.timeout(timeout_s):
-                return await reply
+                return self._figures(await reply)
         except TimeoutError:
             raise DeadlineError("the driver did not answer", expected=f"an answer within {timeout_s} s") from None
         finally:
             self._stats_calls.pop(call_id, None)
 
-    def close(self) -> None:
-        """Leave. What is still running ends with EngineDeadError."""
-        self._is_closing = True
-        self._watchdog.cancel()
-        if self._death is None:
-            self._client.send(CloseClient())
-        self._die(EngineDeadError("the engine was closed", hint="start a new engine"))
-        self._client.close()
-
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise what the engine died of for good, if it did; one that is being started again is alive."""
         if self._death is not None:
             raise copy.copy(self._death)  # a raised error carries a traceback: one object per raise
 
-    def _submit(
-        self, prepared: Sequence[PreparedRequest], *, stream: bool, on_change: Callable[[RunningRequest], None]
-    ) -> list[RunningRequest]:
-        self._check_alive()
-        self._check_ids(prepared)
-        running, messages = list[RunningRequest](), list[AddRequest]()
-        for item in prepared:
-            handles = [next(self._numbers) for _ in range(item.params.n)]
-            request = RunningRequest(item, handles, self._engine.tokenizer, stream=stream, on_change=on_change)
-            self._requests[item.request_id] = request
-            self._completions |= {c.handle: (request, c) for c in request.completions}
-            running.append(request)
-            if messages and len(messages) + len(handles) > _REQUESTS_PER_MESSAGE:
-                self._client.send(AddRequests(messages))
-                messages = []
-            messages += [self._message(item, completion, stream) for completion in request.completions]
-        if messages:
-            self._client.send(AddRequests(messages))
-        return running
+    def close(self) -> None:
+        """Leave. What is still running ends with EngineDeadError."""
+        self._connection.close()
+        self._end_all(EngineDeadError("the engine was closed", hint="start a new engine"))
 
-    def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
-        for item in prepared:
-            if item.request_id in self._requests or any(item.request_id in unsent for unsent in self._unsent.values()):
-                raise RequestError(
-                    "a request of this id is running already",
-                    request_id=item.request_id,
-                    got=item.request_id,
-                    expected="an id of its own",
-                )
-
-    def _message(self, item: PreparedRequest, completion: RunningCompletion, stream: bool) -> AddRequest:
-        """Return what the engine is told of a continuation: to it, each is a request of its own."""
-        params = item.params
-        if completion.index > 0 and params.prompt_logprobs is not None:
-            params = replace(params, prompt_logprobs=None)  # the first one brings them
-        return AddRequest(
-            completion.engine_id,
-            completion.handle,
-            item.prompt_token_ids,
-            params,
-            item.seed_of(completion.index),
-            self._engine.eos_token_ids,
-            item.bad_word_token_ids,
-            item.priority,
-            is_streamed=stream or bool(params.stop),
-            items=item.items,
-            cache_salt=item.cache_salt,
-        )
-
-    def _abort(self, requests: Iterable[RunningRequest]) -> None:
-        unfinished = [request for request in requests if not request.is_ended]
-        engine_ids = [completion.engine_id for request in unfinished for completion in request.unfinished]
-        self._abort_in_engine(engine_ids)
-        for request in unfinished:
-            self._forget(request)
-            try:
-                request.abort()
-            except Exception as error:  # the last of its text
-                request.fail(_text_error(request.request_id, error))
-
-    def _abort_in_engine(self, engine_ids: list[str]) -> None:
-        if engine_ids and self._death is None:
-            self._client.send(AbortRequests(engine_ids))
-
-    def _forget(self, request: RunningRequest) -> None:
-        del self._requests[request.request_id]
-        for completion in request.completions:
-            self._completions.pop(completion.handle, None)
-
-    def _fail(self, request: RunningRequest, error: RayppError, *, but: int | None = None) -> None:
-        """End a request with an error; the engine need not be told of the continuation with the handle `but`."""
-        self._forget(request)
-        engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
-        request.fail(error)
-        self._abort_in_engine(engine_ids)
-
-    def _on_message(self, message: DriverMessage) -> None:
+    def on_message(self, message: DriverMessage) -> None:
+        """Take in what the driver sends."""
         match message:
             case OutputBatch():
                 self._on_outputs(message)
@@ -282,10 +204,139 @@ class Frontend:
                 reply = self._stats_calls.get(call_id)
                 if reply is not None and not reply.done():
                     reply.set_result(stats)
-            case EngineDead(error):
-                self._die(error)
-            case Alive():
-                pass  # that it came is all it says
+
+    def on_lost(self) -> None:
+        """Keep all requests: the engine died, and may come back."""
+        self._recoveries.begin()
+        self._waiting_room = WaitingRoom(self._engine.config, self._requests.values())
+        self._had = list(self._completions)
+        for reply in self._stats_calls.values():
+            if not reply.done():
+                reply.set_result(None)
+
+    def on_back(self, in_flight: Collection[int] | None) -> None:
+        """Hand over what is unfinished: the engine runs again."""
+        back_s, convicted, self._waiting_room = time.monotonic(), self._judge(in_flight), None
+        unfinished = [h for h, (request, _) in self._completions.items() if request is not convicted]
+        num_requests = len({id(self._completions[handle][0]) for handle in unfinished})
+        self._send_begun(self._trials.begin(unfinished))
+        paused_s = self._recoveries.end(num_requests, back_s)
+        _log.info("%d requests go on after %.1f s", num_requests, paused_s)
+        if convicted is not None:
+            self._fail(convicted, conviction(convicted.request_id))
+        self._go_on_with_trials()
+
+    def on_dead(self, error: RayppError) -> None:
+        """End all requests: the engine died for good."""
+        _log.error("%s; running requests that it ends: %d", error, len(self._requests))
+        self._end_all(error)
+
+    def _end_all(self, error: RayppError) -> None:
+        if self._death is not None:
+            return
+        self._death = error
+        for request in list(self._requests.values()):
+            self._forget(request)
+            request.fail(copy.copy(error))
+        for reply in self._stats_calls.values():
+            if not reply.done():
+                reply.set_exception(copy.copy(error))
+
+    def _judge(self, in_flight: Collection[int] | None) -> RunningRequest | None:
+        """Take in that the engine may have died of a request; return the one that it surely died of."""
+        had = {handle: self._completions[handle] for handle in self._had if handle in self._completions}
+        verdict = self._trials.note_death(
+            in_flight,
+            {handle: len(completion.token_ids) for handle, (_, completion) in had.items()},
+            is_only_request=len({request.request_id for request, _ in had.values()}) == 1,
+        )
+        if verdict.num_excused:
+            self._engine.handle.excuse_restarts(verdict.num_excused)
+        return None if verdict.convicted is None else self._completions[verdict.convicted][0]
+
+    def _go_on_with_trials(self) -> None:
+        if not self._trials.are_going_on or not self._connection.is_open:
+            return
+        while (handle := self._trials.next(self._completions)) is not None:
+            name = self._completions[handle][1].engine_id
+            _log.warning("engines died twice of request %s, or by chance: it is handed over alone", name)
+            self._send_begun([handle])
+
+    def _send_begun(self, handles: Iterable[int]) -> None:
+        begun = (self._completions[handle] for handle in handles)
+        for message in messages_of_begun(begun, self._engine.eos_token_ids):
+            self._connection.send(message)
+
+    def _figures(self, of_engine: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if of_engine is None:  # what there is waits here
+            of_engine = {"num_running": 0, "num_waiting": len(self._completions), "num_in_flight": 0}
+        return {**of_engine, **self._recoveries.figures(self._engine.handle.recoveries())}
+
+    def _submit(
+        self, prepared: Sequence[PreparedRequest], *, stream: bool, on_change: Callable[[RunningRequest], None]
+    ) -> list[RunningRequest]:
+        self.check_alive()
+        self._check_ids(prepared)
+        running = [
+            RunningRequest(
+                item,
+                [next(self._numbers) for _ in range(item.params.n)],
+                self._engine.tokenizer,
+                stream=stream,
+                on_change=on_change,
+            )
+            for item in prepared
+        ]
+        if self._waiting_room is not None:
+            self._waiting_room.enter(running)
+        for request in running:
+            self._requests[request.request_id] = request
+            self._completions |= {c.handle: (request, c) for c in request.completions}
+        if self._connection.is_open:
+            for message in messages_of_new(running, self._engine.eos_token_ids):
+                self._connection.send(message)
+        return running
+
+    def _check_ids(self, prepared: Sequence[PreparedRequest]) -> None:
+        for item in prepared:
+            if item.request_id in self._requests or any(item.request_id in unsent for unsent in self._unsent.values()):
+                raise RequestError(
+                    "a request of this id is running already",
+                    request_id=item.request_id,
+                    got=item.request_id,
+                    expected="an id of its own",
+                )
+
+    def _abort(self, requests: Iterable[RunningRequest]) -> None:
+        unfinished = [request for request in requests if not request.is_ended]
+        engine_ids = [completion.engine_id for request in unfinished for completion in request.unfinished]
+        self._abort_in_engine(engine_ids)
+        for request in unfinished:
+            self._forget(request)
+            try:
+                request.abort()
+            except Exception as error:  # the last of its text
+                request.fail(_text_error(request.request_id, error))
+        self._go_on_with_trials()
+
+    def _abort_in_engine(self, engine_ids: list[str]) -> None:
+        if engine_ids and self._connection.is_open:
+            self._connection.send(AbortRequests(engine_ids))
+
+    def _forget(self, request: RunningRequest) -> None:
+        del self._requests[request.request_id]
+        for completion in request.completions:
+            self._completions.pop(completion.handle, None)
+        if self._waiting_room is not None:
+            self._waiting_room.leave(request)
+
+    def _fail(self, request: RunningRequest, error: RayppError, *, but: int | None = None) -> None:
+        """End a request with an error; the engine need not be told of the continuation with the handle `but`."""
+        self._forget(request)
+        engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
+        request.fail(error)
+        self._abort_in_engine(engine_ids)
+        self._go_on_with_trials()
 
     def _on_outputs(self, batch: OutputBatch) -> None:
         now_s = time.monotonic()
@@ -331,51 +382,9 @@ class Frontend:
                 self._forget(request)
             request.note_update(num_tokens, now_s)
         self._abort_in_engine(stopped_by_text)
-
-    def _check_silence(self) -> None:
-        """Give up on a driver that is there and says nothing: it is stopped, or hangs.
-
-        Silence is counted in turns of this loop: while the loop itself stood still, nobody was there to hear.
-        """
-        faults = self._engine.config.faults
-        self._num_silent_turns = 0 if self._client.was_heard() else self._num_silent_turns + 1
-        silent_s = self._num_silent_turns * faults.heartbeat_s
-        if silent_s > faults.silence_timeout_s:
-            self._die(
-                EngineDeadError(
-                    "the driver is frozen: nothing has been heard of it",
-                    got=f"no message for {silent_s:.1f} s",
-                    expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
-                    hint="its process is stopped or starved",
-                )
-            )
-        if self._death is None:
-            self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)
-
-    def engine_lost(self, error: RayppError) -> None:
-        """End all requests: they are not handed over yet. From another thread."""
-        self.engine_dead(error)
-
-    def engine_back(self, client_address: str) -> None:
-        """Do nothing. From another thread."""
-
-    def engine_dead(self, error: RayppError) -> None:
-        """End all requests. From another thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know
-            self._loop.call_soon_threadsafe(self._die, error)
-
-    def _die(self, error: RayppError) -> None:
-        if self._death is not None:
-            return
-        self._death = error
-        if not self._is_closing:
-            _log.error("%s; running requests that it ends: %d", error, len(self._requests))
-        for request in list(self._requests.values()):
-            self._forget(request)
-            request.fail(copy.copy(error))
-        for reply in self._stats_calls.values():
-            if not reply.done():
-                reply.set_exception(copy.copy(error))
+        if self._trials.are_going_on:
+            self._trials.note_tokens([h for h, n in zip(columns[0], columns[1], strict=True) if n])
+            self._go_on_with_trials()
 
 
 def _text_error(request_id: str, error: Exception) -> RequestError:

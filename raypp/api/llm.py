@@ -239,7 +239,14 @@ class LLM:
         self._thread.call(lambda: self._frontend.abort([request_id]))
 
     def stats(self) -> dict[str, Any]:
-        """Return the engine's counters."""
+        """Return the engine's counters, since it was started or started again, and how often that was.
+
+        While it is started again this returns at once, with `is_recovering` and what there is to tell.
+
+        Raises:
+            DeadlineError: the driver does not answer.
+            EngineDeadError: the engine died for good.
+        """
         return self._thread.run(self._frontend.stats(self.config.faults.step_timeout_s))
 
     def timeline(self, last_s: float | None = None) -> Timeline:

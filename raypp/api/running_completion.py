@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from raypp.api.detokenizer import Decoder, ShowingDecoder
+from raypp.api.engine_counters import NOTHING_COUNTED, Counters, sum_over_engines
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
+from raypp.messages import NO_INT32S, Int32s
 from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
 
 _REASON_NAMES: dict[int, FinishReasonName] = {
@@ -51,8 +55,10 @@ class RunningCompletion:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReasonName | None = None
         self.stop_reason: int | str | None = None
-        # Cached tokens, preemptions, drafted and accepted tokens by position, and microseconds queued, so far.
-        self.counters: tuple[int, int, list[int], list[int], int] = (0, 0, [], [], 0)
+        self.counters: Counters = NOTHING_COUNTED
+        """Of the engine that has it now."""
+        self._earlier: Counters | None = None  # of the engines before, if one of them ran it
+        self._waited_us = 0  # before the engine that was the first to run it, or has it now
         self._params = params
         self._decoder = decoder if params.detokenize else None
         if self._decoder is not None and params.shown_special_tokens:
@@ -74,6 +80,25 @@ class RunningCompletion:
     def is_ended(self) -> bool:
         """Whether nothing more will come."""
         return self.finish_reason is not None
+
+    @property
+    def all_counters(self) -> Counters:
+        """The counters of all engines that have had it."""
+        if self._earlier is None and not self._waited_us:
+            return self.counters
+        return sum_over_engines(self._earlier, self.counters, self._waited_us)
+
+    def begin_anew(self, waited_us: int) -> Int32s:
+        """Take in that another engine goes on with it; return the tokens [G] that it has.
+
+        Args:
+            waited_us: Microseconds since its request came.
+        """
+        if self.counters is not NOTHING_COUNTED:
+            self._earlier, self.counters = self.all_counters, NOTHING_COUNTED
+        if self._earlier is None:
+            self._waited_us = waited_us
+        return np.array(self.token_ids, np.int32) if self.token_ids else NO_INT32S
 
     def update(self, token_ids: list[int], reason: int, stop_token_id: int, logprobs: LogprobLists | None) -> None:
         """Take in what one step brought.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from itertools import zip_longest
 
 from raypp.api.detokenizer import Decoder
+from raypp.api.engine_counters import sum_by_position
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.running_completion import RunningCompletion
 from raypp.errors import RayppError
@@ -73,9 +73,9 @@ class RunningRequest:
             RunningCompletion(index, name, handle, prepared.params, decoder, streams=stream)
             for index, (name, handle) in enumerate(zip(names, handles, strict=True))
         ]
-        self._prepared = prepared
+        self.prepared = prepared
+        self.is_streamed = stream
         self._decoder = decoder
-        self._stream = stream
         self._on_change = on_change
         self._arrival_time_s = time.time()
         self._arrival_s = time.monotonic()
@@ -84,6 +84,7 @@ class RunningRequest:
         self._prompt_logprobs: list[Logprobs | None] | None = (
             None if prepared.params.prompt_logprobs is None else [None]
         )
+        self._num_prompt_logprobs = 1  # of the engine that has the request now; the first token has none
 
     @property
     def is_ended(self) -> bool:
@@ -95,10 +96,26 @@ class RunningRequest:
         """The continuations that have not ended."""
         return [completion for completion in self.completions if not completion.is_ended]
 
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether some that were asked for have not come."""
+        return self._prompt_logprobs is not None and self._num_prompt_logprobs < len(self.prepared.prompt_token_ids)
+
+    def begin_anew(self, completion: RunningCompletion) -> Int32s:
+        """Take in that another engine goes on with one of the continuations; return the tokens [G] that it has.
+
+        Prompt log-probabilities that are not complete will come again from the first one on.
+        """
+        if completion.index == 0 and self.lacks_prompt_logprobs:
+            self._num_prompt_logprobs = 1
+        return completion.begin_anew(round((time.monotonic() - self._arrival_s) * 1e6))
+
     def add_prompt_logprobs(self, prompt_logprobs: LogprobLists | None) -> None:
         """Take in those of the next prompt tokens, if any."""
         if self._prompt_logprobs is not None and prompt_logprobs is not None:
-            self._prompt_logprobs += decoded_logprobs(prompt_logprobs, self._decoder)
+            start, decoded = self._num_prompt_logprobs, decoded_logprobs(prompt_logprobs, self._decoder)
+            self._num_prompt_logprobs += len(decoded)
+            self._prompt_logprobs[start : self._num_prompt_logprobs] = decoded  # nobody who looks sees them grow fewer
 
     def note_update(self, num_tokens: int, now_s: float) -> None:
         """Take in that one of the continuations was updated with so many new tokens, at a monotonic time."""
@@ -106,7 +123,7 @@ class RunningRequest:
             self._first_token_s = now_s
         if not self.unfinished:
             self._finish_s = now_s
-        if self._stream or self._finish_s is not None:
+        if self.is_streamed or self._finish_s is not None:
             self._on_change(self)
 
     def abort(self) -> None:
@@ -123,7 +140,7 @@ class RunningRequest:
 
     def output(self) -> RequestOutput:
         """Return what there is so far."""
-        prepared = self._prepared
+        prepared = self.prepared
         return RequestOutput(
             request_id=self.request_id,
             prompt=prepared.prompt,
@@ -137,18 +154,18 @@ class RunningRequest:
     @cached_property
     def _prompt_token_ids(self) -> list[int]:
         """The prompt as users see it: one list for all outputs, made for the first."""
-        token_ids: list[int] = self._prepared.prompt_token_ids.tolist()
+        token_ids: list[int] = self.prepared.prompt_token_ids.tolist()
         return token_ids
 
     def _metrics(self) -> RequestMetrics:
         metrics = RequestMetrics(arrival_time_s=self._arrival_time_s)
-        cached, preemptions, drafted, accepted, _ = zip(*(c.counters for c in self.completions), strict=True)
+        cached, preemptions, drafted, accepted, _ = zip(*(c.all_counters for c in self.completions), strict=True)
         metrics.num_cached_tokens, metrics.num_preemptions = cached[0], sum(preemptions)
-        metrics.drafted_by_position, metrics.accepted_by_position = _sums(drafted), _sums(accepted)
+        metrics.drafted_by_position, metrics.accepted_by_position = sum_by_position(drafted), sum_by_position(accepted)
         metrics.num_draft_tokens = sum(metrics.drafted_by_position)
         metrics.num_accepted_tokens = sum(metrics.accepted_by_position)
         if self._first_token_s is not None:
-            metrics.queue_s = min((c.counters[4] for c in self.completions if c.token_ids), default=0) / 1e6
+            metrics.queue_s = min((c.all_counters[4] for c in self.completions if c.token_ids), default=0) / 1e6
             metrics.ttft_s = self._first_token_s - self._arrival_s
             metrics.first_token_time_s = self._arrival_time_s + metrics.ttft_s
         if self._finish_s is not None:
@@ -157,8 +174,3 @@ class RunningRequest:
             if num_tokens > 1 and self._first_token_s is not None:
                 metrics.tpot_s = (self._finish_s - self._first_token_s) / (num_tokens - 1)
         return metrics
-
-
-def _sums(lists: Iterable[Sequence[int]]) -> list[int]:
-    """Return the sums by position; lists that are shorter have nothing there."""
-    return [sum(column) for column in zip_longest(*lists, fillvalue=0)]

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from raypp.api.running_request import PreparedRequest
-from raypp.client_messages import REQUEST_BYTES
 from raypp.config.engine_config import EngineConfig
 from raypp.prompt_items import unique_items
+from raypp.request_memory import REQUEST_BYTES
 
 
 class SendWindow:

@@ -1,8 +1,7 @@
 """Keeps the unfinished requests of all clients, and limits the memory that they take in the driver.
 
-Steps of a request take blocks of the KV cache, which are planned; a request that waits takes what it brought: its
-prompt, its parameters, its images. Pixels stay until the request ends, for it may be preempted, and its images then
-be encoded once more. An image that several requests bring is kept once.
+Pixels stay until the request ends, for it may be preempted, and its images then be encoded once more. An image that
+several requests bring is kept once.
 
 A request that an engine before this one has begun was admitted there: it is counted, and not refused because others
 were here first. Output tokens are not counted, neither those that it brings nor those that it gets: only who has had a
@@ -12,45 +11,40 @@ row has any.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from raypp.client_messages import REQUEST_BYTES
-from raypp.errors import QueueFullError, RequestError
-from raypp.prompt_items import EncoderItem, unique_items
+from raypp.errors import RequestError
+from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request_memory import RequestMemory
 from raypp.scheduler.request import Request
 
 _SMALL_ARRAY_BYTES = 1 << 14
 """A smaller array is copied from its message: it may be a corner of a buffer of zmq, and would keep that in memory."""
-
-_RETRY_AFTER_S = 3
-
-
-@dataclass(slots=True)
-class _Pixels:
-    item: EncoderItem
-    num_requests: int = 0
 
 
 class OpenRequests:
     """Requests by client and id.
 
     Args:
-        max_bytes: What prompts and requests may take: 4 bytes per prompt token, and `REQUEST_BYTES` per request.
+        max_bytes: What prompts and requests may take; see `RequestMemory`.
         max_pixel_bytes: What their images may.
     """
 
     def __init__(self, *, max_bytes: int, max_pixel_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._max_pixel_bytes = max_pixel_bytes
+        self._memory = RequestMemory(max_bytes=max_bytes, max_pixel_bytes=max_pixel_bytes)
         self._of_client: dict[bytes, dict[str, Request]] = {}
-        self._sizes: dict[Request, int] = {}
-        self._pixels: dict[bytes, _Pixels] = {}
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
         """That unfinished requests take, without pixels."""
-        self.num_pixel_bytes = 0
+        return self._memory.num_bytes
+
+    @property
+    def num_pixel_bytes(self) -> int:
         """Of the images of unfinished requests."""
+        return self._memory.num_pixel_bytes
 
     @property
     def clients(self) -> Iterable[bytes]:
@@ -86,75 +80,24 @@ class OpenRequests:
                 got=request.request_id,
                 expected="an id of its own",
             )
-        size = REQUEST_BYTES + request.prompt_token_ids.nbytes
-        _check_room(
-            request, "memory of unfinished requests", size, self.num_bytes, "max_waiting_bytes", self._max_bytes
-        )
-        if request.items is not None:
-            self._admit_pixels(request)
+        items = None if request.items is None else _without_buffers(request.items)
+        is_new = not request.num_earlier_tokens
+        request.items = self._memory.add(request, request.request_id, request.prompt_token_ids, items, is_new=is_new)
         self._of_client.setdefault(request.client, {})[request.request_id] = request
-        self._sizes[request] = size
-        self.num_bytes += size
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended; one that was forgotten already is ignored."""
-        if (size := self._sizes.pop(request, None)) is None:
-            return
-        self.num_bytes -= size
-        of_client = self._of_client.get(request.client, {})
-        if of_client.get(request.request_id) is request:
-            del of_client[request.request_id]
-        if request.items is not None:
-            for item in unique_items(request.items.items):
-                pixels = self._pixels[item.key]
-                pixels.num_requests -= 1
-                if not pixels.num_requests:
-                    del self._pixels[item.key]
-                    self.num_pixel_bytes -= pixels.item.patches.nbytes
+        if self._memory.remove(request):
+            of_client = self._of_client.get(request.client, {})
+            if of_client.get(request.request_id) is request:
+                del of_client[request.request_id]
 
-    def _admit_pixels(self, request: Request) -> None:
-        assert request.items is not None
-        items = unique_items(request.items.items)
-        new = [item for item in items if item.key not in self._pixels]
-        size = sum(item.patches.nbytes for item in new)
-        limit = self._max_pixel_bytes
-        _check_room(request, "memory of waiting images", size, self.num_pixel_bytes, "max_waiting_pixel_bytes", limit)
-        for item in new:
-            self._pixels[item.key] = _Pixels(_without_buffer(item))
-        self.num_pixel_bytes += size
-        for item in items:
-            self._pixels[item.key].num_requests += 1
-        kept = tuple(self._pixels[item.key].item for item in request.items.items)
-        request.items = replace(request.items, items=kept)
+
+def _without_buffers(items: PromptItems) -> PromptItems:
+    return replace(items, items=tuple(map(_without_buffer, items.items)))
 
 
 def _without_buffer(item: EncoderItem) -> EncoderItem:
     if item.patches.nbytes >= _SMALL_ARRAY_BYTES:
         return item
     return replace(item, patches=np.array(item.patches))
-
-
-def _check_room(request: Request, what: str, size: int, used: int, name: str, limit: int) -> None:
-    """Check that there is room for a request's `size` bytes.
-
-    Raises:
-        QueueFullError, RequestError: see `OpenRequests.admit`.
-    """
-    if not size or used + size <= limit or (size <= limit and request.num_earlier_tokens):
-        return
-    expected = f"at most {name} = {limit}"
-    if size <= limit:
-        raise QueueFullError(
-            f"the {what} is full",
-            retry_after_s=_RETRY_AFTER_S,
-            got=f"{size} bytes more, {used} in use",
-            expected=expected,
-            hint=f"wait until others have ended, or raise {name}",
-        )
-    raise RequestError(
-        f"the request does not fit into the {what}",
-        request_id=request.request_id,
-        got=f"{size} bytes",
-        expected=expected,
-        hint=f"send less in one request, or raise {name}",
-    )

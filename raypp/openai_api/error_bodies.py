@@ -16,6 +16,7 @@ from raypp.errors import (
     DeadlineError,
     EncoderDiedError,
     EngineDeadError,
+    FatalRequestError,
     NonFiniteLogitsError,
     QueueFullError,
     RayppError,
@@ -137,6 +138,8 @@ def describe_error(error: Exception) -> tuple[int, ErrorResponse]:
     match error:
         case ContextLengthError():
             status, kind, code = 400, "invalid_request_error", "context_length_exceeded"
+        case FatalRequestError():  # not one of the server's statuses: clients would send it again
+            status, kind, code = 400, "invalid_request_error", "fatal_request"
         case RequestError():
             status, kind = 400, "invalid_request_error"
         case ConfigError():

@@ -32,6 +32,8 @@ export async function watch() {
 
 function takeFrame(frame) {
   if (frame.error) return setHealth("dead", "engine lost");
+  showRecoveries(frame.recoveries);
+  if (frame.is_recovering) return setHealth("recovering", "engine restarts");
   if (byId("health").dataset.state !== "ok") showModel();
   live.offset = frame.time_us - performance.now() * 1000;
   live.stages = frame.num_stages;
@@ -54,6 +56,16 @@ function takeFrame(frame) {
   byId("bubble").textContent = frame.bubble === null ? "\u2013" : Math.round(100 * frame.bubble);
   showLegend();
   drawHistory();
+}
+
+function showRecoveries({ count, num_carried_over, last }) {
+  const note = byId("recoveries");
+  note.hidden = !last;
+  if (!last) return;
+  const times = count === 1 ? "once" : `${count} times`;
+  const text = `The engine was started again ${times}; requests that went on: ${num_carried_over}. ` +
+    `Last, ${last.paused_s.toFixed(1)} s: ${last.died}`;
+  if (note.textContent !== text) note.textContent = text;
 }
 
 function showLegend() {

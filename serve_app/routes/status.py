@@ -1,4 +1,4 @@
-"""`/health`, `/ping`, `/version`, `/metrics`, and the OpenAPI description itself."""
+"""`/health`, `/ping`, `/ready`, `/version`, `/metrics`, and the OpenAPI description itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import raypp
 from raypp.errors import RayppError
 from raypp.openai_api.request_fields import OpenAIModel
 from serve_app.context import AppContext
-from serve_app.error_answers import documented, unhealthy_answer
+from serve_app.error_answers import documented, recovering_answer, unhealthy_answer
 from serve_app.metrics import merge
 
 
 class Health(OpenAIModel):
-    """The engine can serve."""
+    """The engine can serve, or will soon: while it is started again its requests wait, and new ones with them."""
 
-    status: Literal["ok"] = "ok"
+    status: Literal["ok", "recovering"] = "ok"
+
+
+class Readiness(OpenAIModel):
+    """The engine can serve now."""
+
+    status: Literal["ready"] = "ready"
 
 
 class Version(OpenAIModel):
@@ -38,12 +44,24 @@ def status_routes(context: AppContext) -> APIRouter:
     @router.head("/health", include_in_schema=False)  # what load balancers ask
     @router.get("/health", responses=documented(500, 503), response_model=Health)
     async def health() -> Any:
-        """Return whether the engine can serve: the driver answers, and hears from every stage."""
+        """Return whether the engine can serve: the driver answers, and hears from every stage; or is started again."""
         try:
             await context.llm.check_health()
         except RayppError as error:
             return unhealthy_answer(str(error))
-        return Health()
+        return Health(status="recovering" if context.llm.is_recovering else "ok")
+
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", responses=documented(500, 503), response_model=Readiness)
+    async def ready() -> Any:
+        """Return whether the engine can serve now; a new request would only wait while it is started again."""
+        try:
+            await context.llm.check_health()
+        except RayppError as error:
+            return unhealthy_answer(str(error))
+        if context.llm.is_recovering:
+            return recovering_answer()
+        return Readiness()
 
     @router.get("/version", responses=documented(500))
     async def version() -> Version:

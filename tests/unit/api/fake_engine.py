@@ -23,7 +23,7 @@ from raypp.client_messages import (
     decode_client_message,
     encode_driver_message,
 )
-from raypp.errors import RayppError
+from raypp.errors import RayppError, StageDiedError
 from raypp.messages import OutputBatch
 from raypp.supervision.recovery import EngineWatcher, Recovery
 from raypp.types import FinishReason
@@ -50,6 +50,12 @@ class FakeEngine:
     tokens_per_step: int = 1
     eos_token_ids: list[int] = field(default_factory=lambda: [2])
     answers_stats: bool = True
+    recovers: bool = False
+    """Whether it may come back when it has died: `come_back`."""
+    recovers_by_itself: bool = False
+    """Whether it does, as soon as a client reports its death."""
+    kills: Callable[[AddRequest], bool] = lambda _: False
+    """Whether the engine dies of a request as soon as that runs."""
 
     def __post_init__(self) -> None:
         self.model_info = {
@@ -61,6 +67,8 @@ class FakeEngine:
         self.added: list[AddRequest] = []
         self.aborted: list[str] = []
         self.num_clients_left = 0
+        self.num_deaths = self.num_excused = 0
+        self.is_back = self.opens_gate = True
         self.num_closed = 0
         self.stage_factory: object = None
         self._gate_is_open = True
@@ -69,14 +77,12 @@ class FakeEngine:
         self._running: list[Running] = []
         self._known_clients: set[bytes] = set()
         self._changed = threading.Condition()
+        self._ordering = threading.Lock()
 
     def launch(self, config: object, *, stage_factory: object = None) -> FakeEngine:
         self.stage_factory = stage_factory
         self._context = zmq.Context()
-        self._clients = self._context.socket(zmq.ROUTER)
-        self._clients.set_hwm(0)
-        self._clients.linger = 0
-        self.client_address = f"tcp://127.0.0.1:{self._clients.bind_to_random_port('tcp://127.0.0.1')}"
+        self._open_clients()
         self._orders_out = self._context.socket(zmq.PAIR)
         self._orders_out.bind("inproc://orders")
         self._orders_in = self._context.socket(zmq.PAIR)
@@ -102,50 +108,72 @@ class FakeEngine:
         self._watchers.append(watcher)
 
     def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
-        pass
+        if client_address == self.client_address and self.is_back:
+            self._tell_of_death(error)
+            if self.recovers_by_itself:
+                self.come_back()
 
     def excuse_restarts(self, count: int) -> None:
-        pass
+        self.num_excused += count
 
     def recoveries(self) -> list[Recovery]:
-        return []
+        return [Recovery("stage 1", 0.1, 0.2, 0.3)] * (self.num_deaths - (not self.is_back))
+
+    def come_back(self) -> None:
+        """Run again, at another address, after a death."""
+        self._order("come back")
 
     def close(self) -> None:
         self.num_closed += 1
         if self.num_closed == 1:
-            self._orders_in.send_pyobj("close")
+            self._order("close")
             self._thread.join(60)
             assert not self._thread.is_alive()
             self._orders_in.close()
             self._context.term()
 
     def set_gate(self, *, is_open: bool) -> None:
-        self._orders_in.send_pyobj(is_open)
+        self._order(is_open)
 
     def grant_steps(self, count: int) -> None:
         """Let this many steps through a closed gate: what is left of a request then stays left."""
-        self._orders_in.send_pyobj(count)
+        self._order(count)
 
     def die_unseen(self, error: RayppError) -> None:
         """Only the watchers hear of it."""
         self.set_gate(is_open=False)
-        for watcher in self._watchers:
-            watcher.engine_dead(error)
+        self._tell_of_death(error)
 
     def die_loudly(self, error: RayppError) -> None:
         """Every client gets a last message."""
-        self._orders_in.send_pyobj(error)
+        self._order(error)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         with self._changed:
             assert self._changed.wait_for(condition, timeout_s), "the engine never saw it"
 
+    def _order(self, order: object) -> None:
+        with self._ordering:
+            self._orders_in.send_pyobj(order)
+
+    def _tell_of_death(self, error: RayppError) -> None:
+        self.num_deaths += 1
+        self.is_back = False
+        for watcher in self._watchers:
+            (watcher.engine_lost if self.recovers or self.recovers_by_itself else watcher.engine_dead)(error)
+
+    def _open_clients(self) -> None:
+        self._clients = self._context.socket(zmq.ROUTER)
+        self._clients.set_hwm(0)
+        self._clients.linger = 0
+        self.client_address = f"tcp://127.0.0.1:{self._clients.bind_to_random_port('tcp://127.0.0.1')}"
+
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._clients, zmq.POLLIN)
-        poller.register(self._orders_out, zmq.POLLIN)
         order: object = None
         while order != "close":
+            poller = zmq.Poller()  # the clients' socket may be another one than before
+            poller.register(self._clients, zmq.POLLIN)
+            poller.register(self._orders_out, zmq.POLLIN)
             steps = (self._gate_is_open or self._steps_granted > 0) and bool(self._running)
             ready = dict(poller.poll(0 if steps else None))
             if self._orders_out in ready:
@@ -168,9 +196,19 @@ class FakeEngine:
         elif isinstance(order, int):
             self._steps_granted += order
         elif isinstance(order, RayppError):
-            self._running.clear()
             for client in self._known_clients:
-                self._send(client, EngineDead(order))
+                in_flight = [r.request.handle for r in self._running if r.client == client]
+                self._send(client, EngineDead(order, in_flight))
+            self._running.clear()
+        elif order == "come back":
+            old = self._clients
+            self._open_clients()
+            old.close(linger=1000)
+            self._running.clear()
+            self._known_clients.clear()
+            self._gate_is_open, self._steps_granted, self.is_back = self.opens_gate, 0, True
+            for watcher in self._watchers:
+                watcher.engine_back(self.client_address)
 
     def _handle(self, client: bytes, frames: list[bytes]) -> None:
         self._known_clients.add(client)
@@ -183,7 +221,7 @@ class FakeEngine:
                         self._send(client, Rejected(request.handle, error))
                     else:
                         tokens = self.script(request)[: request.params.max_tokens]
-                        self._running.append(Running(client, request, tokens))
+                        self._running.append(Running(client, request, tokens[len(request.output_token_ids) :]))
             case AbortRequests(request_ids):
                 self.aborted += request_ids
                 self._running = [r for r in self._running if r.request.request_id not in request_ids]
@@ -195,6 +233,9 @@ class FakeEngine:
                 self._running = [r for r in self._running if r.client != client]
 
     def _step(self) -> None:
+        if any(self.kills(r.request) for r in self._running):
+            self._obey(StageDiedError("stage 0 died", stage_index=0))
+            return
         for client in {r.client for r in self._running}:
             self._send(client, self._outputs([r for r in self._running if r.client == client]))
         self._running = [r for r in self._running if r.left]

@@ -289,7 +289,10 @@ def test_inside_a_running_event_loop(make_engine: MakeEngine) -> None:
 def test_figures_plan_and_processes(make_engine: MakeEngine) -> None:
     engine = make_engine()
     with open_llm(engine) as llm:
-        assert llm.stats() == {"num_running": 0}
+        stats = llm.stats()
+        assert stats["num_running"] == 0
+        assert stats["recoveries"] == {"count": 0, "paused_s": 0.0, "num_carried_over": 0, "last": None}
+        assert not stats["is_recovering"]
         assert llm.plan() == {"stages": []}
         assert llm.processes() == {"driver": 1, "stages": [2], "encoders": []}
     engine = make_engine()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from raypp.client_messages import REQUEST_BYTES
 from raypp.driver.open_requests import OpenRequests
 from raypp.errors import QueueFullError, RequestError
 from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.request_memory import REQUEST_BYTES
 from raypp.scheduler.request import Request
 from raypp.types import SamplingParams
 

@@ -74,7 +74,8 @@ def test_a_clock_that_is_set_back_hides_nothing(monkeypatch: pytest.MonkeyPatch)
             asked_us.append(spans_after_us)
             span = [0, len(asked_us), now_s * 1e6 - 5, now_s * 1e6, 0, 1, 1]
             spans = [span] if span[3] > spans_after_us else []
-            return {**dict.fromkeys(_SHOWN, 0), "active_s": 0.0, "stages": [{"busy_s": 0.0}], "spans": spans}
+            shown = {**dict.fromkeys(_SHOWN, 0), "is_recovering": False, "recoveries": {"count": 0}}
+            return {**shown, "active_s": 0.0, "stages": [{"busy_s": 0.0}], "spans": spans}
 
     async def look() -> None:
         nonlocal now_s

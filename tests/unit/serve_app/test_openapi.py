@@ -63,6 +63,7 @@ OPERATIONS = [
     ("GET", "/v1/models/{model}"),
     ("GET", "/health"),
     ("GET", "/ping"),
+    ("GET", "/ready"),
     ("GET", "/version"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),

@@ -66,7 +66,8 @@ def error_of(sent: list[Message]) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("takes_cancellation", [False, True])
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/health"), ("HEAD", "/health"), ("GET", "/second/health"), ("GET", "/ping")]
+    ("method", "path"),
+    [("GET", "/health"), ("HEAD", "/health"), ("GET", "/second/health"), ("GET", "/ping"), ("GET", "/ready")],
 )
 def test_health_is_told_while_there_is_no_replica(method: str, path: str, takes_cancellation: bool) -> None:
     waiting = proxy(ends=False, takes_cancellation=takes_cancellation)

@@ -1,0 +1,179 @@
+"""A client's connection to an engine that may die and be started again: a socket for each of its lives.
+
+    connected --a part died--> waiting --it runs again--> connected
+        |                         |
+        +------ it died for good, or the client closes ------> ended
+
+A client hears of a death in up to three ways: from the driver, from whoever holds the engine, and by silence. What it
+finds out itself it reports to the holder, who alone decides whether the engine is started again.
+
+The old socket is read to its end and closed before a new one is opened. So a connection is to one engine, and what a
+client has got when it is told of the loss is all that it will ever get from that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from raypp.api.client import EngineClient
+from raypp.api.launch import EngineHandle
+from raypp.client_messages import ClientMessage, CloseClient, DriverMessage, EngineDead
+from raypp.config.sections import FaultsSection
+from raypp.errors import EngineDeadError, RayppError
+
+
+class ConnectionUser(Protocol):
+    """Who is told what the connection brings. Called in its event loop."""
+
+    def on_message(self, message: DriverMessage) -> None:
+        """Take in what the driver sends, but for the message that it dies."""
+
+    def on_lost(self) -> None:
+        """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead."""
+
+    def on_back(self, in_flight: Collection[int] | None) -> None:
+        """Take in that the engine runs again, knowing nothing of what it was asked for before.
+
+        Args:
+            in_flight: The handles that were in a step when the last one died; None if nobody was left to tell.
+        """
+
+    def on_dead(self, error: RayppError) -> None:
+        """Take in that the engine died for good."""
+
+
+class EngineConnection:
+    """Sends and receives while the engine lives. An `EngineWatcher`, and otherwise for one event loop."""
+
+    def __init__(self, handle: EngineHandle, faults: FaultsSection, user: ConnectionUser) -> None:
+        """Connect. Must be called in the event loop that it shall live on.
+
+        Args:
+            handle: Of the engine.
+            faults: How long what may take.
+            user: Told of everything.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._handle = handle
+        self._faults = faults
+        self._user = user
+        self._has_ended = False
+        self._address = ""
+        self._client: EngineClient | None = None
+        self._in_flight: Collection[int] | None = None
+        self._num_silent_turns = 0
+        self._watchdog: asyncio.TimerHandle | None = None
+        handle.watch(self)
+        self._connect(handle.client_address)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something can be sent."""
+        return self._client is not None
+
+    def send(self, message: ClientMessage) -> None:
+        """Send a message; does not wait. Only while it is open."""
+        assert self._client is not None, "the engine is not there"
+        self._client.send(message)
+
+    def close(self) -> None:
+        """Leave."""
+        self._has_ended = True
+        if self._client is not None:
+            self._client.send(CloseClient())
+        self._disconnect()
+
+    def engine_lost(self, error: RayppError) -> None:
+        """Take in, in any thread, that a part of the engine died and that it is being started again."""
+        self._call(self._hear_of_loss)
+
+    def engine_back(self, client_address: str) -> None:
+        """Take in, in any thread, that the engine runs again, at this address."""
+        self._call(lambda: self._return_to(client_address))
+
+    def engine_dead(self, error: RayppError) -> None:
+        """Take in, in any thread, that the engine died for good."""
+        self._call(lambda: self._end(error))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is gone, and with it everybody who could want to know
+            self._loop.call_soon_threadsafe(function)
+
+    def _connect(self, address: str) -> None:
+        self._address = address
+        self._client = EngineClient(address, self._on_message)
+        self._num_silent_turns = 0
+        self._watchdog = self._loop.call_later(self._faults.heartbeat_s, self._check_silence)
+
+    def _disconnect(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _on_message(self, message: DriverMessage) -> None:
+        if isinstance(message, EngineDead):
+            self._lose(message.in_flight)
+            self._handle.report_death(message.error, self._address)
+        else:
+            self._user.on_message(message)
+
+    def _hear_of_loss(self) -> None:
+        if self._client is not None:
+            self._client.was_heard()  # the driver's last words, maybe of what was in flight
+        if self._client is not None:
+            self._lose(None)
+
+    def _lose(self, in_flight: Collection[int] | None) -> None:
+        self._disconnect()
+        if not self._has_ended:
+            self._in_flight = in_flight
+            self._user.on_lost()
+
+    def _return_to(self, address: str) -> None:
+        if self._has_ended or (self._client is not None and address == self._address):
+            return  # it was connected to when it was back already
+        if self._client is not None:
+            self._lose(None)
+        self._connect(address)
+        self._user.on_back(self._in_flight)
+
+    def _end(self, error: RayppError) -> None:
+        if self._client is not None:
+            self._client.was_heard()  # what came before the end
+        if not self._has_ended:
+            self._has_ended = True
+            self._disconnect()
+            self._user.on_dead(error)
+
+    def _check_silence(self) -> None:
+        """Give up on a driver that is there and says nothing: it is stopped, or hangs.
+
+        Silence is counted in turns of this loop: while the loop itself stood still, nobody was there to hear.
+        """
+        if self._client is None:
+            return
+        was_heard = self._client.was_heard()
+        if self._client is None:
+            return  # what was heard was its end
+        faults = self._faults
+        self._num_silent_turns = 0 if was_heard else self._num_silent_turns + 1
+        silent_s = self._num_silent_turns * faults.heartbeat_s
+        if silent_s > faults.silence_timeout_s:
+            self._lose(None)
+            self._handle.report_death(
+                EngineDeadError(
+                    "the driver is frozen: nothing has been heard of it",
+                    got=f"no message for {silent_s:.1f} s",
+                    expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
+                    hint="its process is stopped or starved",
+                ),
+                self._address,
+                silent_s=silent_s,
+            )
+        else:
+            self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)

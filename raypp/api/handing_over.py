@@ -1,0 +1,70 @@
+"""Requests on their way to an engine: new ones, and those that another engine has begun and could not end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from raypp.api.running_completion import RunningCompletion
+from raypp.api.running_request import RunningRequest
+from raypp.client_messages import AddRequest, AddRequests
+from raypp.messages import NO_INT32S, Int32s
+
+_REQUESTS_PER_MESSAGE = 16
+"""The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
+
+
+def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int, ...]) -> Iterator[AddRequests]:
+    """Yield what hands new requests to the engine, in order."""
+    return _messages(
+        [_to_add(r, c, NO_INT32S, eos_token_ids, lacks_prompt_logprobs=True) for c in r.completions] for r in requests
+    )
+
+
+def messages_of_begun(
+    completions: Iterable[tuple[RunningRequest, RunningCompletion]], eos_token_ids: tuple[int, ...]
+) -> Iterator[AddRequests]:
+    """Yield what hands unfinished continuations, each with its request, to another engine, in order."""
+    return _messages(
+        [_to_add(r, c, r.begin_anew(c), eos_token_ids, lacks_prompt_logprobs=r.lacks_prompt_logprobs)]
+        for r, c in completions
+    )
+
+
+def _messages(groups: Iterable[Sequence[AddRequest]]) -> Iterator[AddRequests]:
+    together: list[AddRequest] = []
+    for group in groups:
+        if together and len(together) + len(group) > _REQUESTS_PER_MESSAGE:
+            yield AddRequests(together)
+            together = []
+        together += group
+    if together:
+        yield AddRequests(together)
+
+
+def _to_add(
+    request: RunningRequest,
+    completion: RunningCompletion,
+    output_token_ids: Int32s,
+    eos_token_ids: tuple[int, ...],
+    *,
+    lacks_prompt_logprobs: bool,
+) -> AddRequest:
+    """Return what the engine is told of a continuation: to it, each is a request of its own."""
+    prepared, params = request.prepared, request.prepared.params
+    if params.prompt_logprobs is not None and (completion.index > 0 or not lacks_prompt_logprobs):
+        params = replace(params, prompt_logprobs=None)  # the first one brings them, once
+    return AddRequest(
+        completion.engine_id,
+        completion.handle,
+        prepared.prompt_token_ids,
+        params,
+        prepared.seed_of(completion.index),
+        eos_token_ids,
+        prepared.bad_word_token_ids,
+        prepared.priority,
+        is_streamed=request.is_streamed or bool(params.stop),
+        items=prepared.items,
+        cache_salt=prepared.cache_salt,
+        output_token_ids=output_token_ids,
+    )
