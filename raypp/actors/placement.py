@@ -136,20 +136,16 @@ def reserve_when_there_is_room(
     Raises:
         ResourceError: until the deadline there was no room; it says what is lacking.
     """
+    is_noticed = False
     while True:
         try:
             return reserve(bundles, num_stages, strategy, deadline, check)
         except ResourceError as error:
             if not deadline.remaining_s:
                 raise
-            logger.warning("waiting up to %.0f s for nodes: %s", deadline.remaining_s, error)
-        _wait_for_other_nodes(deadline, check)
-
-
-def _wait_for_other_nodes(deadline: Deadline, check: Callable[[], object]) -> None:
-    """Wait until other nodes are there than now."""
-    before = {node.node_id for node in alive_nodes()}
-    while deadline.remaining_s and {node.node_id for node in alive_nodes()} == before:
+            if not is_noticed:
+                logger.warning("waiting up to %.0f s for nodes: %s", deadline.remaining_s, error)
+            is_noticed = True
         check()
         time.sleep(min(_POLL_S, deadline.remaining_s))
 

@@ -7,8 +7,9 @@ whoever closes an engine sees to it that its processes are gone.
 from __future__ import annotations
 
 import logging
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.local_process import LocalProcess, await_end
 
+_POLL_S = 0.2
 _PATIENCE = 0.5  # the share of the time that processes get to end by themselves
 
 logger = logging.getLogger(__name__)
@@ -52,15 +54,27 @@ def end_processes(processes: Iterable[ActorProcess], timeout_s: float, patience_
     for process in processes:
         by_node[process.node_id].append(process.process)
     here = by_node.pop(ray.get_runtime_context().get_node_id(), [])
-    elsewhere = [_end_on_node(node_id, of_node, timeout_s, patience_s) for node_id, of_node in by_node.items()]
+    elsewhere = {node_id: _end_on_node(node_id, of_node, timeout_s, patience_s) for node_id, of_node in by_node.items()}
     end_here(here, timeout_s, patience_s)
-    if elsewhere:
-        ended, late = ray.wait(elsewhere, num_returns=len(elsewhere), timeout=timeout_s)
-        for ref in (*ended, *late):
-            try:
-                ray.get(ref, timeout=0)
-            except ray.exceptions.RayError as error:
-                logger.warning("a node did not say whether the engine's processes have ended: %s", error)
+    for ref in _answered(elsewhere, timeout_s):
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            logger.warning("a node did not say whether the engine's processes have ended: %s", error)
+
+
+def _answered(on_nodes: Mapping[str, ray.ObjectRef[None]], timeout_s: float) -> list[ray.ObjectRef[None]]:
+    """Wait for what nodes are asked; not for nodes that are lost: what ran there is gone, or ends with its raylet."""
+    waiting, answered = dict(on_nodes), list[ray.ObjectRef[None]]()
+    ends_s = time.monotonic() + timeout_s
+    while waiting and time.monotonic() < ends_s:
+        ended, _ = ray.wait(list(waiting.values()), timeout=_POLL_S)
+        answered += ended
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+        waiting = {node_id: ref for node_id, ref in waiting.items() if node_id in alive and ref not in ended}
+    for node_id in waiting:
+        logger.warning("node %s did not say whether the engine's processes have ended", node_id)
+    return answered
 
 
 def _end_on_node(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from raypp.errors import RayppError
 
-WAIT_S = 150.0  # for what is expected; only a hang takes this long
+WAIT_S = 60.0  # for what is expected; only a hang takes this long
 
 
 class EngineListener:
@@ -32,7 +32,7 @@ class EngineListener:
         num_before = len(self.words)
         after()
         with self._changed:
-            assert self._changed.wait_for(lambda: self.words[num_before:] == list(words), WAIT_S), self.words
+            assert self._changed.wait_for(lambda: self.words[num_before:] == list(words), WAIT_S), self.errors
 
     def _note(self, word: str, error: RayppError | None) -> None:
         with self._changed:

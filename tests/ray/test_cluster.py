@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 import ray
+from engine_listener import EngineListener
 from leftovers import wait_until_gone
 from ray.cluster_utils import Cluster as RayCluster
 
-from raypp import LLM, ResourceError, SamplingParams, StageDiedError
+from raypp import LLM, EngineDeadError, ResourceError, SamplingParams, StageDiedError
+from raypp.actors.engine_actors import launch_engine
+from raypp.config.engine_config import EngineConfig
 from raypp.testing import FakeStage
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_ray")]
@@ -118,7 +121,7 @@ def test_what_others_hold_is_waited_for_and_a_connection_of_the_user_is_left_alo
 
 def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(cluster, at_address):
     endless = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
-    settings = {"num_stages": 2, "placement": "strict_spread", "close_timeout_s": 3.0}
+    settings = {"num_stages": 2, "placement": "strict_spread", "close_timeout_s": 3.0, "max_engine_restarts": 0}
     with _fake(**settings) as llm, ThreadPoolExecutor(1) as pool:
         pending = pool.submit(llm.generate, [{"prompt_token_ids": [1]}], endless)
         ends = time.monotonic() + WAIT_S
@@ -136,6 +139,35 @@ def test_a_node_that_is_lost_ends_in_the_named_error_and_a_new_engine_works(clus
         assert len(_tokens(llm, [{"prompt_token_ids": [1]}])[0]) == 24
     with pytest.raises(ResourceError, match="no room"):
         _fake(**settings)
+
+
+@pytest.mark.skipif("FAULT_NODES" not in os.environ, reason="half a minute: Ray takes as long to notice a lost node")
+@pytest.mark.parametrize(
+    ("placement", "wait_s", "words"), [("spread", 60.0, ["lost", "back"]), ("strict_spread", 1.0, ["lost", "dead"])]
+)
+def test_an_engine_goes_on_where_there_is_room_when_a_node_is_lost(cluster, at_address, placement, wait_s, words):
+    workers = [node for node in cluster.list_all_nodes() if not node.is_head()]
+    worker, listener = workers[0] if workers else cluster.add_node(**NODE), EngineListener()
+    config = EngineConfig.from_flat(
+        "tiny", num_stages=2, placement=placement, close_timeout_s=3.0, max_engine_restarts=3, restart_wait_s=wait_s
+    )
+    engine = launch_engine(config, stage_factory=FakeStage(step_ms=2))
+    try:
+        engine.watch(listener)
+        old = engine.processes()
+        assert len({_node_of(pid) for pid in old["stages"]}) == 2
+        listener.hears(*words, after=lambda: cluster.remove_node(worker, allow_graceful=False))
+        print(f"\n{words}: {engine.recoveries()} {listener.errors[-1]}")
+        assert not wait_until_gone([old["driver"], *old["stages"]], 0.0)
+        if placement == "spread":
+            processes = engine.processes()
+            assert len({_node_of(pid) for pid in [processes["driver"], *processes["stages"]]}) == 1
+        else:
+            assert isinstance(listener.errors[-1], EngineDeadError)
+            for words_of_it in ("cannot be started again", "expected: 2 times {'CPU': 0.01}", "its end: stage 1"):
+                assert words_of_it in str(listener.errors[-1])
+    finally:
+        engine.close()
 
 
 def test_an_address_where_nobody_listens_is_named_at_once(monkeypatch):

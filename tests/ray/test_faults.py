@@ -1,5 +1,7 @@
 """Stages and drivers that die, freeze or fail: requests get the named error, soon, and a new engine works at once.
 
+That is so where an engine is not started again; test_restarts.py has the other case.
+
 FAULT_KILLS=20 runs the whole campaign of kills; by default there are as many as CI has time for.
 """
 
@@ -42,7 +44,14 @@ MAX_TRIES = 4  # to be soon: what else a machine does only ever adds, so the bes
 
 
 def _open(**settings) -> LLM:
-    return LLM("tiny", num_stages=2, stage_factory=FakeStage(step_ms=5), skip_tokenizer_init=True, **settings)
+    return LLM(
+        "tiny",
+        num_stages=2,
+        stage_factory=FakeStage(step_ms=5),
+        skip_tokenizer_init=True,
+        max_engine_restarts=0,
+        **settings,
+    )
 
 
 def _wait_for(condition, what: str) -> None:
@@ -213,7 +222,12 @@ def test_a_step_that_fails_is_explained_and_a_trace_is_still_written(local_ray, 
     path = tmp_path / "trace.json"
     with (
         LLM(
-            "tiny", num_stages=2, stage_factory=Misbehaving("fail later"), skip_tokenizer_init=True, trace=str(path)
+            "tiny",
+            num_stages=2,
+            stage_factory=Misbehaving("fail later"),
+            skip_tokenizer_init=True,
+            max_engine_restarts=0,
+            trace=str(path),
         ) as llm,
         pytest.raises(StageDiedError, match=r"stage 1 failed.*in the tenth step") as caught,
     ):
@@ -228,7 +242,7 @@ def test_a_step_that_fails_is_explained_and_a_trace_is_still_written(local_ray, 
 
 
 def _open_tiny() -> LLM:
-    return LLM("tiny", num_stages=2, max_num_batched_tokens=256, skip_tokenizer_init=True)
+    return LLM("tiny", num_stages=2, max_num_batched_tokens=256, skip_tokenizer_init=True, max_engine_restarts=0)
 
 
 def _quiet_tokens(llm: LLM) -> list[int]:

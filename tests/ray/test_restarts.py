@@ -1,8 +1,12 @@
-"""An engine whose parts are killed or stopped is started again by its owner, and nothing is left of the old one."""
+"""An engine whose parts are killed or stopped is started again by its owner, and nothing is left of the old one.
+
+RESTART_KILLS=60 adds as many deaths at random moments, of starts, too.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 import time
@@ -11,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import raw_client
 import ray
 from engine_listener import WAIT_S, EngineListener
 from leftovers import actor_processes, meeting_places, raypp_processes, wait_until_gone
@@ -24,6 +29,7 @@ from raypp.tracing import read_chrome_trace
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
 
+NUM_KILLS = int(os.environ.get("RESTART_KILLS", "0"))
 PROMPT = [1]
 TOKENS = list(range(2, 14))
 
@@ -138,3 +144,39 @@ def test_an_engine_is_closed_while_it_restarts() -> None:
         took_s = time.monotonic() - began
     assert took_s < 5.0
     assert listener.words == ["lost"]
+
+
+@pytest.mark.skipif(not NUM_KILLS, reason="RESTART_KILLS says how many")
+def test_deaths_at_random_moments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(raw_client, "WAIT_S", 5.0)
+    rng, listener = random.Random(os.environ.get("FAULT_SEED", "kill -9")), EngineListener()
+    others = raypp_processes()
+    with running(listener, max_engine_restarts=1000) as engine:
+        for _ in range(NUM_KILLS):
+            if rng.random() < 0.5:
+                _wait_until_served(engine)
+            time.sleep(rng.uniform(0.0, 3.0))
+            alive = sorted(raypp_processes() - others)
+            for pid in rng.sample(alive, min(len(alive), rng.choice((1, 1, 2)))):
+                os.kill(pid, signal.SIGKILL)
+        _wait_until_served(engine)
+        recoveries = engine.recoveries()
+        assert not wait_until_gone(raypp_processes() - others - set(pids_of(engine)), 1.0)
+    pauses_s = sorted(recovery.total_s for recovery in recoveries)
+    print(f"\n{len(recoveries)} recoveries, {sum(r.num_starts for r in recoveries)} starts after {NUM_KILLS} kills")
+    print(f"pauses: median {pauses_s[len(pauses_s) // 2]:.1f} s, longest {pauses_s[-1]:.1f} s")
+    assert "dead" not in listener.words
+    assert not meeting_places(folder)
+
+
+def _wait_until_served(engine: EngineHandle) -> None:
+    """Wait until the engine answers: what it says of itself may be a moment old."""
+    ends = time.monotonic() + WAIT_S
+    while time.monotonic() < ends:
+        try:
+            check_served(engine)
+        except (AssertionError, EngineDeadError):
+            continue
+        return
+    raise AssertionError("never: an engine that serves")

@@ -6,8 +6,10 @@ import itertools
 
 import pytest
 
+from raypp.actors import placement
+from raypp.actors.deadline import Deadline
 from raypp.actors.placement import Node, check_capacity, order_stages
-from raypp.errors import ResourceError
+from raypp.errors import EngineDeadError, ResourceError
 
 
 def _nodes(*num_gpus: float) -> list[Node]:
@@ -69,3 +71,40 @@ def test_encoders_need_room_too(num_gpus, strategy):
     with pytest.raises(ResourceError) as caught:
         check_capacity(_nodes(*num_gpus), [{"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 0.5, "CPU": 0.01}], strategy)
     assert "num_encoders" in caught.value.hint
+
+
+class ChangingCluster:
+    """A cluster that has room only at a later try."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, room_at_try: int | None) -> None:
+        self.num_tries, self._room_at_try = 0, room_at_try
+        monkeypatch.setattr(placement, "reserve", self.reserve)
+        monkeypatch.setattr(placement, "_POLL_S", 0.01)
+
+    def reserve(self, *_: object) -> str:
+        self.num_tries += 1
+        if self.num_tries != self._room_at_try:
+            raise ResourceError("no room", expected="2 nodes")
+        return "a placement"
+
+
+def test_a_restart_waits_for_a_node_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    ChangingCluster(monkeypatch, room_at_try=3)
+    found: object = placement.reserve_when_there_is_room([{}], 1, "pack", Deadline(20.0), lambda: None)
+    assert found == "a placement"
+
+
+def test_a_restart_that_waits_in_vain_says_what_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    ChangingCluster(monkeypatch, room_at_try=None)
+    with pytest.raises(ResourceError, match="2 nodes"):
+        placement.reserve_when_there_is_room([{}], 1, "pack", Deadline(0.05), lambda: None)
+
+
+def test_a_wait_for_nodes_ends_when_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    ChangingCluster(monkeypatch, room_at_try=None)
+
+    def check() -> None:
+        raise EngineDeadError("the engine was closed")
+
+    with pytest.raises(EngineDeadError):
+        placement.reserve_when_there_is_room([{}], 1, "pack", Deadline(20.0), check)
