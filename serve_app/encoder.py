@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -139,13 +139,14 @@ class ServedPictures:
     Args:
         handle: Of the deployment.
         engine: The engine's name there.
-        actors: Its encoders.
+        actors: Returns its encoders: others when it has been started again. May block.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], engine: str, actors: list[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], engine: str, actors: Callable[[], list[Any]]) -> None:
         self._handle = handle
         self._engine = engine
         self._actors = actors
+        self._is_stale = False  # whether the deployment may know encoders that have died
 
     async def pass_on(self, items: Sequence[EncoderItem]) -> None:
         """Return when the encoders have seen the items. If they cannot be reached: their engine knows what to do.
@@ -155,9 +156,11 @@ class ServedPictures:
         """
         try:
             for _ in range(_MAX_JOIN_TRIES):
-                if await self._handle.prepare.remote(self._engine, list(items)):
+                if not self._is_stale and await self._handle.prepare.remote(self._engine, list(items)):
                     return
-                await self._handle.broadcast("join", self._engine, self._actors).results_async()
+                actors = await asyncio.to_thread(self._actors)
+                await self._handle.broadcast("join", self._engine, actors).results_async()
+                self._is_stale = False
         except BackPressureError as error:
             raise QueueFullError(
                 "too many images are waiting",
@@ -165,7 +168,8 @@ class ServedPictures:
                 got=str(error),
                 expected="fewer at a time; max_encodes and max_encodes_waiting",
             ) from error
-        except (ray.exceptions.RayError, RuntimeError) as error:
+        except (ray.exceptions.RayError, RayppError, RuntimeError) as error:
+            self._is_stale = True
             logger.warning("images were not encoded ahead: %s", str(error).strip().splitlines()[0])
 
 

@@ -64,8 +64,7 @@ class EngineReplica:
         self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
         self._pictures: PictureGate = OpenGate()
         if encoder is not None:
-            actors = await asyncio.to_thread(self._llm.encoder_actors)
-            self._pictures = ServedPictures(encoder, context.replica_id.unique_id, actors)
+            self._pictures = ServedPictures(encoder, context.replica_id.unique_id, self._llm.encoder_actors)
         self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
         if settings.ray_metrics_period_s:
             self._telling = asyncio.create_task(self._tell_ray(settings.ray_metrics_period_s))

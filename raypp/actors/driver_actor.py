@@ -17,11 +17,12 @@ from raypp.actors.stage_group import StageGroup
 from raypp.config.log import log_to_stderr
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
-from raypp.driver.failure_reports import FailureReports
+from raypp.driver.failure_reports import FailureReports, Witness
 from raypp.driver.grammar_process import GrammarProcess
 from raypp.driver.open_requests import OpenRequests
 from raypp.driver.server import DriverServer, open_client_socket, spare_the_collector
 from raypp.driver.stage_health import StageHealth
+from raypp.errors import EngineDeadError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel
@@ -34,7 +35,15 @@ class DriverActor:
     Called in this order: `process`, `place`, `start`, `run`; `stop`, `trace` and those about encoders any time later.
     """
 
-    def __init__(self, plan: EnginePlan, factory: bytes | None, placement: Placement, meeting_place: str) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        factory: bytes | None,
+        placement: Placement,
+        meeting_place: str,
+        *,
+        may_be_replaced: bool = False,
+    ) -> None:
         """Know what to make.
 
         Args:
@@ -42,12 +51,15 @@ class DriverActor:
             factory: Makes the stages' models, pickled: what it imports, torch to begin with, is the stages' affair.
             placement: Where everything runs.
             meeting_place: A folder for socket files.
+            may_be_replaced: Whether another engine is started when this one dies: then it dies with its last encoder.
+                Otherwise text goes on without.
         """
         log_to_stderr()
         self._plan = plan
         self._factory = factory
         self._placement = placement
         self._meeting_place = meeting_place
+        self._may_be_replaced = may_be_replaced
         self._tracer = Tracer(DRIVER_LANE, enabled=plan.config.observability.trace is not None)
         self._last_lanes: list[Lane] | None = None
         self._asking = threading.Lock()  # no stage is killed while it is asked for its trace
@@ -65,7 +77,9 @@ class DriverActor:
         self._stages = StageGroup(self._plan, self._factory, self._placement)
         self._encoders: EncoderGroup | None = None
         if self._plan.encoders.num_encoders:
-            self._encoders = EncoderGroup(self._plan, self._placement, self._stages.first, self._wake)
+            self._encoders = EncoderGroup(
+                self._plan, self._placement, self._stages.first, self._wake, self._on_encoders_end
+            )
         deadline = Deadline(timeout_s)
         processes = self._stages.processes(deadline)
         if self._encoders is not None:
@@ -166,6 +180,10 @@ class DriverActor:
 
     def _wake(self) -> None:
         self._server.wake()
+
+    def _on_encoders_end(self, reason: str) -> None:
+        if self._may_be_replaced:
+            self._server.fail(EngineDeadError("all encoders of images have died", got=reason), Witness.DEATH)
 
     def _lanes(self) -> list[Lane]:
         stages = enumerate(self._stages.traces())

@@ -67,9 +67,17 @@ class EncoderGroup:
         placement: Where they run.
         first_stage: The actor that embeddings go to.
         on_event: Called, from another thread, when `poll` has something to return.
+        on_end: Called, from another thread, when the last encoder cannot be started again, with the reason.
     """
 
-    def __init__(self, plan: EnginePlan, placement: Placement, first_stage: Any, on_event: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        plan: EnginePlan,
+        placement: Placement,
+        first_stage: Any,
+        on_event: Callable[[], None],
+        on_end: Callable[[str], None],
+    ) -> None:
         self._silence_s = plan.config.encoder.encoder_timeout_s
         self._start_timeout_s = plan.config.faults.start_timeout_s
         self._first_stage = first_stage
@@ -77,6 +85,7 @@ class EncoderGroup:
         self._config = plan.model
         self._model = None if placement.is_on_one_node else (plan.config.model.model, plan.config.model.revision)
         self._on_event = on_event
+        self._on_end = on_end
         self._encoders = [
             _Encoder(index, _make_actor(plan, placement, index), plan.encoders.spec(index))
             for index in range(plan.encoders.num_encoders)
@@ -275,6 +284,8 @@ class EncoderGroup:
     def _give_up(self, encoder: _Encoder, error: BaseException) -> None:
         logger.error("encoder %d cannot be started again: %s", encoder.index, in_short_of(error))
         encoder.is_gone, encoder.loading_since_s = True, None
+        if all(one.is_gone for one in self._encoders):
+            self._on_end(in_short_of(error))
         self._call()
 
     def _drop(self, keys: Sequence[bytes]) -> None:

@@ -57,7 +57,7 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
         factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
-        life = EngineLife(plan, cluster, factory)
+        life = EngineLife(plan, cluster, factory, may_be_last=not config.faults.max_engine_restarts)
         with _nothing_left_of(life):
             life.start(deadline)
         return EngineHandle(plan, hardware, cluster, factory, life)
@@ -137,7 +137,14 @@ class EngineHandle(SupervisedEngine[EngineLife]):
     def _start_next(self) -> EngineLife:
         is_closing = self._supervisor.is_closing
         self._num_lives += 1
-        life = EngineLife(self._plan, self._cluster, self._factory, lambda: not is_closing.is_set(), self._num_lives)
+        life = EngineLife(
+            self._plan,
+            self._cluster,
+            self._factory,
+            lambda: not is_closing.is_set(),
+            self._num_lives,
+            may_be_last=not self._supervisor.num_restarts_left,
+        )
         with _nothing_left_of(life):
             life.start_again(Deadline(self._plan.config.faults.start_timeout_s), self._plan_anew)
         return life

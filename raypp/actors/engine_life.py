@@ -50,6 +50,8 @@ class EngineLife:
         factory: bytes | None,
         is_wanted: Callable[[], bool] = lambda: True,
         number: int = 1,
+        *,
+        may_be_last: bool = True,
     ) -> None:
         """Know what to start.
 
@@ -59,12 +61,14 @@ class EngineLife:
             factory: Makes the stages' models, pickled; None: the checkpoint does.
             is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
             number: Which of the engine's lives it is.
+            may_be_last: Whether no other one will follow.
         """
         self._plan = plan
         self._cluster = cluster
         self._factory = factory
         self._is_wanted = is_wanted
         self._number = number
+        self._may_be_last = may_be_last
         self._placement: Placement | None = None
         self._driver: Any = None
         self._run: Any = None
@@ -117,7 +121,13 @@ class EngineLife:
                 max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
                 max_restarts=0,
             )
-            .remote(self._plan, self._factory, self._placement, self._meeting_place)
+            .remote(
+                self._plan,
+                self._factory,
+                self._placement,
+                self._meeting_place,
+                may_be_replaced=not self._may_be_last,
+            )
         )
         self._driver_process = self._ask("process", deadline, ActorProcess.of_this_process())
         self._stage_processes = self._ask("place", deadline, deadline.remaining_s)

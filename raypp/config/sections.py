@@ -308,5 +308,5 @@ class EncoderSection(Section):
     encoder_timeout_s: float = Field(default=120.0, gt=0)
     """How long an encoder may take for one batch of images until it counts as frozen, and is started again."""
     max_encoder_restarts: int = Field(default=10, ge=0)
-    """How often an encoder that died is started again; its images are encoded once more. After that, requests with
-    images are refused, and text goes on."""
+    """How often an encoder that died is started again; its images are encoded once more. When none is left, the
+    engine is started again; if that may not be, requests with images are refused, and text goes on."""

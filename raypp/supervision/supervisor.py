@@ -100,6 +100,14 @@ class Supervisor(Generic[LifeT]):
         with self._lock:
             return self._death is None
 
+    @property
+    def num_restarts_left(self) -> int:
+        """How many more there may be now."""
+        with self._lock:
+            while self._restarts and self._clock() - self._restarts[0] > self._faults.restart_window_s:
+                self._restarts.popleft()
+            return self._faults.max_engine_restarts - len(self._restarts)
+
     def recoveries(self) -> list[Recovery]:
         """Return the engine's pauses, oldest first."""
         with self._lock:
@@ -164,12 +172,10 @@ class Supervisor(Generic[LifeT]):
         if (obstacle := self._obstacle()) is not None:
             return obstacle
         with self._lock:
-            now_s, faults = self._clock(), self._faults
-            while self._restarts and now_s - self._restarts[0] > faults.restart_window_s:
-                self._restarts.popleft()
-            if len(self._restarts) >= faults.max_engine_restarts:
+            if not self.num_restarts_left:
                 return error
-            self._restarts.append(now_s)
+            faults = self._faults
+            self._restarts.append(self._clock())
             count = len(self._restarts)
         logger.warning(
             "%s; the engine is started again (%d of max_engine_restarts=%d within %g s)",

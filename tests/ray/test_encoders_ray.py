@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from engine_listener import EngineListener
 from hf_vision import FIRST_TEXT_TOKEN, make_vision_checkpoint, picture, picture_prompt
 from leftovers import wait_until_gone
 from raw_client import WAIT_S, RawClient
@@ -214,8 +215,15 @@ def test_an_encoder_that_hangs_is_ended_and_started_again(engine, client, path):
 
 
 def test_two_encoders_share_the_pictures_and_without_any_text_goes_on(local_ray, path, prompts, expected):
-    handle = launch(path, num_stages=1, num_encoders=2, max_images_per_batch=1, max_encoder_restarts=0)
+    """With the last encoder the engine is started again; when its restarts are used up, text goes on."""
+    listener = EngineListener()
+    restarts = {"max_encoder_restarts": 0, "max_engine_restarts": 1}
+    handle = launch(path, num_stages=1, num_encoders=2, max_images_per_batch=1, **restarts)
     try:
+        handle.watch(listener)
+        first = handle.processes()["encoders"]
+        listener.hears("lost", "back", after=lambda: [os.kill(pid, signal.SIGKILL) for pid in first])
+        assert "all encoders" in str(listener.errors[0])
         with RawClient(handle.client_address) as client:
             handles = [client.add(prompt, items) for prompt, items in prompts]
             client.wait(handles)

@@ -62,7 +62,7 @@ def deployed(engine, url):
 
 @pytest.fixture(scope="module")
 def gate(engine, deployed):
-    return ServedPictures(deployed, "an engine", engine.encoder_actors())
+    return ServedPictures(deployed, "an engine", engine.encoder_actors)
 
 
 def test_pictures_that_passed_the_gate_are_not_encoded_again(engine, gate, path):
