@@ -21,7 +21,6 @@ from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.supervision.supervised_engine import SupervisedEngine
-from raypp.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from raypp.stage.build_stage import StageFactory
@@ -86,28 +85,18 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
 
 
 class EngineHandle(SupervisedEngine[EngineLife]):
-    """A running engine, owned by this process; see `raypp.api.launch.EngineHandle`.
-
-    Attributes:
-        model_info: What clients must know of the model.
-    """
+    """A running engine, owned by this process; see `raypp.api.launch.EngineHandle`."""
 
     def __init__(
         self, plan: EnginePlan, hardware: Hardware, cluster: Cluster, factory: bytes | None, life: EngineLife
     ) -> None:
-        self._plan = plan
         self._hardware = hardware  # that the plan was made for
         self._num_lives = 1
         self._cluster = cluster
         self._factory = factory
         self._close_lock = threading.Lock()
         self._is_closed = False
-        self.model_info = plan.model_info()
-        super().__init__(Supervisor(life, self._start_next, plan.config.faults, obstacle=self._obstacle))
-
-    def plan(self) -> dict[str, Any]:
-        """Return layers, bytes and blocks per stage."""
-        return self._plan.describe()
+        super().__init__(plan, life, obstacle=self._obstacle)
 
     def processes(self) -> dict[str, Any]:
         """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}; of the last life while none runs."""
@@ -134,7 +123,10 @@ class EngineHandle(SupervisedEngine[EngineLife]):
             finally:
                 self._cluster.disconnect()
 
-    def _start_next(self) -> EngineLife:
+    def _make_plan(self, config: EngineConfig) -> EnginePlan:
+        return plan_engine(config, self._hardware)
+
+    def _start_life(self) -> EngineLife:
         is_closing = self._supervisor.is_closing
         self._num_lives += 1
         life = EngineLife(

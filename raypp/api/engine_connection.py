@@ -86,9 +86,9 @@ class EngineConnection:
             self._client.send(CloseClient())
         self._disconnect()
 
-    def engine_lost(self, error: RayppError) -> None:
-        """Take in, in any thread, that a part of the engine died and that it is being started again."""
-        self._call(self._hear_of_loss)
+    def engine_lost(self, error: RayppError | None) -> None:
+        """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
+        self._call(lambda: self._hear_of_loss(None if error is not None else ()))
 
     def engine_back(self, client_address: str) -> None:
         """Take in, in any thread, that the engine runs again, at this address."""
@@ -122,11 +122,11 @@ class EngineConnection:
         else:
             self._user.on_message(message)
 
-    def _hear_of_loss(self) -> None:
+    def _hear_of_loss(self, in_flight: Collection[int] | None) -> None:
         if self._client is not None:
             self._client.was_heard()  # the driver's last words, maybe of what was in flight
         if self._client is not None:
-            self._lose(None)
+            self._lose(in_flight)
 
     def _lose(self, in_flight: Collection[int] | None) -> None:
         self._disconnect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raypp.api.notebook import close_replaced_engines
@@ -72,6 +72,15 @@ class EngineHandle(Protocol):
 
     def excuse_restarts(self, count: int) -> None:
         """Take the latest `count` restarts off those of `max_engine_restarts`: what caused them has ended."""
+
+    def restart(self, config: EngineConfig) -> None:
+        """Start the engine again as configured, and return when it runs; its requests wait, and go on then. Blocks.
+
+        Raises:
+            ConfigError: a change under which requests could not go on.
+            ResourceError, ModelLoadError, DeadlineError: it does not start so, and goes on as it was.
+            EngineDeadError: it died for good, or was closed.
+        """
 
     def recoveries(self) -> list[Recovery]:
         """Return the engine's pauses, oldest first."""
@@ -152,6 +161,14 @@ def open_engine(
             ", ".join(f"{name}={value}" for name, value in sampling_defaults.items()),
         )
     return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
+
+
+def restarted(engine: OpenEngine, config: EngineConfig | None, settings: Mapping[str, object]) -> OpenEngine:
+    """Start an engine again with a configuration, None: its own, and settings. Blocks; see `EngineHandle.restart`."""
+    config = engine.config if config is None else config
+    config = config.with_settings(**settings) if settings else config
+    engine.handle.restart(config)
+    return replace(engine, config=config)
 
 
 def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]) -> None:

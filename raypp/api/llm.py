@@ -12,7 +12,7 @@ from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_bea
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
-from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
+from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine, restarted
 from raypp.api.per_request import Params, Priority
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.prompt_forms import is_one_prompt
@@ -261,6 +261,24 @@ class LLM:
         """
         timeout_s = self.config.faults.step_timeout_s
         return self._thread.run(read_timeline(self._frontend, self.plan(), last_s=last_s, timeout_s=timeout_s))
+
+    def restart(self, config: EngineConfig | None = None, **settings: object) -> None:
+        """Start the engine again with other settings, under its requests, which go on with the same texts.
+
+            llm.restart(num_stages=2, layer_partition=None)
+
+        What may change: stages, layers and links, KV blocks, graphs, speculation, encoders, rows and tokens of steps.
+
+        Args:
+            config: The whole configuration; None: the present one.
+            settings: What is to be different, by name.
+
+        Raises:
+            ConfigError: a setting that cannot be, or cannot change while requests run.
+            ResourceError, ModelLoadError, DeadlineError: it does not start so, and goes on as it was.
+            EngineDeadError: the engine died for good, or was closed.
+        """
+        self._engine = restarted(self._engine, config, settings)
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

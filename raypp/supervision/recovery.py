@@ -13,7 +13,7 @@ class Recovery:
     """One pause of an engine: parts of it died, and it was started again.
 
     Attributes:
-        died: Who died, and of what, in words: the error of the first death.
+        died: Who died, and of what, in words: the error of the first death; or that it was restarted on purpose.
         notice_s: From the last sign of life, as far as whoever reported the death knows it, to the decision. Seconds.
         end_s: Until nothing was left of the old engine. Seconds.
         start_s: Until a new one could be used, waiting for room and starts that failed included. Seconds.
@@ -35,8 +35,12 @@ class Recovery:
 class EngineWatcher(Protocol):
     """Whoever uses an engine. Called from threads of the engine's owner, one call at a time; must return soon."""
 
-    def engine_lost(self, error: RayppError) -> None:
-        """Hear that a part died. The engine is being started again: `engine_back` or `engine_dead` follows."""
+    def engine_lost(self, error: RayppError | None) -> None:
+        """Hear that a part died. The engine is being started again: `engine_back` or `engine_dead` follows.
+
+        Args:
+            error: What it died of; None: it is replaced on purpose.
+        """
 
     def engine_back(self, client_address: str) -> None:
         """Hear that it runs again, at this address."""

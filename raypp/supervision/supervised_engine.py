@@ -1,24 +1,55 @@
-"""What every engine's handle says of its lives."""
+"""What every engine's handle says of its lives, and does with them."""
 
 from __future__ import annotations
 
-from typing import Generic
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Generic
 
-from raypp.errors import RayppError
+from raypp.config.engine_change import check_change
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import ConfigError, RayppError
+from raypp.plan.engine_plan import EnginePlan
 from raypp.supervision.recovery import EngineWatcher, Recovery
 from raypp.supervision.supervisor import LifeT, Supervisor
 
+logger = logging.getLogger(__name__)
 
-class SupervisedEngine(Generic[LifeT]):
-    """The part of an `EngineHandle` that a supervisor answers for."""
 
-    def __init__(self, supervisor: Supervisor[LifeT]) -> None:
-        self._supervisor = supervisor
+class SupervisedEngine(ABC, Generic[LifeT]):
+    """The part of an `EngineHandle` that a supervisor answers for.
+
+    Attributes:
+        model_info: What clients must know of the model.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, first: LifeT, *, obstacle: Callable[[], RayppError | None] = lambda: None
+    ) -> None:
+        """Begin to look after an engine that runs.
+
+        Args:
+            plan: Of its first life.
+            first: That life.
+            obstacle: See `Supervisor`.
+        """
+        self.model_info = plan.model_info()
+        self._plan = plan
+        self._asked: EnginePlan | None = None  # of the next life, by `restart`
+        self._refusal: RayppError | None = None  # why it could not start under that
+        self._restart_lock = threading.Lock()
+        self._supervisor = Supervisor(first, self._start_next, plan.config.faults, obstacle=obstacle)
 
     @property
     def client_address(self) -> str:
         """The zmq address that clients connect to, of the present life."""
         return self._supervisor.life.client_address
+
+    def plan(self) -> dict[str, Any]:
+        """Return layers, bytes and blocks per stage."""
+        return self._plan.describe()
 
     def watch(self, watcher: EngineWatcher) -> None:
         """Tell somebody, from another thread, what becomes of the engine from now on."""
@@ -35,3 +66,51 @@ class SupervisedEngine(Generic[LifeT]):
     def recoveries(self) -> list[Recovery]:
         """Return the engine's pauses, oldest first."""
         return self._supervisor.recoveries()
+
+    def restart(self, config: EngineConfig) -> None:
+        """Start the engine again as configured, under its requests; see `raypp.api.launch.EngineHandle`."""
+        with self._restart_lock:
+            check_change(self._plan.config, config)
+            plan = self._make_plan(config)
+            if (room := _longest_request(plan)) < (wanted := _longest_request(self._plan)):
+                raise ConfigError(
+                    "the KV cache would be too small for requests that the engine has taken",
+                    got=f"{room} tokens of one request",
+                    expected=f"at least {wanted}",
+                    hint="more memory for the KV cache (kv_cache_bytes, num_kv_blocks, gpu_memory_utilization)",
+                )
+            self._asked, self._refusal = plan, None
+            self._supervisor.restart()
+            if self._refusal is not None:
+                raise self._refusal
+
+    @abstractmethod
+    def _make_plan(self, config: EngineConfig) -> EnginePlan:
+        """Return the plan for another configuration on the hardware that there is.
+
+        Raises:
+            ConfigError, ResourceError: it could not run.
+        """
+
+    @abstractmethod
+    def _start_life(self) -> LifeT:
+        """Start the next life, under the present plan; see `Supervisor`."""
+
+    def _start_next(self) -> LifeT:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            before, self._plan = self._plan, asked
+            try:
+                return self._start_life()
+            except RayppError as error:
+                if self._supervisor.is_closing.is_set():
+                    raise
+                logger.warning("the engine does not start as asked, and goes on as before: %s", error)
+                self._refusal, self._plan = error, before
+        return self._start_life()
+
+
+def _longest_request(plan: EnginePlan) -> int:
+    """Return the most tokens that a request can have."""
+    limits = plan.scheduler_limits()
+    return min(limits.max_model_len, limits.num_usable_blocks * limits.block_size)

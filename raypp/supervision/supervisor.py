@@ -44,8 +44,11 @@ LifeT = TypeVar("LifeT", bound=Life)
 
 @dataclass(frozen=True)
 class _Death:
-    error: RayppError
+    error: RayppError | None  # None: it is replaced on purpose
     last_sign_s: float  # when the dead one was last known to live, by the clock
+
+    def __str__(self) -> str:
+        return "it was restarted on purpose" if self.error is None else str(self.error)
 
 
 class Supervisor(Generic[LifeT]):
@@ -129,6 +132,18 @@ class Supervisor(Generic[LifeT]):
                 self._death = _Death(error, self._clock() - silent_s)
                 self._reported.notify_all()
 
+    def restart(self) -> None:
+        """Replace the present life by the next, which is not counted; return when that runs.
+
+        Raises:
+            EngineDeadError: the engine died for good, or was closed.
+        """
+        with self._lock:
+            self._await_life()
+            self._death = _Death(None, self._clock())
+            self._reported.notify_all()
+            self._await_life()
+
     def excuse_restarts(self, count: int) -> None:
         """Count the latest restarts no longer; see `raypp.api.launch.EngineHandle`."""
         with self._lock:
@@ -149,13 +164,23 @@ class Supervisor(Generic[LifeT]):
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _await_life(self) -> None:
+        """Wait until the engine runs."""
+        while self._death is not None and self._final is None and not self.is_closing.is_set():
+            self._reported.wait()
+        if self._final is not None:
+            raise self._final
+        if self.is_closing.is_set():
+            raise EngineDeadError("the engine was closed", hint="start a new engine")
+
     def _run(self) -> None:
         while (death := self._next_death()) is not None:
             try:
-                final = self._reason_to_give_up(death.error) or self._recover(death)
+                final = None if death.error is None else self._reason_to_give_up(death.error)
+                final = final or self._recover(death)
             except Exception as error:  # whoever waits for the engine must hear something
                 logger.exception("the engine cannot be started again")
-                final = _cannot_start(death.error, error)
+                final = _cannot_start(death, error)
             if final is not None:
                 self._give_up(final)
                 return
@@ -201,7 +226,7 @@ class Supervisor(Generic[LifeT]):
                 if self.is_closing.is_set():
                     return None
                 if not isinstance(error, EngineDeadError | DeadlineError):
-                    return _cannot_start(death.error, error)
+                    return _cannot_start(death, error)
                 if (final := self._reason_to_give_up(error)) is not None:
                     return final
                 continue
@@ -209,7 +234,7 @@ class Supervisor(Generic[LifeT]):
             self._go_on(
                 life,
                 Recovery(
-                    str(death.error),
+                    str(death),
                     notice_s=noticed_s - death.last_sign_s,
                     end_s=ended_s - noticed_s,
                     start_s=started_s - ended_s,
@@ -235,6 +260,7 @@ class Supervisor(Generic[LifeT]):
                     recovery.died,
                 )
                 self._tell(lambda watcher: watcher.engine_back(life.client_address))
+                self._reported.notify_all()
         if is_wanted:
             self._watch(life)
         else:
@@ -243,6 +269,7 @@ class Supervisor(Generic[LifeT]):
     def _give_up(self, error: RayppError) -> None:
         with self._lock:
             self._final = error
+            self._reported.notify_all()
             self._tell(lambda watcher: watcher.engine_dead(error))
 
     def _watch(self, life: LifeT) -> None:
@@ -259,7 +286,7 @@ class Supervisor(Generic[LifeT]):
                     logger.exception("a watcher of the engine failed")
 
 
-def _cannot_start(death: RayppError, error: Exception) -> EngineDeadError:
+def _cannot_start(death: _Death, error: Exception) -> EngineDeadError:
     said = str(error) if isinstance(error, RayppError) else repr(error)
     return EngineDeadError(
         f"the engine cannot be started again after its end: {said}",

@@ -15,7 +15,6 @@ from raypp.plan.hardware import Hardware
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.build_stage import StageFactory
 from raypp.supervision.supervised_engine import SupervisedEngine
-from raypp.supervision.supervisor import Supervisor
 from raypp.testing.threaded_life import ThreadedLife
 from raypp.transport.edges import OpenEdge
 
@@ -44,25 +43,14 @@ class ThreadedEngine(SupervisedEngine[ThreadedLife]):
     def __init__(
         self, plan: EnginePlan, factory: StageFactory | None = None, open_edge: OpenEdge | None = None
     ) -> None:
-        def start() -> ThreadedLife:
-            return ThreadedLife(plan, factory, open_edge)
-
-        super().__init__(Supervisor(start(), start, plan.config.faults))
-        self._plan = plan
+        self._factory = factory
+        self._open_edge = open_edge
+        super().__init__(plan, ThreadedLife(plan, factory, open_edge))
 
     @property
     def scheduler(self) -> Scheduler:
         """The present life's, to look at once the engine is closed."""
         return self._supervisor.life.scheduler
-
-    @property
-    def model_info(self) -> dict[str, Any]:
-        """What clients must know of the model."""
-        return self._plan.model_info()
-
-    def plan(self) -> dict[str, Any]:
-        """Return layers, bytes and blocks per stage."""
-        return self._plan.describe()
 
     def processes(self) -> dict[str, Any]:
         """Return this process's id, for the driver and for every stage."""
@@ -81,3 +69,9 @@ class ThreadedEngine(SupervisedEngine[ThreadedLife]):
         if not self._supervisor.stop(_RESTART_END_S):
             raise DeadlineError("the engine's restart does not end", expected=f"its end within {_RESTART_END_S:g} s")
         self._supervisor.life.end()
+
+    def _make_plan(self, config: EngineConfig) -> EnginePlan:
+        return plan_engine(config, Hardware.of_this_machine())
+
+    def _start_life(self) -> ThreadedLife:
+        return ThreadedLife(self._plan, self._factory, self._open_edge)
