@@ -15,6 +15,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.encoder import encoder_deployment
+from serve_app.reload import ENGINE
 from serve_app.replica import EngineReplica
 from serve_app.settings import split_arguments
 
@@ -60,7 +61,7 @@ def build_application(
     # away, and silently make requests wait.
     max_requests = config.scheduler.max_num_seqs + settings.max_queued_requests + _OTHER_REQUESTS
     deployed = serve.deployment(
-        name="engine",
+        name=ENGINE,
         **_number_of_replicas(config, settings),
         **_routing(settings),
         max_ongoing_requests=max_requests,

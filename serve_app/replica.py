@@ -93,6 +93,17 @@ class EngineReplica:
             raise
         self._is_healthy = True
 
+    async def restart(self, config: EngineConfig) -> str | None:
+        """Go on under another configuration, if it is another; return why that cannot be, None if it could."""
+        if config == self._llm.config:
+            return None
+        try:
+            await self._llm.restart(config)
+        except RayppError as error:
+            logger.warning("the configuration cannot be followed: %s", error)
+            return str(error)
+        return None
+
     async def exposition(self) -> str:
         """Return this replica's metrics."""
         return await exposition(self._llm, self._metrics)

@@ -22,6 +22,7 @@ from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application, end_timeout_s
 from serve_app.proxy_answers import ENVIRONMENT
+from serve_app.reload import Reload
 from serve_app.running_serve import RunningServe, delete_application, end_serve, hide_noise, start_serve
 from serve_app.stop_signals import StopSignals
 
@@ -32,9 +33,16 @@ _DELETE_S = 10.0
 
 
 def run_server(
-    config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+    config: EngineConfig,
+    settings: HttpSettings,
+    *,
+    address: HttpAddress,
+    on_ready: Callable[[str], None],
+    read_again: Callable[[], EngineConfig],
 ) -> None:
     """Serve until SIGINT or SIGTERM; then take down what was started. To be called in the main thread.
+
+    After SIGHUP the engine goes on under the configuration as it is then.
 
     A signal that comes before it serves ends the process, with exit code 130 or 143.
 
@@ -43,6 +51,7 @@ def run_server(
         settings: Of the server.
         address: Where to serve.
         on_ready: Called with the server's address once it can be used.
+        read_again: Returns the configuration as it is now.
 
     Raises:
         ConfigError: settings that cannot be, a port that is taken, or a name or path on the cluster that is.
@@ -63,7 +72,8 @@ def run_server(
             stop.is_connected = True
             stop.listen()  # again: Ray's core takes SIGTERM for itself
             hide_noise()
-            _serve(config, settings, address, stop, on_ready, cluster, started_ray=starts_ray)
+            reload = Reload(config, read_again, address.app_name)
+            _serve(config, settings, address, stop, on_ready, cluster, reload, started_ray=starts_ray)
         finally:
             cluster.disconnect()
         _say("stopped")
@@ -76,6 +86,7 @@ def _serve(
     stop: StopSignals,
     on_ready: Callable[[str], None],
     cluster: Cluster,
+    reload: Reload,
     *,
     started_ray: bool,
 ) -> None:
@@ -96,6 +107,9 @@ def _serve(
         health = _Health(address.app_name)
         while stop.received is None:
             stop.wait(_LOOK_S)
+            if stop.take_reload() and stop.received is None:
+                _say("SIGHUP: the configuration is read again")
+                _say(reload.run())
             if stop.received is None:
                 health.look(RunningServe.of_this_cluster())
     finally:

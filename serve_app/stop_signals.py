@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM as a request to stop, which is granted in time: a stopped Ray job has three seconds."""
+"""SIGINT and SIGTERM as a request to stop, which is granted in time: a stopped Ray job has three seconds.
+
+SIGHUP asks to read the configuration again, unless the terminal is gone: then it is a request to stop, too.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ class StopSignals:
         """Whether something is served: its end may take the time that it takes, while what starts is not waited for."""
         # Not an Event: a handler that ran while its own thread held the Event's lock would wait for itself.
         self._changes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._wants_reload = False
+        self._had_terminal = _has_terminal()
         self._timer: threading.Timer | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -33,6 +38,12 @@ class StopSignals:
         """Take the signals, again if somebody else took them meanwhile."""
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_hangup)
+
+    def take_reload(self) -> bool:
+        """Return whether the configuration is to be read again, since the last call."""
+        wanted, self._wants_reload = self._wants_reload, False
+        return wanted
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return after a signal, and when another thread calls `wake`. Look for what has changed after every return.
@@ -53,7 +64,7 @@ class StopSignals:
         _exit_now(self.received)
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._before = {number: signal.getsignal(number) for number in (*_SIGNALS, signal.SIGHUP)}
         self.listen()
         return self
 
@@ -74,6 +85,22 @@ class StopSignals:
             self._timer.daemon = True
             self._timer.start()
         self._changes.put(None)
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        if self._had_terminal and not _has_terminal():
+            self._on_signal(number, frame)
+            return
+        self._wants_reload = True
+        self._changes.put(None)
+
+
+def _has_terminal() -> bool:
+    """Return whether this process has a terminal that signals can come from."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _exit_now(number: int) -> NoReturn:

@@ -45,7 +45,12 @@ def _tune_engine(config: EngineConfig, **options: Any) -> Any:
 
 
 def _serve(
-    config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+    config: EngineConfig,
+    settings: HttpSettings,
+    *,
+    address: HttpAddress,
+    on_ready: Callable[[str], None],
+    read_again: Callable[[], EngineConfig],
 ) -> None:
     try:
         from serve_app.run import run_server
@@ -53,7 +58,7 @@ def _serve(
         raise ConfigError(
             "the server needs packages that are not installed", got=error, hint='pip install "raypp[serve]"'
         ) from error
-    run_server(config, settings, address=address, on_ready=on_ready)
+    run_server(config, settings, address=address, on_ready=on_ready, read_again=read_again)
 
 
 @dataclass(frozen=True)

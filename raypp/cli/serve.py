@@ -16,7 +16,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="answer HTTP requests",
-        description="Serve OpenAI's API over HTTP, with a page at / that shows the pipeline. Runs until Ctrl-C.",
+        description="Serve OpenAI's API over HTTP, with a page at / that shows the pipeline. Runs until Ctrl-C. "
+        "SIGHUP reads the file of --config again.",
     )
     add_setting_options(parser.add_argument_group("address", HttpAddress.__doc__), ADDRESS_SETTINGS)
     add_setting_options(parser.add_argument_group("HTTP settings", HttpSettings.__doc__), HTTP_SETTINGS)
@@ -28,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     settings = http_settings(HttpSettings, given_settings(args, HTTP_SETTINGS))
     address = http_settings(HttpAddress, given_settings(args, ADDRESS_SETTINGS))
-    args.entry_points.serve(engine_config(args), settings, address=address, on_ready=_say_ready)
+    args.entry_points.serve(
+        engine_config(args), settings, address=address, on_ready=_say_ready, read_again=lambda: engine_config(args)
+    )
     return 0
 
 

@@ -154,9 +154,10 @@ def test_load(url: str) -> None:
 def test_a_second_server_of_one_cluster_is_refused(url: str) -> None:
     host, port = "127.0.0.1", int(url.rsplit(":", 1)[1])
     second = HttpAddress(host=host, port=port + 1, app_name="second", route_prefix="/second")
+    config = EngineConfig.from_flat("tiny")
     for address in (HttpAddress(host=host, port=port), second):
         with pytest.raises(ConfigError, match=f"{host}:{port}"):
-            run_server(EngineConfig.from_flat("tiny"), HttpSettings(), address=address, on_ready=print)
+            run_server(config, HttpSettings(), address=address, on_ready=print, read_again=lambda: config)
     assert httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
 
 
@@ -331,10 +332,35 @@ def kill_the_replica(url: str, ancestor: int) -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
 
 
+def text_of(url: str) -> str:
+    body = {"prompt": "def main(", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    return str(httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()["choices"][0]["text"])
+
+
+def text_across_a_hangup(url: str, process: subprocess.Popen[str]) -> str:
+    """Return what a stream yields while the server reads its configuration again, once that has told of it."""
+    body = {"prompt": "def main(", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    pieces = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_S) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+                if len(pieces) == 5:
+                    process.send_signal(signal.SIGHUP)
+    assert process.stderr is not None
+    while "the engine runs with parallel.num_stages = 2" not in (line := process.stderr.readline()):
+        assert line
+    return "".join(pieces)
+
+
 def test_the_short_way(tmp_path) -> None:
-    """`raypp serve`: serves until SIGTERM, tells of a killed replica, then ends without a word and leaves nothing."""
-    port = free_port()
-    options = ["tiny", "--num-stages", "1", "--port", str(port), "--served-model-name", "small"]
+    """`raypp serve`: serves until SIGTERM, tells of a killed replica, then ends without a word and leaves nothing.
+
+    SIGHUP makes the engine follow its file.
+    """
+    port, path = free_port(), tmp_path / "raypp.toml"
+    path.write_text('[model]\nmodel = "tiny"\n[parallel]\nnum_stages = 1\n')
+    options = ["--config", str(path), "--port", str(port), "--served-model-name", "small"]
     with subprocess.Popen(
         [sys.executable, "-m", "raypp", "serve", *options],
         cwd=tmp_path,
@@ -351,6 +377,9 @@ def test_the_short_way(tmp_path) -> None:
                 said.append(line)
             models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_S).json()
             assert [model["id"] for model in models["data"]] == ["small"]
+            path.write_text(path.read_text().replace("num_stages = 1", "num_stages = 2"))
+            text = text_across_a_hangup(f"http://127.0.0.1:{port}", process)
+            assert text == text_of(f"http://127.0.0.1:{port}")
             kill_the_replica(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)

@@ -54,7 +54,9 @@ def served(*arguments: str) -> tuple[EngineConfig, HttpSettings, HttpAddress]:
     """Return what the command line makes of its arguments."""
     calls = []
 
-    def serve(config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Any) -> None:
+    def serve(
+        config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Any, **_: object
+    ) -> None:
         calls.append((config, settings, address))
 
     assert main(arguments, entry_points=EntryPoints(serve=serve)) == 0

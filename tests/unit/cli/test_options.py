@@ -80,7 +80,9 @@ def test_a_text_is_read_as_its_settings_type(text: str, annotation: Any, value: 
 def test_settings_of_the_server_come_from_options_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
-    def serve(config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: object) -> None:
+    def serve(
+        config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: object, **_: object
+    ) -> None:
         taken.append((config, settings, address))
 
     for name, value in {"MODEL": "tiny", "API_KEYS": "a,b", "PORT": "9001", "HOST": "0.0.0.0", "COMPILE": "1"}.items():

@@ -31,9 +31,16 @@ class FakeServer:
         self.address = HttpAddress()
 
     def __call__(
-        self, config: EngineConfig, settings: HttpSettings, *, address: HttpAddress, on_ready: Callable[[str], None]
+        self,
+        config: EngineConfig,
+        settings: HttpSettings,
+        *,
+        address: HttpAddress,
+        on_ready: Callable[[str], None],
+        read_again: Callable[[], EngineConfig],
     ) -> None:
         self.config, self.settings, self.address = config, settings, address
+        self.read_again = read_again
         on_ready(address.url)
 
 
@@ -55,6 +62,19 @@ def test_options_become_settings_and_the_address_is_said(capsys: pytest.CaptureF
     captured = capsys.readouterr()
     assert "http://0.0.0.0:9000" in captured.err
     assert not captured.out
+
+
+def test_the_configuration_is_read_again(tmp_path: Path) -> None:
+    path, server = tmp_path / "raypp.toml", FakeServer()
+    path.write_text('[model]\nmodel = "tiny"\n[parallel]\nnum_stages = 2\n')
+    assert main(["serve", "--config", str(path), "--max-num-seqs", "8"], entry_points=EntryPoints(serve=server)) == 0
+    assert server.read_again() == server.config
+    path.write_text(path.read_text().replace("2", "3"))
+    config = server.read_again()
+    assert (config.parallel.num_stages, config.scheduler.max_num_seqs) == (3, 8)
+    path.write_text("[parallel")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        server.read_again()
 
 
 def test_defaults() -> None:
