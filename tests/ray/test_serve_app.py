@@ -42,7 +42,7 @@ HELLO: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "c
 @pytest.fixture(scope="module")
 def url(local_ray: None) -> Iterator[str]:
     with serving() as url:
-        deploy({"num_stages": 2, "max_num_seqs": 64, "kv_cache_bytes": 32 << 20})
+        deploy({"num_stages": 2, "max_num_seqs": 64, "kv_cache_bytes": 32 << 20, "max_engine_restarts": 1})
         yield url
 
 
@@ -230,7 +230,7 @@ def check_conversations_stay_and_outlive_a_replica(pair: str) -> None:
 
 
 def test_a_stage_killed_under_load(url: str) -> None:
-    """Clients hear of it, /health too, and Serve puts a new engine in its place.
+    """Once streams only pause. Then restarts are used up: clients hear of it, /health too, and Serve has a new replica.
 
     What else the machine does only ever adds to the time that takes: the best of a few times counts.
     """
@@ -240,8 +240,12 @@ def test_a_stage_killed_under_load(url: str) -> None:
         unhealthy_s.append(kill_a_stage_under_load(url))
 
 
+def kill_a_stage() -> None:
+    os.kill(serve.get_app_handle("raypp").processes.remote().result()["stages"][1], signal.SIGKILL)
+
+
 def kill_a_stage_under_load(url: str) -> float:
-    """Kill a stage under streams, check everything that follows, and return when /health told of it."""
+    """Kill a stage under streams, twice, check everything that follows, and return when /health told of it."""
     ended: list[str] = []
 
     def stream() -> None:
@@ -253,10 +257,17 @@ def kill_a_stage_under_load(url: str) -> float:
     for thread in threads:
         thread.start()
     wait_for(lambda: metric(url, "raypp_requests_running") == 4)
+    first = engine_processes(os.getpid())
+    kill_a_stage()
+    wait_for(lambda: metric(url, "raypp_engine_restarts_total") == 1)
+    wait_for(lambda: metric(url, "raypp_requests_running") == 4)
+    assert not ended
     before = engine_processes(os.getpid())
     assert set(before) == {"replica", "driver", "stage", "stage 1"}
+    assert before["replica"] == first["replica"]
+    assert not set(before.values()) & {first["driver"], first["stage"], first["stage 1"]}
     killed = time.monotonic()
-    os.kill(serve.get_app_handle("raypp").processes.remote().result()["stages"][1], signal.SIGKILL)
+    kill_a_stage()
 
     def status(path: str) -> int:
         try:
