@@ -51,7 +51,7 @@ class Frontend:
         self._waiting_room: WaitingRoom | None = None  # while there is no engine
         self._had: list[int] = []  # handles that the engine had when it died
         self._recoveries = RecoveryLog()
-        self._trials = Trials()
+        self._trials = Trials(engine.config.scheduler.max_num_seqs)
         self._connection = EngineConnection(engine.handle, engine.config.faults, self)
 
     @property
@@ -217,7 +217,7 @@ class Frontend:
     def on_back(self, in_flight: Collection[int] | None) -> None:
         """Hand over what is unfinished: the engine runs again."""
         back_s, convicted, self._waiting_room = time.monotonic(), self._judge(in_flight), None
-        unfinished = [h for h, (request, _) in self._completions.items() if request is not convicted]
+        unfinished = {h: len(c.token_ids) for h, (request, c) in self._completions.items() if request is not convicted}
         num_requests = len({id(self._completions[handle][0]) for handle in unfinished})
         self._send_begun(self._trials.begin(unfinished))
         paused_s = self._recoveries.end(num_requests, back_s)
@@ -257,14 +257,14 @@ class Frontend:
     def _go_on_with_trials(self) -> None:
         if not self._trials.are_going_on or not self._connection.is_open:
             return
-        while (handle := self._trials.next(self._completions)) is not None:
-            name = self._completions[handle][1].engine_id
-            _log.warning("engines died twice of request %s, or by chance: it is handed over alone", name)
-            self._send_begun([handle])
+        if handles := self._trials.next(self._completions):
+            names = ", ".join(self._completions[handle][1].engine_id for handle in handles)
+            _log.info("engines died before these had a token: they are handed over after others: %s", names)
+            self._send_begun(handles, goes_first=True)
 
-    def _send_begun(self, handles: Iterable[int]) -> None:
+    def _send_begun(self, handles: Iterable[int], *, goes_first: bool = False) -> None:
         begun = (self._completions[handle] for handle in handles)
-        for message in messages_of_begun(begun, self._engine.eos_token_ids):
+        for message in messages_of_begun(begun, self._engine.eos_token_ids, goes_first=goes_first):
             self._connection.send(message)
 
     def _figures(self, of_engine: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from raypp.messages import NO_INT32S, Int32s
 _REQUESTS_PER_MESSAGE = 16
 """The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
 
+_FIRST = -(2**31)
+"""The priority that is served before all others; see `raypp.api.per_request.priorities`."""
+
 
 def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int, ...]) -> Iterator[AddRequests]:
     """Yield what hands new requests to the engine, in order."""
@@ -22,13 +25,23 @@ def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int
 
 
 def messages_of_begun(
-    completions: Iterable[tuple[RunningRequest, RunningCompletion]], eos_token_ids: tuple[int, ...]
+    completions: Iterable[tuple[RunningRequest, RunningCompletion]],
+    eos_token_ids: tuple[int, ...],
+    *,
+    goes_first: bool = False,
 ) -> Iterator[AddRequests]:
-    """Yield what hands unfinished continuations, each with its request, to another engine, in order."""
-    return _messages(
+    """Yield what hands unfinished continuations to another engine, in order.
+
+    Args:
+        completions: Each with its request.
+        eos_token_ids: The model's.
+        goes_first: Whether they are served before all others, whatever their priority.
+    """
+    for message in _messages(
         [_to_add(r, c, r.begin_anew(c), eos_token_ids, lacks_prompt_logprobs=r.lacks_prompt_logprobs)]
         for r, c in completions
-    )
+    ):
+        yield AddRequests([replace(r, priority=_FIRST) for r in message.requests]) if goes_first else message
 
 
 def _messages(groups: Iterable[Sequence[AddRequest]]) -> Iterator[AddRequests]:

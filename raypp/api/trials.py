@@ -1,13 +1,16 @@
-"""Which request kills engines: a request that does must not take all others with it, again and again.
+"""Which request kills engines: one that does must not take all others with it, again and again.
 
-    suspect     in a step at two deaths, without a token of it in between
-    on trial    handed over alone, once others have had tokens, and all that were in a step too; one at a time
-    acquitted   it yields a token, or ends
-    convicted   the engine dies once more while it is on trial and in a step
+A death counts against the requests that were in a step and have had no token since they were handed to that engine.
 
-A conviction needs a sign that the engine works without the request: a token of another one since the engine began.
-While there is none, since all are suspects, another one is tried first. So an engine that can run nothing convicts
-nobody, and uses its restarts up. A request that is the only one is convicted all the same.
+    1 death     they are handed over together, once others have had tokens: first of all that waits
+    2 deaths    on trial: handed over alone, one at a time
+    3 deaths    convicted, if the engine has run others since it began
+
+So at a second death it is clear whom it concerns, and a third one must strike in the moment of one request's trial:
+deaths from outside hardly do. Whoever yields a token is free of all suspicion.
+
+While nothing shows that the engine can run others, another suspect is tried first. So an engine that can run nothing
+convicts nobody, and uses its restarts up. A request that is the only one is convicted all the same.
 
 What a convicted request did counts as one death against the limit of restarts: it is not the engine that is bad.
 """
@@ -15,13 +18,12 @@ What a convicted request did counts as one death against the limit of restarts: 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from raypp.errors import FatalRequestError
 
-SUSPICIOUS_DEATHS = 2
-"""One may be chance. Two in a row without a token in between mostly are not; a third one, in a trial, decides."""
+_DEATHS_BEFORE_TRIAL = 2
 
 
 class Verdict(NamedTuple):
@@ -33,27 +35,33 @@ class Verdict(NamedTuple):
 
 class _Record(NamedTuple):
     num_deaths: int
-    num_tokens: int  # that it had at the last of them
-    num_excused: int = 0
+    num_excused: int
 
 
 class Trials:
-    """Counts the deaths of engines by request, and says which requests wait for their trial.
+    """Counts the deaths of engines by request, and says which requests wait until others have been handed over.
 
     Requests are named by their handles. While no engine dies it is not asked and keeps nothing.
+
+    Args:
+        max_running: The most requests that can have been in a step, where nobody knows which were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_running: int) -> None:
+        self._max_running = max_running
         self._records: dict[int, _Record] = {}
-        self._waiting: deque[int] = deque()  # suspects, in the order of their trials
-        self._on_trial: int | None = None
+        self._tokens_at_start: dict[int, int] = {}  # of requests that the present engine got with tokens
+        self._group: list[int] = []  # waiting, to be handed over together
+        self._single: deque[int] = deque()  # waiting, each for its trial
+        self._under_watch: set[int] = set()  # of these, those that were handed over and have yielded nothing yet
+        self._is_trial = False  # whether that is a single one
         self._awaited: set[int] = set()  # others that were in a step at the death and have yielded nothing since
-        self._engine_works = False  # a request has had a token since the engine began; kept while trials go on
+        self._engine_works = False  # a request has had a token since the engine began; kept while suspects are there
 
     @property
     def are_going_on(self) -> bool:
         """Whether `note_tokens` and `next` want to be called."""
-        return bool(self._waiting) or self._on_trial is not None
+        return bool(self._group or self._single or self._under_watch)
 
     def note_death(
         self, in_flight: Collection[int] | None, num_tokens: Mapping[int, int], *, is_only_request: bool
@@ -61,67 +69,88 @@ class Trials:
         """Take in that an engine died of something that may be a request's doing.
 
         Args:
-            in_flight: The requests that were in a step; None: nobody knows, so all that the engine had are counted.
-            num_tokens: Of each unfinished request, how many tokens it has.
+            in_flight: The requests that were in a step; None: nobody knows, so those that can have been are meant.
+            num_tokens: Of each unfinished request, how many tokens it has; in the order in which they came.
             is_only_request: Whether they are all continuations of one.
         """
-        on_trial, self._on_trial = self._on_trial, None
-        self._records = {handle: record for handle, record in self._records.items() if handle in num_tokens}
-        had = num_tokens.keys() - set(self._waiting)
-        counted = had if in_flight is None else had & set(in_flight)
-        if on_trial is not None and on_trial in counted:
-            record = self._records.pop(on_trial)
-            if self._engine_works or is_only_request:
-                return Verdict(on_trial, record.num_deaths - record.num_excused)
-            self._records[on_trial] = _counted_once_more(record, record.num_tokens)
-            self._waiting.append(on_trial)  # nothing shows that the engine can run others
-            return Verdict(None, 0)
-        if on_trial is not None and on_trial in num_tokens:
-            self._waiting.appendleft(on_trial)
-        for handle in counted:
-            self._records[handle] = _counted_once_more(self._records.get(handle), num_tokens[handle])
-        suspects = sorted(handle for handle in counted if self._records[handle].num_deaths >= SUSPICIOUS_DEATHS)
-        for handle in suspects:
-            self._records[handle] = self._records[handle]._replace(num_excused=1)
-        self._waiting.extend(suspects)
-        self._awaited = counted.difference(suspects)
-        return Verdict(None, 1 if suspects else 0)
+        watched, was_trial, self._under_watch, self._is_trial = self._under_watch, self._is_trial, set(), False
+        waiting = {*self._group, *self._single}
+        had = [handle for handle in num_tokens if handle not in waiting]
+        silent = [handle for handle in had if num_tokens[handle] == self._tokens_at_start.get(handle, 0)]
+        speaking = set(had).difference(silent)
+        if in_flight is None:
+            accused = silent[: max(self._max_running - len(speaking), 0)]
+            self._awaited = speaking
+        else:
+            accused = [handle for handle in silent if handle in set(in_flight)]
+            self._awaited = speaking.intersection(in_flight)
+        self._records = {h: r for h, r in self._records.items() if h in num_tokens and h not in speaking}
+        if was_trial and (on_trial := watched.intersection(accused)):
+            return self._end_trial(on_trial.pop(), has_evidence=self._engine_works or is_only_request)
+        for handle in sorted(watched.intersection(num_tokens).difference(accused)):  # it was not in a step
+            self._put(handle)
+        num_excused = 0
+        for handle in accused:
+            num_deaths, excused = self._records.get(handle, _Record(0, 0))
+            num_deaths += 1
+            if num_deaths == _DEATHS_BEFORE_TRIAL:
+                num_excused = excused = 1
+            self._records[handle] = _Record(num_deaths, excused)
+            self._put(handle)
+        return Verdict(None, num_excused)
 
-    def begin(self, unfinished: Sequence[int]) -> list[int]:
-        """Return those of the unfinished requests that a new engine gets at once, in order."""
+    def begin(self, num_tokens: Mapping[int, int]) -> list[int]:
+        """Return those of the unfinished requests that a new engine gets at once, in order.
+
+        Args:
+            num_tokens: Of each, how many tokens it has.
+        """
         self._engine_works = False
-        waiting = set(self._waiting)
-        return [handle for handle in unfinished if handle not in waiting]
+        self._tokens_at_start = {handle: count for handle, count in num_tokens.items() if count}
+        waiting = {*self._group, *self._single}
+        return [handle for handle in num_tokens if handle not in waiting]
 
     def note_tokens(self, handles: Collection[int]) -> None:
         """Take in that these requests have had tokens."""
         self._engine_works = self._engine_works or bool(handles)
         self._awaited.difference_update(handles)
-        if self._on_trial is not None and self._on_trial in handles:
-            self._records.pop(self._on_trial, None)
-            self._on_trial = None
+        self._under_watch.difference_update(handles)
 
-    def next(self, unfinished: Collection[int]) -> int | None:
-        """Return the request that goes on trial now; None: there is none, or it is not yet time.
+    def next(self, unfinished: Collection[int]) -> list[int]:
+        """Return the requests that are handed over now, before all others that wait; none if it is not yet time.
 
         Args:
             unfinished: All requests that have not ended.
         """
-        if self._on_trial is not None and self._on_trial in unfinished:
-            return None
-        self._on_trial = None
-        self._waiting = deque(handle for handle in self._waiting if handle in unfinished)
-        has_others = len(unfinished) > len(self._waiting)
-        if not self._waiting or (has_others and not self._engine_works) or not self._awaited.isdisjoint(unfinished):
-            return None
-        self._on_trial = self._waiting.popleft()
-        return self._on_trial
+        self._under_watch.intersection_update(unfinished)
+        if self._under_watch:
+            return []
+        self._group = [handle for handle in self._group if handle in unfinished]
+        self._single = deque(handle for handle in self._single if handle in unfinished)
+        has_others = len(unfinished) > len(self._group) + len(self._single)
+        if (has_others and not self._engine_works) or not self._awaited.isdisjoint(unfinished):
+            return []
+        released, self._is_trial = self._group, False
+        if released:
+            self._group = []
+        elif self._single:
+            released, self._is_trial = [self._single.popleft()], True
+        self._under_watch = set(released)
+        return released
 
+    def _put(self, handle: int) -> None:
+        if self._records[handle].num_deaths < _DEATHS_BEFORE_TRIAL:
+            self._group.append(handle)
+        else:
+            self._single.append(handle)
 
-def _counted_once_more(record: _Record | None, num_tokens: int) -> _Record:
-    if record is None or num_tokens > record.num_tokens:
-        return _Record(1, num_tokens)
-    return record._replace(num_deaths=record.num_deaths + 1)
+    def _end_trial(self, handle: int, *, has_evidence: bool) -> Verdict:
+        num_deaths, num_excused = self._records.pop(handle)
+        if has_evidence:
+            return Verdict(handle, num_deaths - num_excused)
+        self._records[handle] = _Record(num_deaths + 1, num_excused)
+        self._single.append(handle)
+        return Verdict(None, 0)
 
 
 def conviction(request_id: str) -> FatalRequestError:

@@ -83,8 +83,9 @@ def test_a_stream_goes_on_where_it_was(
             last = await reader.task
         first, again = engine.added
         assert again.output_token_ids.tolist() == count_up(first)[:num_before]
-        for name in ("request_id", "handle", "seed", "priority", "is_streamed", "eos_token_ids", "params"):
+        for name in ("request_id", "handle", "seed", "is_streamed", "eos_token_ids", "params"):
             assert getattr(first, name) == getattr(again, name), name
+        assert (again.priority == 0) == bool(num_before), "what may have killed the engine must not wait for long"
         [completion] = last.outputs
         assert completion.token_ids == count_up(first)[:NUM_TOKENS]
         assert completion.text == tokenizer.decode(completion.token_ids)
@@ -189,7 +190,8 @@ def test_new_requests_wait_within_the_limits(make_engine: MakeEngine) -> None:
         async with await AsyncLLM.create("tiny", launch=engine.launch, max_waiting_bytes=1 << 20) as llm:
             engine.set_gate(is_open=False)
             running = Reader(llm, "a")
-            await until(lambda: len(engine.added) == 1)
+            engine.grant_steps(1)
+            await until(lambda: running.num_tokens == 1)
             await let_die(llm, engine, "die_unseen")
             later: list[Reader] = []
             while not later or not later[-1].task.done():
@@ -347,6 +349,32 @@ def test_blocking_calls_go_on(make_engine: MakeEngine) -> None:
         assert [len(output.outputs[0].token_ids) for output in llm.stream("a", PARAMS)][-1] == NUM_TOKENS
         assert llm.stats()["recoveries"]["num_carried_over"] == 4
     assert engine.num_deaths == 2
+
+
+def test_what_may_have_killed_the_engine_is_handed_over_after_others(make_engine: MakeEngine) -> None:
+    engine = make_engine(count_up, recovers=True)
+
+    async def body() -> None:
+        async with await AsyncLLM.create("tiny", launch=engine.launch) as llm:
+            engine.set_gate(is_open=False)
+            first = Reader(llm, "a", PARAMS, "first")
+            await until(lambda: len(engine.added) == 1)
+            engine.grant_steps(2)
+            await until(lambda: first.num_tokens == 2)
+            readers = [first, *(Reader(llm, "a", PARAMS, name) for name in "xyz")]
+            await until(lambda: len(engine.added) == 4)
+            engine.opens_gate = False
+            await let_die(llm, engine, "die_loudly")
+            engine.come_back()
+            await until(lambda: len(engine.added) == 5)
+            engine.grant_steps(1)
+            await until(lambda: len(engine.added) == 8)
+            engine.set_gate(is_open=True)
+            for reader in readers:
+                assert len((await reader.task).outputs[0].token_ids) == NUM_TOKENS
+        assert [request.request_id for request in engine.added[4:]] == ["first", "x", "y", "z"]
+
+    run(body())
 
 
 @pytest.mark.parametrize("position", [0, 3, 7])

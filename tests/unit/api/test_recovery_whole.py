@@ -1,0 +1,112 @@
+"""A whole engine in threads dies under requests of all kinds: whoever asked sees a pause and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from raypp.api.async_llm import AsyncLLM
+from raypp.testing import launch_in_threads
+from raypp.testing.threaded_engine import ThreadedEngine
+from raypp.types import RequestOutput, SamplingParams
+
+ENGINE: dict[str, Any] = {
+    "num_stages": 2,
+    "kv_cache_bytes": 1 << 23,
+    "max_model_len": 256,
+    "max_num_seqs": 12,
+    "max_num_batched_tokens": 32,
+    "min_prefill_chunk_tokens": 8,
+    "stage_num_threads": 1,
+    "max_engine_restarts": 100,
+    "heartbeat_s": 0.05,
+}
+NGRAM = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
+CODE = "def main("
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
+KINDS: dict[str, tuple[str, SamplingParams]] = {
+    "greedy": (CODE, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)),
+    "seeded": (CODE, SamplingParams(max_tokens=24, temperature=0.9, seed=1, ignore_eos=True)),
+    "many": (CODE, SamplingParams(max_tokens=30, n=3, seed=2)),
+    "penalties": (CODE, SamplingParams(max_tokens=24, seed=3, frequency_penalty=1.0, min_tokens=10)),
+    "stop": ("import os\n", SamplingParams(max_tokens=60, temperature=0.0, stop=["self", "return", "import"])),
+    "logprobs": (CODE, SamplingParams(max_tokens=30, temperature=0.0, logprobs=2, ignore_eos=True)),
+    "prompt": (CODE * 30, SamplingParams(max_tokens=10, seed=4, prompt_logprobs=1, logprobs=0, ignore_eos=True)),
+    "json": (CODE, SamplingParams(max_tokens=30, seed=5, structured_outputs={"json_schema": SCHEMA})),
+}
+
+
+@asynccontextmanager
+async def open_llm(**settings: Any) -> AsyncIterator[AsyncLLM]:
+    async with await AsyncLLM.create("tiny", launch=launch_in_threads, **ENGINE, **settings) as llm:
+        yield llm
+
+
+async def read(llm: AsyncLLM, kind: str) -> list[RequestOutput]:
+    prompt, params = KINDS[kind]
+    return [output async for output in llm.generate(prompt, params, kind)]
+
+
+async def answers_of(llm: AsyncLLM, kill_after_s: Sequence[float] = ()) -> dict[str, list[RequestOutput]]:
+    engine = llm._engine.handle
+    assert isinstance(engine, ThreadedEngine)
+    tasks = {kind: asyncio.create_task(read(llm, kind)) for kind in KINDS}
+    for index, seconds in enumerate(kill_after_s):
+        await asyncio.sleep(seconds)
+        engine.kill_stage(index % 2)
+        while not llm.is_recovering:
+            await asyncio.sleep(0.001)
+        while llm.is_recovering:
+            await asyncio.sleep(0.001)
+    return {kind: await task for kind, task in tasks.items()}
+
+
+def check_logprobs(got: RequestOutput, expected: RequestOutput) -> None:
+    for mine, right in zip(got.outputs, expected.outputs, strict=True):
+        if right.logprobs is not None:
+            assert mine.logprobs is not None
+            assert len(mine.logprobs) == len(mine.token_ids)
+            assert mine.cumulative_logprob == pytest.approx(right.cumulative_logprob, abs=1e-3)
+            for of_mine, of_right in zip(mine.logprobs, right.logprobs, strict=True):
+                for token_id, logprob in of_right.items():
+                    assert of_mine[token_id].logprob == pytest.approx(logprob.logprob, abs=1e-4)
+    if expected.prompt_logprobs is not None:
+        assert got.prompt_logprobs is not None
+        assert len(got.prompt_logprobs) == len(got.prompt_token_ids)
+        for of_mine, of_right in zip(got.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+            assert of_mine is not None
+            assert of_right is not None
+            assert of_mine.keys() == of_right.keys()
+
+
+def test_requests_of_all_kinds_do_not_notice() -> None:
+    """TEST_RECOVERIES is how often the engine dies."""
+    rng, num_deaths = random.Random(0), int(os.environ.get("TEST_RECOVERIES", "2"))
+
+    async def body() -> None:
+        async with open_llm(speculative=NGRAM) as llm:
+            expected = await answers_of(llm)
+            got = await answers_of(llm, [rng.choice((0.02, 0.1, 0.3)) for _ in range(num_deaths)])
+            stats = await llm.stats()
+        assert stats["recoveries"]["count"] == num_deaths
+        assert stats["recoveries"]["num_carried_over"] >= num_deaths
+        for kind, outputs in got.items():
+            last, right = outputs[-1], expected[kind][-1]
+            assert [c.token_ids for c in last.outputs] == [c.token_ids for c in right.outputs], kind
+            assert [(c.text, c.finish_reason, c.stop_reason) for c in last.outputs] == [
+                (c.text, c.finish_reason, c.stop_reason) for c in right.outputs
+            ]
+            check_logprobs(last, right)
+            for before, after in pairwise(outputs):
+                for old, new in zip(before.outputs, after.outputs, strict=True):
+                    assert new.token_ids[: len(old.token_ids)] == old.token_ids
+                    assert new.text.startswith(old.text)
+
+    asyncio.run(asyncio.wait_for(body(), 60 + 5 * num_deaths))
