@@ -262,7 +262,7 @@ class FaultsSection(Section):
     ten heartbeats, and for step_timeout_s, counts as frozen."""
     close_timeout_s: float = Field(default=10.0, gt=0)
     """Orderly shutdown; what is left after that is killed."""
-    max_engine_restarts: int = Field(default=0, ge=0, le=1000)
+    max_engine_restarts: int = Field(default=3, ge=0, le=1000)
     """How often, within restart_window_s, an engine is started again when a stage, the driver or another node has died.
     When they are used up, running requests end with the error. 0: an engine that dies stays dead."""
     restart_window_s: float = Field(default=600.0, gt=0)

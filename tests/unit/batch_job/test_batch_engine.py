@@ -64,6 +64,35 @@ def test_every_parameter_reaches_the_engine_and_texts_are_its_own(tmp_path: Path
         assert words in failed[name]["body"]["error"]["message"]
 
 
+def test_a_stage_that_dies_does_not_restart_the_job(tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": f"l{i}", "prompt": prompt, "temperature": 0, "max_tokens": 40} for i, prompt in enumerate(PROMPTS)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    opened: list[AsyncLLM] = []
+
+    async def open_once(config: EngineConfig) -> AsyncLLM:
+        opened.append(await open_engine(config))
+        return opened[-1]
+
+    async def run() -> None:
+        job = asyncio.create_task(
+            BatchJob(make_settings(tmp_path, model_settings={"heartbeat_s": 0.05}), open_once).run()
+        )
+        while not opened or not (await opened[0].stats()).get("num_generated_tokens"):
+            await asyncio.sleep(0.005)
+        opened[0]._engine.handle.kill_stage(0)  # type: ignore[attr-defined]
+        await job
+
+    asyncio.run(run())
+    assert len(opened) == 1
+    assert len(opened[0]._engine.handle.recoveries()) == 1
+    found = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in read_output(tmp_path)}
+    with LLM("tiny", launch=launch_in_threads) as llm:
+        expected = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+    assert found == {f"l{i}": output.outputs[0].text for i, output in enumerate(expected)}
+
+
 def test_ray_data_callable() -> None:
     completer = Completer("tiny", launch=launch_in_threads, sampling_params={"temperature": 0.0, "max_tokens": 5})
     batch = {"id": np.arange(4), "prompt": np.array(["def main(", "", "import ", "x" * 100_000], object)}

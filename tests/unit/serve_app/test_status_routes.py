@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -121,6 +123,7 @@ def test_rays_metrics_are_those_of_the_exposition(monkeypatch: pytest.MonkeyPatc
     assert second["raypp_requests_finished_total"] == [(1, ("tiny", "a", "stop"))]
     assert second["raypp_requests_running"] == [(3, ("tiny", "a"))]
     assert "raypp_steps_total" not in tell(25)
+    assert tell(4)["raypp_steps_total"] == [(4, ("tiny", "a"))], "an engine that was started again counts from zero"
 
 
 def test_shares_are_since_the_viewers_own_last_look() -> None:
@@ -170,8 +173,50 @@ def test_expositions_of_replicas_are_merged() -> None:
     assert {sample.value for sample in families["raypp_engine_up"].samples} == {0.0}
 
 
+def test_an_engine_that_is_started_again_is_told_everywhere_and_its_streams_go_on() -> None:
+    body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "temperature": 0.0}
+    with (
+        running_app({"live_period_s": 0.02}, num_stages=1, heartbeat_s=0.05) as app,
+        httpx.Client(base_url=app.url, timeout=30) as http,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        expected = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        engine, may_start = app.context.llm._engine.handle, threading.Event()
+        start_next = engine._supervisor._start_next
+        engine._supervisor._start_next = lambda: (may_start.wait(30), start_next())[1]
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            lines = (line.removeprefix("data: ") for line in answer.iter_lines() if line)
+            first = next(lines)
+            engine.kill_stage(0)
+            app.wait_until(lambda: app.context.llm.is_recovering, "the app hears of it")
+            assert (http.get("/health").status_code, http.get("/health").json()) == (200, {"status": "recovering"})
+            assert (http.head("/ping").status_code, http.get("/v1/models").status_code) == (200, 200)
+            ready = http.get("/ready")
+            assert (ready.status_code, ready.json()["error"]["code"]) == (503, "recovering")
+            assert int(ready.headers["retry-after"]) >= 1
+            seen = series(http.get("/metrics").text)
+            assert (seen["raypp_engine_up"], seen["raypp_requests_waiting"]) == (0, 1)
+            assert seen["raypp_engine_paused_seconds_total"] > 0
+            frame = json.loads(http.get("/live", params={"frames": 1}).text.removeprefix("data: "))
+            assert (frame["is_recovering"], frame["recoveries"]["count"]) == (True, 0)
+            waiting = pool.submit(httpx.post, f"{app.url}/v1/completions", json=body, timeout=30)
+            app.wait_until(lambda: app.stats()["num_waiting"] == 2, "a new request waits, too")
+            may_start.set()
+            *rest, last = lines
+        assert last == "[DONE]"
+        assert "".join(json.loads(line)["choices"][0]["text"] for line in (first, *rest)) == expected
+        assert waiting.result().json()["choices"][0]["text"] == expected
+        assert (http.get("/health").json(), http.get("/ready").json()) == ({"status": "ok"}, {"status": "ready"})
+        seen = series(http.get("/metrics").text)
+        assert seen["raypp_engine_up"] == seen["raypp_engine_restarts_total"] == 1
+        assert seen["raypp_requests_carried_over_total"] == 2
+        assert 0 < seen["raypp_engine_paused_seconds_total"] < 30
+        assert seen["raypp_requests_finished_total|reason=length"] == 3
+        assert "raypp_requests_finished_total|reason=error" not in seen
+
+
 def test_a_dead_engine_is_told_everywhere() -> None:
-    with running_app(num_stages=1) as app, httpx.Client(base_url=app.url, timeout=30) as http:
+    with running_app(num_stages=1, max_engine_restarts=0) as app, httpx.Client(base_url=app.url, timeout=30) as http:
         body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -180,7 +225,7 @@ def test_a_dead_engine_is_told_everywhere() -> None:
             rest = [line for line in lines if line]
         assert "stage 0 died" in rest[-1]
         assert rest[-1].startswith('data: {"error":')
-        for path in ("/health", "/ping", "/v1/models", "/v1/models/tiny"):
+        for path in ("/health", "/ping", "/ready", "/v1/models", "/v1/models/tiny"):
             answer = http.get(path)
             assert answer.status_code == 503, path
             assert "stage 0 died" in answer.json()["error"]["message"]
