@@ -46,6 +46,7 @@ class Answer:
     prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
     finish_reason: FinishReason = FinishReason.NONE
     stop_token_id: int = -1
+    text: str = ""  # where there is a tokenizer
     num_lives: int = 0  # engines that it was handed to
 
     def params_of_next_life(self) -> SamplingParams:
