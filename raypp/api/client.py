@@ -56,10 +56,16 @@ class EngineClient:
         was_heard, self._was_heard = self._was_heard, False
         return was_heard
 
-    def close(self) -> None:
-        """Disconnect. In the event loop, or when that has ended."""
+    def close(self, *, delivers: bool = True) -> None:
+        """Disconnect. In the event loop, or when that has ended.
+
+        Args:
+            delivers: Whether what was sent last gets a moment to arrive; there is no use in it if nobody is there.
+        """
         if self._is_open:
             self._is_open = False
+            if not delivers:
+                self._socket.linger = 0
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fd)
             self._close_socket()

@@ -84,7 +84,7 @@ class EngineConnection:
         self._has_ended = True
         if self._client is not None:
             self._client.send(CloseClient())
-        self._disconnect()
+        self._disconnect(delivers=True)
 
     def engine_lost(self, error: RayppError | None) -> None:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
@@ -108,12 +108,12 @@ class EngineConnection:
         self._num_silent_turns = 0
         self._watchdog = self._loop.call_later(self._faults.heartbeat_s, self._check_silence)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, delivers: bool = False) -> None:
         if self._watchdog is not None:
             self._watchdog.cancel()
         client, self._client = self._client, None
         if client is not None:
-            client.close()
+            client.close(delivers=delivers)
 
     def _on_message(self, message: DriverMessage) -> None:
         if isinstance(message, EngineDead):

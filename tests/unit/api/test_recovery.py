@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.api.client import EngineClient
 from raypp.api.llm import LLM
 from raypp.api.tokenizer import Tokenizer
-from raypp.client_messages import AddRequest
+from raypp.client_messages import AddRequest, StatsCall
 from raypp.errors import ConfigError, EngineDeadError, FatalRequestError, QueueFullError, StageDiedError
 from raypp.types import RequestOutput, SamplingParams
 
@@ -413,5 +416,16 @@ def test_a_silent_driver_is_reported_and_its_requests_go_on(make_engine: MakeEng
             last = await reader.task
             assert last.outputs[0].token_ids == count_up(engine.added[0])[:NUM_TOKENS]
             assert engine.num_deaths >= 1
+
+    run(body())
+
+
+def test_a_connection_to_a_dead_driver_is_closed_without_waiting(tmp_path: Path) -> None:
+    async def body() -> None:
+        client = EngineClient(f"ipc://{tmp_path}/nobody", lambda _: None)
+        client.send(StatsCall(1))
+        started_s = time.monotonic()
+        client.close(delivers=False)
+        assert time.monotonic() - started_s < 0.1, "all streams of the loop would stand still"
 
     run(body())

@@ -11,9 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.testing import launch_in_threads
+from raypp.errors import EngineDeadError, FatalRequestError
+from raypp.models.config import ModelConfig
+from raypp.stage.stage_spec import StageSpec
+from raypp.testing import FakeStage, launch_in_threads
+from raypp.testing.fake_stage import FakeModel
 from raypp.testing.threaded_engine import ThreadedEngine
 from raypp.types import RequestOutput, SamplingParams
 
@@ -30,6 +35,8 @@ ENGINE: dict[str, Any] = {
 }
 NGRAM = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
 CODE = "def main("
+POISON = 500
+"""A token."""
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
 KINDS: dict[str, tuple[str, SamplingParams]] = {
     "greedy": (CODE, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)),
@@ -110,3 +117,41 @@ def test_requests_of_all_kinds_do_not_notice() -> None:
                     assert new.text.startswith(old.text)
 
     asyncio.run(asyncio.wait_for(body(), 60 + 5 * num_deaths))
+
+
+class PoisonedStage(FakeStage):
+    """A stage factory whose models fail when they see a token."""
+
+    def __call__(self, spec: StageSpec, config: ModelConfig) -> FakeModel:
+        model = super().__call__(spec, config)
+        embed = model.embed
+
+        def embed_or_fail(input_ids: torch.Tensor) -> torch.Tensor:
+            if bool((input_ids == POISON).any()):
+                raise EngineDeadError("a token that this stage cannot take")
+            return embed(input_ids)
+
+        model.embed = embed_or_fail  # type: ignore[method-assign]
+        return model
+
+
+@pytest.mark.parametrize("position", [0, 31])
+def test_a_request_that_ends_a_stage_whenever_it_runs_fails_alone(position: int) -> None:
+    async def one(llm: AsyncLLM, index: int) -> RequestOutput:
+        prompt = [POISON] if index == position else [1 + index]
+        [output] = await llm.complete([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=30, ignore_eos=True))
+        return output
+
+    async def body() -> None:
+        settings = ENGINE | {"max_engine_restarts": 3, "max_num_seqs": 8, "skip_tokenizer_init": True}
+        factory = PoisonedStage(step_ms=0)
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            answers = await asyncio.gather(*(one(llm, index) for index in range(32)), return_exceptions=True)
+            [after] = await llm.complete([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=3))
+            stats = await llm.stats()
+        assert isinstance(answers.pop(position), FatalRequestError)
+        assert all(isinstance(answer, RequestOutput) and len(answer.outputs[0].token_ids) == 30 for answer in answers)
+        assert len(after.outputs[0].token_ids) == 3
+        assert stats["recoveries"]["count"] <= 3
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raypp.errors import EngineDeadError, RequestError
+from raypp.errors import EngineDeadError, FatalRequestError, RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.error_bodies import BodyError, describe_error, parse_body
@@ -277,5 +277,7 @@ def test_a_body_that_is_no_object() -> None:
 
 def test_errors_of_the_engine_have_a_status() -> None:
     assert describe_error(EngineDeadError("gone"))[0] == 503
+    status, response = describe_error(FatalRequestError("kills engines"))
+    assert (status, response.error.code) == (400, "fatal_request"), "clients send again what fails with 5xx"
     status, response = describe_error(KeyError("secret"))
     assert (status, "secret" in response.error.message) == (500, False)
