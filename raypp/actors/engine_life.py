@@ -6,7 +6,8 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ class EngineLife:
         """Call the driver. It knows the same deadline, and gets a moment longer to say what ran out of time."""
         self._check()  # without a Ray the call would start one
         ends = Deadline(deadline.remaining_s + _ANSWER_S)
-        with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
+        with _errors_of_the_driver(f"start_timeout_s={deadline.seconds:g}"):
             answer = getattr(self._driver, method).remote(*args)
             while not ray.wait([answer], timeout=min(_POLL_S, ends.remaining_s))[0] and ends.remaining_s:
                 self._check()
@@ -270,10 +271,20 @@ def numbered(path: Path, number: int) -> Path:
 
 def _death_of(run: Any) -> RayppError:
     try:
-        with raypp_errors("its end"):
+        with _errors_of_the_driver("its end"):
             ray.get(run)
     except RayppError as error:
-        if isinstance(error.__cause__, ray.exceptions.RayActorError):
-            return EngineDeadError("the driver died", got=error.got)
         return error
     return EngineDeadError("the driver ended by itself")
+
+
+@contextmanager
+def _errors_of_the_driver(limit: str) -> Iterator[None]:
+    """Raise what the driver raises, and say of its death that it is the driver's."""
+    try:
+        with raypp_errors(limit):
+            yield
+    except EngineDeadError as error:
+        if isinstance(error.__cause__, ray.exceptions.RayActorError):
+            raise EngineDeadError("the driver died", got=error.got) from error
+        raise
