@@ -189,7 +189,7 @@ class EngineLife:
         """Return the encoders' processes: those of now, if the driver still answers."""
         if self._encoder_processes:
             try:
-                self._encoder_processes = self._ask("encoder_processes", Deadline(_ANSWER_S))
+                self._encoder_processes = self._ask("encoder_processes", Deadline(0.0))
             except RayppError as error:
                 logger.debug("the driver does not say which encoders there are: %s", error)
         return self._encoder_processes
@@ -212,8 +212,7 @@ class EngineLife:
     def _end_actors(self, *, in_order: bool) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s
         try:
-            if in_order:
-                self._current_encoders()
+            self._current_encoders()  # all are waited for: the next life needs their memory
             if self._run is not None:
                 self._write_trace(Deadline(timeout_s if in_order else _LAST_TRACE_S), was_closed=in_order)
                 if in_order:
