@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from raypp.actors import engine_life
+from raypp.actors import engine_actors, engine_life
 from raypp.actors.cluster import Cluster
+from raypp.actors.deadline import Deadline
 from raypp.actors.engine_actors import EngineHandle
 from raypp.actors.engine_life import EngineLife
 from raypp.config.engine_config import EngineConfig
@@ -50,3 +51,29 @@ def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.Monke
     ray.may_answer.set()
     assert left.wait(WAIT_S)
     closer.join(WAIT_S)
+
+
+def test_a_restart_plans_for_the_gpus_that_there_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node may have smaller ones; while there are none, the plan stays, and room is waited for."""
+    ray = SlowRay()
+    ray.may_answer.set()
+    monkeypatch.setattr(engine_life, "ray", ray)
+    monkeypatch.setattr(engine_life, "end_processes", lambda *_: None)
+    large, small = (Hardware(16, num_gpus=2, gpu_memory_bytes=gib << 30) for gib in (80, 24))
+    there = [large]
+    monkeypatch.setattr(engine_actors, "may_be_elsewhere", lambda *_: True)
+    monkeypatch.setattr(engine_actors, "hardware_of_stages", lambda *_: there[0])
+    plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), large)
+    cluster = cast(Cluster, SimpleNamespace(disconnect=lambda: None, check=lambda: None, is_useful=lambda: True))
+    handle = EngineHandle(plan, large, cluster, None, EngineLife(plan, cluster, None))
+    try:
+        assert handle._plan_anew(Deadline(WAIT_S)) is None
+        there[0] = Hardware(4)
+        assert handle._plan_anew(Deadline(WAIT_S)) is None
+        there[0] = small
+        anew = handle._plan_anew(Deadline(WAIT_S))
+        assert anew is not None
+        assert anew.scheduler_limits().num_usable_blocks < plan.scheduler_limits().num_usable_blocks
+        assert handle.plan() == anew.describe()
+    finally:
+        handle.close()
