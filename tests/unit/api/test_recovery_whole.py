@@ -1,4 +1,8 @@
-"""A whole engine in threads dies under requests of all kinds: whoever asked sees a pause and nothing else."""
+"""A whole engine in threads dies under requests of all kinds: whoever asked sees a pause and nothing else.
+
+TEST_RECOVERIES is how often the engine dies; with it, what takes some seconds runs, too. Grammars, whose process takes
+seconds to start, are in tests/parity/test_handed_over.py and in soak.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,6 @@ NGRAM = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
 CODE = "def main("
 POISON = 500
 """A token."""
-SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}}, "required": ["name"]}
 KINDS: dict[str, tuple[str, SamplingParams]] = {
     "greedy": (CODE, SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)),
     "seeded": (CODE, SamplingParams(max_tokens=24, temperature=0.9, seed=1, ignore_eos=True)),
@@ -46,7 +49,6 @@ KINDS: dict[str, tuple[str, SamplingParams]] = {
     "stop": ("import os\n", SamplingParams(max_tokens=60, temperature=0.0, stop=["self", "return", "import"])),
     "logprobs": (CODE, SamplingParams(max_tokens=30, temperature=0.0, logprobs=2, ignore_eos=True)),
     "prompt": (CODE * 30, SamplingParams(max_tokens=10, seed=4, prompt_logprobs=1, logprobs=0, ignore_eos=True)),
-    "json": (CODE, SamplingParams(max_tokens=30, seed=5, structured_outputs={"json_schema": SCHEMA})),
 }
 
 
@@ -94,7 +96,6 @@ def check_logprobs(got: RequestOutput, expected: RequestOutput) -> None:
 
 
 def test_requests_of_all_kinds_do_not_notice() -> None:
-    """TEST_RECOVERIES is how often the engine dies."""
     rng, num_deaths = random.Random(0), int(os.environ.get("TEST_RECOVERIES", "2"))
 
     async def body() -> None:
@@ -135,8 +136,10 @@ class PoisonedStage(FakeStage):
         return model
 
 
-@pytest.mark.parametrize("position", [0, 31])
-def test_a_request_that_ends_a_stage_whenever_it_runs_fails_alone(position: int) -> None:
+@pytest.mark.skipif("TEST_RECOVERIES" not in os.environ, reason="takes some seconds; set TEST_RECOVERIES")
+def test_a_request_that_ends_a_stage_whenever_it_runs_fails_alone() -> None:
+    position = 9
+
     async def one(llm: AsyncLLM, index: int) -> RequestOutput:
         prompt = [POISON] if index == position else [1 + index]
         [output] = await llm.complete([{"prompt_token_ids": prompt}], SamplingParams(max_tokens=30, ignore_eos=True))

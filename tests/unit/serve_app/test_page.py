@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,25 @@ def roles(page: Any) -> list[str]:
 def answer_shortly(route: Any) -> None:
     """Let an answer leave room for the next question, whatever it draws."""
     route.continue_(post_data=json.dumps({**route.request.post_data_json, "max_tokens": 40}))
+
+
+def test_a_restart_of_the_engine_is_shown(browser: Any) -> None:
+    with running_app({"live_period_s": 0.05}, num_stages=1, heartbeat_s=0.05) as app:
+        engine, may_start = app.context.llm._engine.handle, threading.Event()
+        start_next = engine._supervisor._start_next
+        engine._supervisor._start_next = lambda: (may_start.wait(60), start_next())[1]
+        page = browser.new_page()
+        page.set_default_timeout(TIMEOUT_MS)
+        page.goto(app.url)
+        expect(page.locator("#health")).to_have_text("ready", timeout=TIMEOUT_MS)
+        expect(page.locator("#recoveries")).to_be_hidden()
+        engine.kill_stage(0)
+        expect(page.locator("#health")).to_have_text("engine restarts", timeout=TIMEOUT_MS)
+        may_start.set()
+        expect(page.locator("#health")).to_have_text("ready", timeout=TIMEOUT_MS)
+        expect(page.locator("#recoveries")).to_contain_text("started again once", timeout=TIMEOUT_MS)
+        expect(page.locator("#recoveries")).to_contain_text("stage 0 died")
+        page.close()
 
 
 def test_an_answer_streams_in_while_the_lanes_move(page: Any) -> None:
