@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -26,6 +28,7 @@ from raypp.errors import EngineDeadError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.scheduler.scheduler import Scheduler
 from raypp.step_channel import DriverChannel
+from raypp.supervision.recovery import StartTimes
 from raypp.tracing import DRIVER_LANE, Lane, Tracer
 
 
@@ -38,7 +41,6 @@ class DriverActor:
     def __init__(
         self,
         plan: EnginePlan,
-        factory: bytes | None,
         placement: Placement,
         meeting_place: str,
         *,
@@ -48,7 +50,6 @@ class DriverActor:
 
         Args:
             plan: Of the engine.
-            factory: Makes the stages' models, pickled: what it imports, torch to begin with, is the stages' affair.
             placement: Where everything runs.
             meeting_place: A folder for socket files.
             may_be_replaced: Whether another engine is started when this one dies: then it dies with its last encoder.
@@ -56,7 +57,6 @@ class DriverActor:
         """
         log_to_stderr()
         self._plan = plan
-        self._factory = factory
         self._placement = placement
         self._meeting_place = meeting_place
         self._may_be_replaced = may_be_replaced
@@ -68,26 +68,31 @@ class DriverActor:
         """Return this process, which from now on ends with its owner's."""
         return live_with(owner)
 
-    def place(self, timeout_s: float) -> list[ActorProcess]:
-        """Start the stages' processes, and return them; start those of encoders, too.
+    def place(self, stages: Sequence[Any], owner: ActorProcess, timeout_s: float) -> list[ActorProcess]:
+        """Wait for the stages' processes, and return them; start those of encoders, too.
+
+        Args:
+            stages: Their actors, by index.
+            owner: Who made them.
+            timeout_s: For all of it.
 
         Raises:
             StageDiedError, EngineDeadError, DeadlineError: one does not start.
         """
-        self._stages = StageGroup(self._plan, self._factory, self._placement)
+        self._stages = StageGroup(self._plan, self._placement, stages)
         self._encoders: EncoderGroup | None = None
         if self._plan.encoders.num_encoders:
             self._encoders = EncoderGroup(
                 self._plan, self._placement, self._stages.first, self._wake, self._on_encoders_end
             )
         deadline = Deadline(timeout_s)
-        processes = self._stages.processes(deadline)
+        processes = self._stages.processes(owner, deadline)
         if self._encoders is not None:
             self._encoders.start(deadline)
         return processes
 
-    def start(self, timeout_s: float) -> str:
-        """Get the stages ready; return the zmq address for clients.
+    def start(self, timeout_s: float) -> tuple[str, StartTimes]:
+        """Get the stages ready; return the zmq address for clients, and how long it took.
 
         Raises:
             ModelLoadError, ConfigError, ResourceError, DeadlineError, StageDiedError: a stage cannot start.
@@ -103,12 +108,15 @@ class DriverActor:
         channel = self._open_step_channel(num_stages)
         if self._encoders is not None:
             self._encoders.load()  # while the stages load
+        begun_s = time.monotonic()
         rendezvous = self._stages.load(deadline)
+        loaded_s = time.monotonic()
         recordings = self._stages.connect(
             rendezvous, channel.stage_addresses, channel.result_address, channel.server_key, deadline
         )
         if self._encoders is not None:
             self._encoders.join(deadline)
+        times = StartTimes(weights_s=loaded_s - begun_s, links_and_graphs_s=time.monotonic() - loaded_s)
         failures = FailureReports()
         health = StageHealth(
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
@@ -135,7 +143,7 @@ class DriverActor:
             heartbeat_s=faults.heartbeat_s,
             on_connected=self._forget_meeting_place,
         )
-        return client_address
+        return client_address, times
 
     def run(self) -> None:
         """Serve until `stop`, then end the stages.
@@ -156,7 +164,7 @@ class DriverActor:
                     self._last_lanes = self._lanes()
             if self._encoders is not None:
                 self._encoders.kill()
-            self._stages.kill()
+            self._stages.leave()
             self._clients.close()
             self._server.close()
             self._forget_meeting_place()

@@ -16,6 +16,7 @@ from raypp.actors.cluster import Cluster
 from raypp.actors.cluster_hardware import hardware_of_stages, may_be_elsewhere
 from raypp.actors.deadline import Deadline
 from raypp.actors.engine_life import EngineLife
+from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ConfigError, EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
@@ -56,10 +57,15 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
         factory = None if stage_factory is None else cloudpickle.dumps(stage_factory)  # type: ignore[no-untyped-call]
-        life = EngineLife(plan, cluster, factory, may_be_last=not config.faults.max_engine_restarts)
-        with _nothing_left_of(life):
-            life.start(deadline)
-        return EngineHandle(plan, hardware, cluster, factory, life)
+        pool = StagePool(factory)
+        life = EngineLife(plan, cluster, pool, may_be_last=not config.faults.max_engine_restarts)
+        try:
+            with _ended_on_error(life):
+                life.start(deadline)
+            return EngineHandle(plan, hardware, cluster, pool, life)
+        except BaseException:
+            pool.end(config.faults.close_timeout_s, has_ray=cluster.is_useful())
+            raise
     except BaseException:
         cluster.disconnect()
         raise
@@ -88,15 +94,15 @@ class EngineHandle(SupervisedEngine[EngineLife]):
     """A running engine, owned by this process; see `raypp.api.launch.EngineHandle`."""
 
     def __init__(
-        self, plan: EnginePlan, hardware: Hardware, cluster: Cluster, factory: bytes | None, life: EngineLife
+        self, plan: EnginePlan, hardware: Hardware, cluster: Cluster, pool: StagePool, life: EngineLife
     ) -> None:
         self._hardware = hardware  # that the plan was made for
         self._num_lives = 1
         self._cluster = cluster
-        self._factory = factory
+        self._pool = pool
         self._close_lock = threading.Lock()
         self._is_closed = False
-        super().__init__(plan, life, obstacle=self._obstacle)
+        super().__init__(plan, life, obstacle=self._obstacle, on_end=self._end_all)
 
     def processes(self) -> dict[str, Any]:
         """Return {"driver": pid, "stages": [pid, ...], "encoders": [...]}; of the last life while none runs."""
@@ -120,6 +126,7 @@ class EngineHandle(SupervisedEngine[EngineLife]):
                 if not self._supervisor.stop(_RESTART_END_S + self._plan.config.faults.close_timeout_s):
                     logger.warning("a restart of the engine does not end")
                 self._supervisor.life.end(in_order=True)
+                self._end_stages()
             finally:
                 self._cluster.disconnect()
 
@@ -132,14 +139,22 @@ class EngineHandle(SupervisedEngine[EngineLife]):
         life = EngineLife(
             self._plan,
             self._cluster,
-            self._factory,
+            self._pool,
             lambda: not is_closing.is_set(),
             self._num_lives,
             may_be_last=not self._supervisor.num_restarts_left,
         )
-        with _nothing_left_of(life):
+        with _ended_on_error(life):
             life.start_again(Deadline(self._plan.config.faults.start_timeout_s), self._plan_anew)
         return life
+
+    def _end_all(self) -> None:
+        """End what is left of an engine that has died for good."""
+        self._supervisor.life.end(in_order=True)
+        self._end_stages()
+
+    def _end_stages(self) -> None:
+        self._pool.end(self._plan.config.faults.close_timeout_s, has_ray=self._cluster.is_useful())
 
     def _plan_anew(self, deadline: Deadline) -> EnginePlan | None:
         """Return the plan for the GPUs of other machines that there are now; None if the one that there is holds."""
@@ -162,8 +177,8 @@ class EngineHandle(SupervisedEngine[EngineLife]):
 
 
 @contextmanager
-def _nothing_left_of(life: EngineLife) -> Iterator[None]:
-    """End what there is of a life that fails to start."""
+def _ended_on_error(life: EngineLife) -> Iterator[None]:
+    """End what there is of a life that fails to start, but for stages that may stand by."""
     try:
         yield
     except BaseException:

@@ -8,27 +8,30 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypp.actors.cluster import Cluster
-from raypp.actors.deadline import Deadline, in_time
+from raypp.actors.deadline import Deadline
 from raypp.actors.driver_actor import DriverActor
 from raypp.actors.placement import Placement, reserve, reserve_when_there_is_room
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
+from raypp.actors.stage_pool import StagePool
 from raypp.errors import EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan
+from raypp.supervision.recovery import StartTimes
 from raypp.tracing import write_chrome_trace
 
 _ANSWER_S = 2.0
 _WATCH_S = 1.0
 _POLL_S = 0.1
+_STAND_BY_S = 2.0  # for a stage's loop and device to end what they are at
 _PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
 _LAST_TRACE_S = 2.0  # of a life that has died; everybody waits meanwhile
 
@@ -48,7 +51,7 @@ class EngineLife:
         self,
         plan: EnginePlan,
         cluster: Cluster,
-        factory: bytes | None,
+        pool: StagePool,
         is_wanted: Callable[[], bool] = lambda: True,
         number: int = 1,
         *,
@@ -59,14 +62,14 @@ class EngineLife:
         Args:
             plan: Of the engine.
             cluster: Where it runs.
-            factory: Makes the stages' models, pickled; None: the checkpoint does.
+            pool: Makes its stages, and keeps them for the next one.
             is_wanted: Asked again and again while it starts. Once it says no, the start ends with EngineDeadError.
             number: Which of the engine's lives it is.
             may_be_last: Whether no other one will follow.
         """
         self._plan = plan
         self._cluster = cluster
-        self._factory = factory
+        self._pool = pool
         self._is_wanted = is_wanted
         self._number = number
         self._may_be_last = may_be_last
@@ -76,8 +79,9 @@ class EngineLife:
         # Only until all have connected: sockets stay connected when their files are gone; see docs/design/0004.
         self._meeting_place = tempfile.mkdtemp(prefix="raypp-")
         self._driver_process: ActorProcess | None = None
-        self._stage_processes: list[ActorProcess] = []
+        self._stage_processes: list[ActorProcess] = []  # as they were at the start
         self._encoder_processes: list[ActorProcess] = []
+        self.start_times = StartTimes()
         self._watchers: list[threading.Thread] = []
         self._ending = threading.Event()
         self._end_lock = threading.Lock()
@@ -107,12 +111,17 @@ class EngineLife:
         plan = self._plan
         num_stages, num_encoders = len(plan.stages), plan.encoders.num_encoders
         bundles = [plan.stage_resources()] * num_stages + [plan.encoders.resources] * num_encoders
+        if (kept := self._pool.placement_of(bundles)) is not None:
+            self._placement = kept
+            return
         with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
             self._check()
             self._placement = reserve_bundles(bundles, num_stages, plan.config.parallel.placement, check=self._check)
+        self._pool.place(self._placement, bundles)
 
     def _start_actors(self, deadline: Deadline) -> None:
         assert self._placement is not None
+        self._pool.make(self._plan)
         self._driver = (
             ray.remote(DriverActor)
             .options(
@@ -124,16 +133,18 @@ class EngineLife:
             )
             .remote(
                 self._plan,
-                self._factory,
                 self._placement,
                 self._meeting_place,
                 may_be_replaced=not self._may_be_last,
             )
         )
-        self._driver_process = self._ask("process", deadline, ActorProcess.of_this_process())
-        self._stage_processes = self._ask("place", deadline, deadline.remaining_s)
+        owner = ActorProcess.of_this_process()
+        self._driver_process = self._ask("process", deadline, owner)
+        self._stage_processes = self._ask("place", deadline, self._pool.actors, owner, deadline.remaining_s)
+        self._pool.note_processes(self._stage_processes)
         self._encoder_processes = self._ask("encoder_processes", deadline)
-        self.client_address = self._ask("start", deadline, deadline.remaining_s)
+        self.client_address, times = self._ask("start", deadline, deadline.remaining_s)
+        self.start_times = replace(times, num_kept_stages=self._pool.num_kept)
         self._run = self._driver.run.remote()
 
     def watch(self, on_death: Callable[[RayppError], None]) -> None:
@@ -168,7 +179,7 @@ class EngineLife:
         return list(self._ask("encoder_actors", Deadline(_ANSWER_S)))
 
     def end(self, *, in_order: bool = False) -> None:
-        """End everything that was started. May be called again, and from any thread.
+        """End everything but stages that the next life can have, which stand by. May be called again, from any thread.
 
         Args:
             in_order: Have the driver and the stages end by themselves, and the trace written, as far as they still can.
@@ -221,19 +232,18 @@ class EngineLife:
         finally:
             if self._driver is not None:
                 ray.kill(self._driver)
-            if self._placement is not None and not in_time(
-                partial(remove_placement_group, self._placement.group), timeout_s
-            ):
-                logger.warning("Ray did not confirm that the engine's resources are free again")
 
     def _end_processes(self, *, in_order: bool) -> None:
         """Make sure that the engine's processes are gone: without a Ray, those on this node, which nobody has told."""
         timeout_s = self._plan.config.faults.close_timeout_s
         driver = [self._driver_process] if self._driver_process is not None else []
-        processes = [*driver, *self._stage_processes, *self._encoder_processes]
+        processes = [*driver, *self._encoder_processes]
         if self._cluster.is_useful():
             end_processes(processes, timeout_s, None if in_order else min(_PATIENCE_S, timeout_s))
+            if not in_order:
+                self._pool.stand_by(min(_STAND_BY_S, timeout_s))
         else:
+            processes += self._stage_processes
             here = [process.process for process in processes if process.node_id == driver[0].node_id]
             end_here(here, 0.0, 0.0)
 

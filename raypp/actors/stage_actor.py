@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ray import cloudpickle
 
 from raypp.actors.collector import collector_paused
+from raypp.actors.deadline import Deadline
 from raypp.actors.lifeline import live_with
 from raypp.actors.local_device import local_device
 from raypp.actors.processes import ActorProcess
 from raypp.config.log import log_to_stderr
 from raypp.models.registry import resolve_draft_head_path, resolve_model_path
 from raypp.plan.hardware import Hardware
+from raypp.stage.failure import name_failure
 from raypp.tracing import TraceEvent, Tracer
 
 if TYPE_CHECKING:
@@ -22,8 +28,11 @@ if TYPE_CHECKING:
     from raypp.encoder.delivery import Parcel
     from raypp.models.config import ModelConfig
     from raypp.stage.build_stage import StageFactory
+    from raypp.stage.stage import Stage
+    from raypp.stage.stage_model import StageModel
     from raypp.stage.stage_spec import StageSpec
     from raypp.stage.step_sizes import StageRecordings, StepSizes
+    from raypp.step_channel import StageChannel
     from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
 
@@ -49,7 +58,11 @@ class NodeShare:
 
 
 class StageActor:
-    """Hosts one stage. `run` is endless; the other methods answer beside it."""
+    """Hosts one stage. `run` is endless; the other methods answer beside it.
+
+    Called in this order: `process`, `prepare`, `connect`, `pad_to`, `run`. After `stand_by` it begins anew, and keeps
+    its weights.
+    """
 
     def __init__(
         self, spec: StageSpec, config: ModelConfig, factory: bytes | None, share: NodeShare | None = None
@@ -63,19 +76,29 @@ class StageActor:
         with collector_paused():
             self._factory: StageFactory | None = None if factory is None else cloudpickle.loads(factory)
         self._rendezvous: RendezvousServer | None = None
+        self._process: ActorProcess | None = None
+        self._model: StageModel | None = None
+        self._connected: tuple[Stage, StageChannel] | None = None  # until it is closed, by whoever takes it
+        self._has_failed = False  # by itself, or in the middle of something
+        self._is_leaving = threading.Event()
+        self._is_idle = threading.Event()
+        self._is_idle.set()
+        self._closing = threading.Lock()
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
 
     def process(self, owner: ActorProcess) -> ActorProcess:
         """Return this process, which from now on ends with its owner's."""
-        return live_with(owner)
+        if self._process is None:
+            self._process = live_with(owner)
+        return self._process
 
     def prepare(self, own_host: str) -> Rendezvous | None:
-        """Load the model; return, on the first of several stages, where they all meet."""
+        """Load the model, once; return, on the first of several stages, where they all meet."""
         with collector_paused():
             from raypp.stage import build_stage
             from raypp.transport.rendezvous import RendezvousServer
 
-        if self._share is not None and self._factory is None:
+        if self._share is not None and self._factory is None and self._model is None:
             self._spec = replace(
                 self._spec, model_path=str(resolve_model_path(self._share.model, self._share.revision))
             )
@@ -83,7 +106,9 @@ class StageActor:
                 path = str(resolve_draft_head_path(self._spec.draft_head.model))
                 self._spec = replace(self._spec, draft_head=replace(self._spec.draft_head, path=path))
         build_stage.configure_torch(self._spec.num_threads, self._spec.device)
-        self._model = build_stage.build_stage_model(self._spec, self._config, self._factory)
+        if self._model is None:
+            with self._working():
+                self._model = build_stage.build_stage_model(self._spec, self._config, self._factory)
         if self._spec.is_first and self._spec.num_stages > 1:
             self._rendezvous = RendezvousServer(own_host)
             return self._rendezvous.address
@@ -98,49 +123,84 @@ class StageActor:
         from raypp.step_channel import StageChannel
         from raypp.transport.ipc.cuda_device import CudaDevice
 
+        assert self._model is not None
         build_stage.enter_device(self._spec.device)
-        self._stage = build_stage.build_stage(
-            self._spec,
-            self._config,
-            self._model,
-            self._tracer,
-            rendezvous=addresses.rendezvous,
-            own_host=addresses.own_host,
-            open_timeout_s=timeout_s,
-        )
-        self._device = torch.device(self._spec.device)
-        self._items_in = ItemReceiver(self._device, CudaDevice)
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-        self._channel = StageChannel(
-            self._spec.stage_index,
-            addresses.plan_address,
-            addresses.result_address,
-            num_stages=self._spec.num_stages,
-            server_key=addresses.server_key,
-        )
-        return self._stage.recordings
+        self._tracer = Tracer(f"stage {self._spec.stage_index}", enabled=self._spec.trace)
+        self._is_leaving.clear()
+        with self._working():
+            stage = build_stage.build_stage(
+                self._spec,
+                self._config,
+                self._model,
+                self._tracer,
+                rendezvous=addresses.rendezvous,
+                own_host=addresses.own_host,
+                open_timeout_s=timeout_s,
+            )
+            self._device = torch.device(self._spec.device)
+            self._items_in = ItemReceiver(self._device, CudaDevice)
+            if self._rendezvous is not None:
+                self._rendezvous.close()
+            channel = StageChannel(
+                self._spec.stage_index,
+                addresses.plan_address,
+                addresses.result_address,
+                num_stages=self._spec.num_stages,
+                server_key=addresses.server_key,
+            )
+            self._connected = stage, channel
+        return stage.recordings
 
     def pad_to(self, sizes: StepSizes) -> None:
         """Pad steps to these sizes, which all stages have."""
         self._stage.pad_to(sizes)
 
+    def stand_by(self, timeout_s: float) -> bool:
+        """End the loop and give up everything but the weights; return whether this stage can begin anew.
+
+        Args:
+            timeout_s: How long the loop, and what the device has to do, may take to end.
+        """
+        deadline = Deadline(timeout_s)
+        self._is_leaving.set()
+        if self._has_failed or self._model is None:
+            return False
+        if (connected := self._connected) is not None:
+            connected[0].abort()  # it may wait for a neighbour that is gone
+        if not self._is_idle.wait(deadline.remaining_s) or self._has_failed:
+            return False
+        self._disconnect()
+        connected = None
+        gc.unfreeze()
+        gc.collect()
+        return self._spec.device == "cpu" or self._is_device_free(deadline)
+
     def run(self, heartbeat_s: float, silence_timeout_s: float) -> None:
-        """Execute plans until the driver says stop."""
+        """Execute plans until the driver says stop, or this stage is to stand by."""
         from raypp.stage.loop import run_stage_loop
 
+        with self._closing:
+            if self._connected is None or self._is_leaving.is_set():
+                return  # it stands by: that was a driver that is gone
+            stage, channel = self._connected
+            self._is_idle.clear()
         try:
             run_stage_loop(
-                self._stage,
-                self._channel,
+                stage,
+                channel,
                 stage_index=self._spec.stage_index,
                 heartbeat_s=heartbeat_s,
                 silence_timeout_s=silence_timeout_s,
                 forwards=self._tracer.forwards,
+                is_leaving=self._is_leaving,
             )
+        except Exception as error:
+            self._has_failed = name_failure(self._spec.stage_index, error)[1]
+            raise
         finally:
-            self._channel.close()
-            self._stage.close()
+            del stage, channel
+            self._disconnect()
+            self._is_idle.set()
 
     def open_items(self, encoder_index: int, place: StagePlace, num_bytes: int) -> bytes | None:
         """Return the handle of memory that an encoder can write embeddings into; None when it cannot reach any.
@@ -167,3 +227,36 @@ class StageActor:
     def trace(self) -> list[TraceEvent]:
         """Return what this stage did when."""
         return self._tracer.events()
+
+    @property
+    def _stage(self) -> Stage:
+        assert self._connected is not None, "the stage is not connected"
+        return self._connected[0]
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Count as failed unless all of it is done: nobody knows what half of it leaves behind."""
+        self._has_failed = True
+        yield
+        self._has_failed = False
+
+    def _disconnect(self) -> None:
+        with self._closing:
+            connected, self._connected = self._connected, None
+            if connected is not None:
+                stage, channel = connected
+                channel.close()
+                stage.close()
+
+    def _is_device_free(self, deadline: Deadline) -> bool:
+        """Return whether the GPU has nothing to do any more for this stage; what it held is free then."""
+        import torch
+
+        from raypp.stage import build_stage
+        from raypp.transport.ipc.cuda_device import CudaDevice
+
+        build_stage.enter_device(self._spec.device)
+        if not CudaDevice(self._device).drain(deadline.remaining_s):
+            return False
+        torch.cuda.empty_cache()
+        return True

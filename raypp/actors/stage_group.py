@@ -1,6 +1,6 @@
-"""The stages of one engine, on the driver's side: starts, watches and ends them together.
+"""The stages of one engine, on the driver's side: gets them ready, has them run, and watches them.
 
-They are children of the driver's process: when that dies, they end.
+They are the owner's, see `raypp.actors.stage_pool`: when a driver dies, they may serve the next.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypp.actors.deadline import Deadline
-from raypp.actors.local_device import SEES_ALL_GPUS
-from raypp.actors.placement import Placement, StagePlace
+from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess
 from raypp.actors.remote_errors import in_short
-from raypp.actors.stage_actor import NodeShare, StageActor, StageAddresses
+from raypp.actors.stage_actor import StageAddresses
 from raypp.driver.failure_reports import BLAME_S, FailureReports, Witness
 from raypp.errors import DeadlineError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
@@ -32,29 +30,12 @@ _LAST_TRACE_SHARE = 0.5  # of the time to close that stages get to tell their tr
 class StageGroup:
     """All stage actors of an engine."""
 
-    def __init__(self, plan: EnginePlan, factory: bytes | None, placement: Placement) -> None:
-        """Make the actors; their processes start. The factory is pickled."""
+    def __init__(self, plan: EnginePlan, placement: Placement, actors: Sequence[Any]) -> None:
+        """Take over the actors, by stage index; who made them ends them."""
         self._placement = placement
         self._last_trace_s = plan.config.faults.close_timeout_s * _LAST_TRACE_SHARE
         self._start_timeout_s = plan.config.faults.start_timeout_s  # of which a deadline here is the rest
-        self._actors: list[Any] = []
-        resources = plan.stage_resources()
-        for stage_index, place in enumerate(placement.stages):
-            strategy = PlacementGroupSchedulingStrategy(
-                placement.group, placement_group_bundle_index=place.bundle_index
-            )
-            options: dict[str, Any] = {
-                "num_cpus": resources["CPU"],
-                "num_gpus": resources.get("GPU", 0),
-                "scheduling_strategy": strategy,
-                "max_concurrency": 3 + plan.encoders.num_encoders,  # run, trace, one to spare, and what encoders bring
-                "max_restarts": 0,
-            }
-            if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
-                options["runtime_env"] = SEES_ALL_GPUS
-            actor = ray.remote(_named(stage_index)).options(**options)
-            spec = plan.stage_spec(stage_index)
-            self._actors.append(actor.remote(spec, plan.model, factory, _node_share(plan, placement, place)))
+        self._actors = list(actors)
         self._runs: list[Any] = []
         self._is_ending = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -64,14 +45,13 @@ class StageGroup:
         """The actor of the first stage, which encoders bring their embeddings to."""
         return self._actors[0]
 
-    def processes(self, deadline: Deadline) -> list[ActorProcess]:
-        """Return the stages' processes; waits until they are there.
+    def processes(self, owner: ActorProcess, deadline: Deadline) -> list[ActorProcess]:
+        """Return the stages' processes, which end with their owner's; waits until they are there.
 
         Raises:
             StageDiedError, DeadlineError: one does not start.
         """
-        driver = ActorProcess.of_this_process()
-        return self._gather([actor.process.remote(driver) for actor in self._actors], "starting its process", deadline)
+        return self._gather([actor.process.remote(owner) for actor in self._actors], "starting its process", deadline)
 
     def load(self, deadline: Deadline) -> Any:
         """Load the model; return where the stages meet, None for a single one.
@@ -139,11 +119,9 @@ class StageGroup:
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=self._last_trace_s)
         return [_value_of(ref) if ref in answered else None for ref in asked]
 
-    def kill(self) -> None:
-        """End the actors at once."""
+    def leave(self) -> None:
+        """Watch the actors no longer."""
         self._is_ending.set()
-        for actor in self._actors:
-            ray.kill(actor)
         if self._watcher is not None:
             self._watcher.join()
 
@@ -182,16 +160,6 @@ class StageGroup:
                     on_failure(*failure)
 
 
-def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> NodeShare | None:
-    """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
-    if placement.is_on_one_node:
-        return None
-    parallel = plan.config.parallel
-    neighbours = sum(other.node_id == place.node_id for other in placement.stages)
-    model = plan.config.model
-    return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
-
-
 def _failure_of(stage_index: int, ref: Any, doing: str) -> tuple[RayppError, Witness] | None:
     """Return the error of a call that has ended, and how well it is known; None when it ended well."""
     try:
@@ -214,8 +182,3 @@ def _value_of(ref: Any) -> Any:
         return ray.get(ref)
     except ray.exceptions.RayError:
         return None
-
-
-def _named(stage_index: int) -> type[StageActor]:
-    """Return the actor's class under a name with the stage's index, which `ps` and Ray's tools show."""
-    return type(f"{StageActor.__name__}{stage_index}", (StageActor,), {})

@@ -57,6 +57,7 @@ def run_stage_loop(
     heartbeat_s: float,
     silence_timeout_s: float,
     forwards: ForwardCounter | None = None,
+    is_leaving: threading.Event | None = None,
 ) -> None:
     """Run the plans that arrive until the driver says stop. Waits only for plans, and releases the GIL there.
 
@@ -69,12 +70,14 @@ def run_stage_loop(
         heartbeat_s: How often the driver hears from the stage, busy or idle.
         silence_timeout_s: How long an idle stage believes in a driver that it does not hear.
         forwards: The sums that are reported to the driver.
+        is_leaving: Ends the loop as the driver's stop does, once it is set.
 
     Raises:
         EngineDeadError: the driver fell silent.
         Whatever a step raises: the stage cannot go on, since its state no longer follows the plans.
     """
-    reader, writer = _PlanReader(channel, stage), _ResultWriter(channel, heartbeat_s, forwards or ForwardCounter())
+    reader = _PlanReader(channel, stage, is_leaving or threading.Event())
+    writer = _ResultWriter(channel, heartbeat_s, forwards or ForwardCounter())
     failure: dict[str, Any] | None = None
     silent_s = 0.0  # added up from waits, not from a clock, so that a process that was stopped itself blames nobody
     is_behind = False  # whether the device may have done what nobody has taken note of
@@ -107,9 +110,10 @@ def run_stage_loop(
 class _PlanReader:
     """Receives, unpacks and announces plans on a thread of its own: a step's input may arrive from then on."""
 
-    def __init__(self, channel: StageChannel, stage: SteppedStage) -> None:
+    def __init__(self, channel: StageChannel, stage: SteppedStage, is_leaving: threading.Event) -> None:
         self._channel = channel
         self._stage = stage
+        self._is_leaving = is_leaving
         self._plans: queue.SimpleQueue[StepPlan | Stop | Exception] = queue.SimpleQueue()
         self._is_closing = False
         self._thread = threading.Thread(target=self._read, name="plan-reader", daemon=True)
@@ -137,6 +141,9 @@ class _PlanReader:
     def _read(self) -> None:
         try:
             while not self._is_closing:
+                if self._is_leaving.is_set():
+                    self._plans.put(Stop())
+                    return
                 message = self._channel.receive(_READER_POLL_S)
                 if message is None:
                     continue

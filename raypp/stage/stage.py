@@ -174,6 +174,10 @@ class Stage:
         """Close the links, once what was sent is out."""
         self._links.close()
 
+    def abort(self) -> None:
+        """End all waits for neighbours, those of the device too. From any thread."""
+        self._links.abort()
+
     def step(self, plan: StepPlan) -> PendingResult | None:
         """Execute a plan that was announced; return its result on the last stage. Under `torch.inference_mode`.
 

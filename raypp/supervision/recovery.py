@@ -9,6 +9,21 @@ from raypp.errors import RayppError
 
 
 @dataclass(frozen=True)
+class StartTimes:
+    """What the last start of an engine took, by part.
+
+    Attributes:
+        num_kept_stages: Stages that kept their process and their weights.
+        weights_s: Until all stages had their weights. Seconds.
+        links_and_graphs_s: Until they were linked, had warmed up and recorded their graphs. Seconds.
+    """
+
+    num_kept_stages: int = 0
+    weights_s: float = 0.0
+    links_and_graphs_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Recovery:
     """One pause of an engine: parts of it died, and it was started again.
 
@@ -18,6 +33,7 @@ class Recovery:
         end_s: Until nothing was left of the old engine. Seconds.
         start_s: Until a new one could be used, waiting for room and starts that failed included. Seconds.
         num_starts: How many starts it took.
+        last_start: Parts of the last one.
     """
 
     died: str
@@ -25,6 +41,7 @@ class Recovery:
     end_s: float
     start_s: float
     num_starts: int = 1
+    last_start: StartTimes = StartTimes()
 
     @property
     def total_s(self) -> float:

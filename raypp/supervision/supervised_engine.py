@@ -26,7 +26,12 @@ class SupervisedEngine(ABC, Generic[LifeT]):
     """
 
     def __init__(
-        self, plan: EnginePlan, first: LifeT, *, obstacle: Callable[[], RayppError | None] = lambda: None
+        self,
+        plan: EnginePlan,
+        first: LifeT,
+        *,
+        obstacle: Callable[[], RayppError | None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to look after an engine that runs.
 
@@ -34,13 +39,14 @@ class SupervisedEngine(ABC, Generic[LifeT]):
             plan: Of its first life.
             first: That life.
             obstacle: See `Supervisor`.
+            on_end: See there, too.
         """
         self.model_info = plan.model_info()
         self._plan = plan
         self._asked: EnginePlan | None = None  # of the next life, by `restart`
         self._refusal: RayppError | None = None  # why it could not start under that
         self._restart_lock = threading.Lock()
-        self._supervisor = Supervisor(first, self._start_next, plan.config.faults, obstacle=obstacle)
+        self._supervisor = Supervisor(first, self._start_next, plan.config.faults, obstacle=obstacle, on_end=on_end)
 
     @property
     def client_address(self) -> str:

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 
 from raypp.config.sections import FaultsSection
 from raypp.errors import DeadlineError, EngineDeadError, RayppError
-from raypp.supervision.recovery import EngineWatcher, Recovery
+from raypp.supervision.recovery import EngineWatcher, Recovery, StartTimes
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ class Life(Protocol):
     @property
     def client_address(self) -> str:
         """The zmq address of its driver. No other life has the same."""
+
+    @property
+    def start_times(self) -> StartTimes:
+        """How long its start took, by part."""
 
     def watch(self, on_death: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when it dies; also if it has died already."""
@@ -61,6 +65,7 @@ class Supervisor(Generic[LifeT]):
         faults: FaultsSection,
         *,
         obstacle: Callable[[], RayppError | None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to look after an engine that runs.
@@ -72,6 +77,7 @@ class Supervisor(Generic[LifeT]):
                 raises soon once `is_closing` is set.
             faults: How many restarts there may be.
             obstacle: Returns why no restart can help, whatever it was that died; None while one can.
+            on_end: Called when the engine has died for good: nothing that was kept for another life is wanted.
             clock: In seconds.
         """
         self.is_closing = threading.Event()
@@ -79,6 +85,7 @@ class Supervisor(Generic[LifeT]):
         self._start_next = start_next
         self._faults = faults
         self._obstacle = obstacle
+        self._on_end = on_end
         self._clock = clock
         self._lock = threading.RLock()  # of all that follows; held while watchers are told, which keeps the order
         self._reported = threading.Condition(self._lock)
@@ -183,6 +190,8 @@ class Supervisor(Generic[LifeT]):
                 final = _cannot_start(death, error)
             if final is not None:
                 self._give_up(final)
+                if not self.is_closing.is_set():
+                    self._on_end()
                 return
 
     def _next_death(self) -> _Death | None:
@@ -239,6 +248,7 @@ class Supervisor(Generic[LifeT]):
                     end_s=ended_s - noticed_s,
                     start_s=started_s - ended_s,
                     num_starts=num_starts,
+                    last_start=life.start_times,
                 ),
             )
             return None
@@ -251,12 +261,14 @@ class Supervisor(Generic[LifeT]):
                 self._life, self._death = life, None
                 self._recoveries.append(recovery)
                 logger.warning(
-                    "the engine runs again after %.1f s (notice %.1f s, end %.1f s, start %.1f s, starts: %d): %s",
+                    "the engine runs again after %.1f s (notice %.1f s, end %.1f s, start %.1f s, starts: %d, "
+                    "stages that kept their weights: %d): %s",
                     recovery.total_s,
                     recovery.notice_s,
                     recovery.end_s,
                     recovery.start_s,
                     recovery.num_starts,
+                    recovery.last_start.num_kept_stages,
                     recovery.died,
                 )
                 self._tell(lambda watcher: watcher.engine_back(life.client_address))

@@ -27,6 +27,7 @@ from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.step_sizes import StepSizes
 from raypp.step_channel import DriverChannel, StageChannel
+from raypp.supervision.recovery import StartTimes
 from raypp.testing.local_encoder import LocalEncoder
 from raypp.tracing import DRIVER_LANE, Tracer
 from raypp.transport.edges import OpenEdge
@@ -85,6 +86,11 @@ class ThreadedLife:
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def start_times(self) -> StartTimes:
+        """Nothing of it was measured."""
+        return StartTimes()
 
     def watch(self, on_death: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when it dies; also if it has died already."""

@@ -88,9 +88,13 @@ def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest
             addresses.append(engine.client_address)
             old = pids_of(engine)
             listener.hears("lost", "back", after=send(number, *(old[victim] for victim in victims)))
-            assert not wait_until_gone(old, 0.0), "ended before the next life begins"
+            gone = {old[0], *(old[victim] for victim in victims)}
+            assert not wait_until_gone(gone, 0.0), "ended before the next life begins"
             assert engine.client_address not in addresses
-            assert not set(pids_of(engine)) & set(old)
+            new = set(pids_of(engine))
+            assert not new & gone
+            assert set(old) - gone < new, "stages that live are kept"
+            assert engine.recoveries()[-1].last_start.num_kept_stages == len(old) - len(gone)
 
         dies(signal.SIGKILL, 0, 2)
         dies(signal.SIGSTOP, 1)
@@ -138,7 +142,7 @@ def test_an_engine_is_closed_while_it_restarts() -> None:
     with running(listener, max_engine_restarts=1) as engine:
         old = set(pids_of(engine))
         os.kill(pids_of(engine)[0], signal.SIGKILL)
-        wait_for_process("StageActor", old)
+        wait_for_process("DriverActor", old)
         began = time.monotonic()
         engine.close()
         took_s = time.monotonic() - began

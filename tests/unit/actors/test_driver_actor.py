@@ -28,7 +28,7 @@ class MortalStages:
             assert self.may_answer.wait(WAIT_S)
         return [None if self.is_dead else [TraceEvent("forward", 0, 1, 2)]] * 2
 
-    def kill(self) -> None:
+    def leave(self) -> None:
         self.is_dead = True
 
     def run(self, *_args) -> None:
@@ -38,10 +38,10 @@ class MortalStages:
         pass
 
 
-def test_no_stage_is_killed_while_it_is_asked_for_its_trace(tmp_path):
+def test_no_stage_is_left_while_it_is_asked_for_its_trace(tmp_path):
     config = EngineConfig.from_flat("tiny", num_stages=2, trace=str(tmp_path / "trace.json"))
     plan = plan_engine(config, Hardware(4))
-    actor = DriverActor(plan, None, cast(Placement, None), str(tmp_path / "meeting"))
+    actor = DriverActor(plan, cast(Placement, None), str(tmp_path / "meeting"))
     stages, served, lanes = MortalStages(), threading.Event(), []
     nothing = SimpleNamespace(
         serve=served.set, close=lambda: None, fail=lambda *_: None

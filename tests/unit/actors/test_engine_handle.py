@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from raypp.actors import engine_actors, engine_life
+from raypp.actors import engine_actors, engine_life, stage_pool
 from raypp.actors.cluster import Cluster
 from raypp.actors.deadline import Deadline
 from raypp.actors.engine_actors import EngineHandle
 from raypp.actors.engine_life import EngineLife
+from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
@@ -40,10 +41,12 @@ def test_ray_is_left_only_when_nobody_asks_it_any_more(monkeypatch: pytest.Monke
     """`ray.wait` without a Ray starts one."""
     ray, left = SlowRay(), threading.Event()
     monkeypatch.setattr(engine_life, "ray", ray)
-    monkeypatch.setattr(engine_life, "end_processes", lambda *_: None)
+    for module in (engine_life, stage_pool):
+        monkeypatch.setattr(module, "end_processes", lambda *_: None)
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
     cluster = cast(Cluster, SimpleNamespace(disconnect=left.set, check=lambda: None, is_useful=lambda: True))
-    handle = EngineHandle(plan, Hardware(4), cluster, None, EngineLife(plan, cluster, None))
+    pool = StagePool(None)
+    handle = EngineHandle(plan, Hardware(4), cluster, pool, EngineLife(plan, cluster, pool))
     assert ray.asked.wait(WAIT_S)
     closer = threading.Thread(target=handle.close)
     closer.start()
@@ -58,14 +61,16 @@ def test_a_restart_plans_for_the_gpus_that_there_are_now(monkeypatch: pytest.Mon
     ray = SlowRay()
     ray.may_answer.set()
     monkeypatch.setattr(engine_life, "ray", ray)
-    monkeypatch.setattr(engine_life, "end_processes", lambda *_: None)
+    for module in (engine_life, stage_pool):
+        monkeypatch.setattr(module, "end_processes", lambda *_: None)
     large, small = (Hardware(16, num_gpus=2, gpu_memory_bytes=gib << 30) for gib in (80, 24))
     there = [large]
     monkeypatch.setattr(engine_actors, "may_be_elsewhere", lambda *_: True)
     monkeypatch.setattr(engine_actors, "hardware_of_stages", lambda *_: there[0])
     plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), large)
     cluster = cast(Cluster, SimpleNamespace(disconnect=lambda: None, check=lambda: None, is_useful=lambda: True))
-    handle = EngineHandle(plan, large, cluster, None, EngineLife(plan, cluster, None))
+    pool = StagePool(None)
+    handle = EngineHandle(plan, large, cluster, pool, EngineLife(plan, cluster, pool))
     try:
         assert handle._plan_anew(Deadline(WAIT_S)) is None
         there[0] = Hardware(4)

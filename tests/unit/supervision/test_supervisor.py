@@ -10,12 +10,15 @@ import pytest
 
 from raypp.config.sections import FaultsSection
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, ResourceError, StageDiedError
+from raypp.supervision.recovery import StartTimes
 from raypp.supervision.supervisor import Supervisor
 
 WAIT_S = 20.0
 
 
 class FakeLife:
+    start_times = StartTimes(num_kept_stages=1)
+
     def __init__(self, number: int) -> None:
         self.client_address = f"inproc://{number}"
         self.num_ends = 0

@@ -1,0 +1,186 @@
+"""The stage actors of an engine, on its owner's side: they outlive a driver, and those that are sound serve the next.
+
+    a life dies     whose loop ends in time, and who did not fail by itself, stands by with process, GPU and weights;
+                    everybody else is killed
+    the next one    gets those that stand by, where plan and place are the same, and new ones for the others
+
+The bundles are kept, too, as long as all their nodes live.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.placement_group import remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raypp.actors.deadline import in_time
+from raypp.actors.local_device import SEES_ALL_GPUS
+from raypp.actors.placement import Placement, StagePlace, alive_nodes
+from raypp.actors.processes import ActorProcess, end_processes
+from raypp.actors.stage_actor import NodeShare, StageActor
+from raypp.plan.engine_plan import EnginePlan
+from raypp.stage.stage_spec import StageSpec
+
+_END_S = 3.0  # for stages that are replaced
+_PATIENCE_S = 0.5  # for processes to go when Ray ends them at once
+_ANSWER_S = 1.0  # for a stage to answer beside what it is given to end its loop
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Pooled:
+    """A stage actor, and what it was made for."""
+
+    actor: Any
+    spec: StageSpec
+    place: StagePlace
+    process: ActorProcess | None = None
+
+
+class StagePool:
+    """Makes, keeps and ends the stages of an engine. One thread's at a time."""
+
+    def __init__(self, factory: bytes | None) -> None:
+        """Begin empty.
+
+        Args:
+            factory: Makes the stages' models, pickled; None: the checkpoint does.
+        """
+        self._factory = factory
+        self._placement: Placement | None = None
+        self._bundles: list[Mapping[str, float]] = []
+        self._pooled: list[_Pooled] = []
+        self.num_kept = 0
+        """Of the stages that `actors` returned last, how many had stood by."""
+
+    @property
+    def actors(self) -> list[Any]:
+        """The stage actors, by index."""
+        return [pooled.actor for pooled in self._pooled]
+
+    @property
+    def processes(self) -> list[ActorProcess]:
+        """Those of the stages that are known, by index."""
+        return [pooled.process for pooled in self._pooled if pooled.process is not None]
+
+    def placement_of(self, bundles: Sequence[Mapping[str, float]]) -> Placement | None:
+        """Return where the engine ran, if it can run there again; else give the place up."""
+        placement = self._placement
+        if placement is None:
+            return None
+        used = {place.node_id for place in (*placement.stages, *placement.encoders)}
+        if list(bundles) == self._bundles and used <= {node.node_id for node in alive_nodes()}:
+            return placement
+        self.end(_END_S)
+        return None
+
+    def place(self, placement: Placement, bundles: Sequence[Mapping[str, float]]) -> None:
+        """Take over the place that was reserved for an engine."""
+        self._placement, self._bundles = placement, list(bundles)
+
+    def make(self, plan: EnginePlan) -> None:
+        """Make the actors that lack; their processes start. Does not wait for them."""
+        placement, standing_by = self._placement, {pooled.spec.stage_index: pooled for pooled in self._pooled}
+        assert placement is not None
+        wanted = [(plan.stage_spec(index), place) for index, place in enumerate(placement.stages)]
+        kept = {
+            spec.stage_index: standing_by.pop(spec.stage_index)
+            for spec, place in wanted
+            if (found := standing_by.get(spec.stage_index)) is not None and (found.spec, found.place) == (spec, place)
+        }
+        _end(standing_by.values(), _END_S)  # their memory is needed
+        self.num_kept = len(kept)
+        self._pooled = [
+            kept.get(spec.stage_index) or _Pooled(_make_actor(plan, placement, place, spec, self._factory), spec, place)
+            for spec, place in wanted
+        ]
+
+    def note_processes(self, processes: Sequence[ActorProcess]) -> None:
+        """Take in which processes the stages have, by index."""
+        for pooled, process in zip(self._pooled, processes, strict=True):
+            pooled.process = process
+
+    def stand_by(self, timeout_s: float) -> None:
+        """Have the stages end their loops, once their driver is gone; kill those that cannot serve another one.
+
+        Args:
+            timeout_s: How long a loop may take to end.
+        """
+        asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in self._pooled}
+        answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
+        kept = [asked[ref] for ref in answered if _is_true(ref)]
+        gone = [pooled for pooled in self._pooled if pooled not in kept]
+        _end(gone, timeout_s)
+        self._pooled = kept
+
+    def end(self, timeout_s: float, *, has_ray: bool = True) -> None:
+        """Kill all stages, and give the place up.
+
+        Args:
+            timeout_s: For Ray to confirm that.
+            has_ray: Whether Ray can be asked for anything.
+        """
+        pooled, self._pooled = self._pooled, []
+        placement, self._placement = self._placement, None
+        if not has_ray:
+            return
+        for one in pooled:
+            ray.kill(one.actor)
+        if placement is not None and not in_time(partial(remove_placement_group, placement.group), timeout_s):
+            logger.warning("Ray did not confirm that the engine's resources are free again")
+        _end(pooled, timeout_s)
+
+
+def _end(pooled: Collection[_Pooled], timeout_s: float) -> None:
+    for one in pooled:
+        ray.kill(one.actor)
+    end_processes([one.process for one in pooled if one.process is not None], timeout_s, min(_PATIENCE_S, timeout_s))
+
+
+def _is_true(ref: Any) -> bool:
+    try:
+        return bool(ray.get(ref))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _make_actor(
+    plan: EnginePlan, placement: Placement, place: StagePlace, spec: StageSpec, factory: bytes | None
+) -> Any:
+    resources = plan.stage_resources()
+    options: dict[str, Any] = {
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement.group, placement_group_bundle_index=place.bundle_index
+        ),
+        # run, trace, to stand by, one to spare, and what encoders bring
+        "max_concurrency": 4 + plan.encoders.num_encoders,
+        "max_restarts": 0,
+    }
+    if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
+        options["runtime_env"] = SEES_ALL_GPUS
+    actor = ray.remote(_named(spec.stage_index)).options(**options)
+    return actor.remote(spec, plan.model, factory, _node_share(plan, placement, place))
+
+
+def _node_share(plan: EnginePlan, placement: Placement, place: StagePlace) -> NodeShare | None:
+    """Return what a stage on another node decides there; None when the plan was made for the node that it is on."""
+    if placement.is_on_one_node:
+        return None
+    parallel = plan.config.parallel
+    neighbours = sum(other.node_id == place.node_id for other in placement.stages)
+    model = plan.config.model
+    return NodeShare(model.model, model.revision, neighbours if parallel.stage_num_threads is None else None)
+
+
+def _named(stage_index: int) -> type[StageActor]:
+    """Return the actor's class under a name with the stage's index, which `ps` and Ray's tools show."""
+    return type(f"{StageActor.__name__}{stage_index}", (StageActor,), {})
