@@ -23,7 +23,7 @@ from handing_over import Answer, Asked
 from leftovers import raypp_processes, wait_until_gone
 from request_kinds import requests_of_all_kinds, requests_with_pictures
 
-from raypp import LLM, AsyncLLM
+from raypp import AsyncLLM
 from raypp.api.launch import EngineHandle, launch_on_ray
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.running_request import PreparedRequest
@@ -31,11 +31,10 @@ from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
-from raypp.supervision.recovery import Recovery
 from raypp.testing import launch_in_threads
 from raypp.types import FinishReason, RequestOutput, SamplingParams
 
-WAIT_S = 90.0  # for what is expected; only a hang takes this long
+WAIT_S = 60.0  # for what is expected; only a hang takes this long
 SILENCE_S = 3.0  # until a process that is stopped counts as frozen
 _POLL_S = 0.002
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -71,34 +70,25 @@ class Kill:
 
     Attributes:
         pause_s: From the signal to the next token that any client got; None: nothing was running.
-        recovery: What the engine's owner says of it; None: the engine went on.
-        hand_over_s: What the client took for it.
+        parts: What the pause consists of, seconds. `notice` is measured here, from the signal on.
+        num_starts: Of engines, until one ran; 0: the engine went on.
         num_carried_over: Requests that another engine went on with.
     """
 
     what: str
     num_tokens: int
     pause_s: float | None = None
-    recovery: Recovery | None = None
-    hand_over_s: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    num_starts: int = 0
     num_carried_over: int = 0
 
     def __str__(self) -> str:
         words = f"{self.what} after {self.num_tokens} tokens:"
         words += " nothing ran" if self.pause_s is None else f" pause {self.pause_s:.2f} s"
-        if self.recovery is None:
+        if not self.num_starts:
             return f"{words}, the engine went on"
-        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())
-        return f"{words} ({parts}; starts: {self.recovery.num_starts}), {self.num_carried_over} requests went on"
-
-    def parts(self) -> dict[str, float]:
-        """Return what the pause is made of, seconds."""
-        assert self.recovery is not None
-        its = self.recovery
-        parts = {"notice": its.notice_s, "end": its.end_s, "start": its.start_s, "hand over": self.hand_over_s}
-        if self.pause_s is not None:
-            parts["first token"] = self.pause_s - its.total_s
-        return parts
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
+        return f"{words} ({parts}; starts: {self.num_starts}), {self.num_carried_over} requests went on"
 
 
 @dataclass
@@ -110,10 +100,10 @@ class Report:
     num_requests: int = 0
 
     def __str__(self) -> str:
-        pauses = sorted(k.pause_s for k in self.kills if k.pause_s is not None and k.recovery is not None)
+        pauses = sorted(k.pause_s for k in self.kills if k.pause_s is not None and k.num_starts)
         parts: dict[str, list[float]] = {}
         for kill in self.kills:
-            for name, seconds in kill.parts().items() if kill.recovery is not None else ():
+            for name, seconds in kill.parts.items():
                 parts.setdefault(name, []).append(seconds)
         said = f"{len(self.kills)} deaths, {self.num_requests} requests, none failed; {self.comparison.num_tokens} "
         said += f"tokens equal, {self.comparison.num_excused} near-ties excused"
@@ -144,7 +134,11 @@ def picture_requests() -> tuple[Asked, ...]:
         replace(one, name=f"{one.name}, again", params=replace(one.params, seed=i), cache_salt="again")
         for i, one in enumerate(first)
     ]
-    return tuple(replace(one, params=_longer(replace(one.params, ignore_eos=True))) for one in (*first, *again))
+    return tuple(replace(one, params=_longer(_endless(one.params))) for one in (*first, *again))
+
+
+def _endless(params: SamplingParams) -> SamplingParams:
+    return params if params.structured_outputs else replace(params, ignore_eos=True)
 
 
 def _longer(params: SamplingParams) -> SamplingParams:
@@ -191,7 +185,7 @@ async def run_campaign(
     rng, report = random.Random(f"{setting.name} {seed}"), Report()
     deaths = [setting.deaths[i % len(setting.deaths)] for i in range(num_kills)]
     rng.shuffle(deaths)
-    expected = _undisturbed(setting)
+    expected = await _undisturbed(setting)
     before = raypp_processes()
     async with _mortal_engine(setting) as engine:
         for number, start in enumerate(range(0, num_kills, kills_per_batch)):
@@ -204,13 +198,12 @@ async def run_campaign(
     return report
 
 
-def _undisturbed(setting: Setting) -> list[list[Answer]]:
+async def _undisturbed(setting: Setting) -> list[list[Answer]]:
     """Return, for each request, the answers of an engine that lives, which does not speculate."""
-    plain = {"max_num_seqs": len(setting.asked), "launch": launch_in_threads}
-    with LLM(setting.model, num_stages=1, **plain) as llm:
-        frontend_prompts: Any = [_prompt(one, "") for one in setting.asked]
-        prepared = llm._engine.preparer.prompts(frontend_prompts, [_params(setting, one) for one in setting.asked])
-        outputs = llm._complete(prepared, use_tqdm=False)
+    rows = {"num_stages": 1, "max_num_seqs": len(setting.asked)}
+    async with await AsyncLLM.create(setting.model, launch=launch_in_threads, **rows) as llm:
+        prompts = [_prompt(one, "") for one in setting.asked]
+        outputs = await llm.complete(prompts, [_params(setting, one) for one in setting.asked])
     return [_answers(one, output) for one, output in zip(setting.asked, outputs, strict=True)]
 
 
@@ -254,7 +247,7 @@ class _Engine:
         self.llm: AsyncLLM
         self.handle: EngineHandle
         self.num_lost = self.num_back = 0
-        self.back_s = 0.0
+        self.lost_s = self.back_s = 0.0
         self.final: RayppError | None = None
 
     def launch(self, config: EngineConfig, **factory: Any) -> EngineHandle:
@@ -263,6 +256,7 @@ class _Engine:
         return self.handle
 
     def engine_lost(self, error: RayppError) -> None:
+        self.lost_s = time.monotonic()
         self.num_lost += 1
 
     def engine_back(self, client_address: str) -> None:
@@ -390,8 +384,10 @@ class _Batch:
     async def _kill_all(self, deaths: Sequence[str]) -> list[Kill]:
         num_tokens = sum(len(answer.token_ids) for answers in self._expected for answer in answers)
         kills = []
-        for index, death in enumerate(deaths):
+        for index, death in enumerate(sorted(deaths, key=lambda death: death != "grammar process")):
             share, delay_s = self._rng.uniform(0.0, 1.5 / (len(deaths) - index + 1)), self._rng.uniform(0.0, 0.15)
+            if death == "grammar process":
+                share /= 5  # texts under a grammar end early
             if death == "stage, in prefill":
                 wanted = self._num_tokens
             else:
@@ -419,6 +415,8 @@ class _Batch:
             await self._until(lambda: self._last_token_s > killed_s or self._all_ended, "tokens after a death")
             kill.pause_s = None if has_ended else self._last_token_s - killed_s
             return kill
+        await self._until(lambda: engine.num_lost > num_back, "the news of a death")
+        lost_s = engine.lost_s
         if death == "stage, then a new one":
             await asyncio.sleep(then_s)
             if fresh := sorted(raypp_processes() - old):
@@ -428,18 +426,19 @@ class _Batch:
             lambda: (self._last_token_s > engine.back_s and engine.is_running()) or self._all_ended,
             "tokens after a recovery",
         )
+        recoveries = engine.handle.recoveries()[num_recoveries:]
+        kill.num_starts = sum(r.num_starts for r in recoveries)
+        last = (await engine.llm.stats())["recoveries"]["last"]
+        kill.parts = {
+            "notice": lost_s - killed_s,
+            "end": sum(r.end_s for r in recoveries),
+            "start": sum(r.start_s for r in recoveries),
+            "hand over": last["hand_over_s"],
+        }
         if not has_ended:
             kill.pause_s = self._last_token_s - killed_s
-        recoveries = engine.handle.recoveries()[num_recoveries:]
-        kill.recovery = replace(
-            recoveries[0],
-            end_s=sum(r.end_s for r in recoveries),
-            start_s=sum(r.start_s for r in recoveries),
-            num_starts=sum(r.num_starts for r in recoveries),
-        )
+            kill.parts["first token"] = self._last_token_s - engine.back_s
         assert not wait_until_gone(victims, 0.0), "what was killed or stopped is left"
-        last = (await engine.llm.stats())["recoveries"]["last"]
-        kill.hand_over_s = last["hand_over_s"]
         kill.num_carried_over = await self._carried_over() - carried_over
         return kill
 
