@@ -13,14 +13,14 @@ import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from answer_comparison import Comparison
 from handing_over import Answer, Asked
-from leftovers import raypp_processes, wait_until_gone
+from leftovers import actor_processes, raypp_processes, wait_until_gone
 from request_kinds import requests_of_all_kinds, requests_with_pictures
 
 from raypp import AsyncLLM
@@ -47,7 +47,7 @@ DEATHS = (
     "grammar process",
     "two at once",
     "stage, in prefill",
-    "stage, then a new one",
+    "stage, then another",
     "stage stopped",
     "driver stopped",
 )
@@ -72,6 +72,7 @@ class Kill:
         pause_s: From the signal to the next token that any client got; None: nothing was running.
         parts: What the pause consists of, seconds. `notice` is measured here, from the signal on.
         num_starts: Of engines, until one ran; 0: the engine went on.
+        num_kept: Stages that kept their process and their weights.
         num_carried_over: Requests that another engine went on with.
     """
 
@@ -80,6 +81,7 @@ class Kill:
     pause_s: float | None = None
     parts: dict[str, float] = field(default_factory=dict)
     num_starts: int = 0
+    num_kept: int = 0
     num_carried_over: int = 0
 
     def __str__(self) -> str:
@@ -88,7 +90,8 @@ class Kill:
         if not self.num_starts:
             return f"{words}, the engine went on"
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts.items())
-        return f"{words} ({parts}; starts: {self.num_starts}), {self.num_carried_over} requests went on"
+        its = f"starts: {self.num_starts}, stages kept: {self.num_kept}"
+        return f"{words} ({parts}; {its}), {self.num_carried_over} requests went on"
 
 
 @dataclass
@@ -403,10 +406,10 @@ class _Batch:
         engine, rng = self._engine, self._rng
         await self._until(engine.is_running, "an engine that runs")
         victims, number = await self._victims(death), signal.SIGSTOP if "stopped" in death else signal.SIGKILL
-        then_s = rng.uniform(0.0, 5.0)
+        then_s = rng.uniform(0.0, 3.0)
         kill = Kill(death, self._num_tokens)
         num_back, num_recoveries = engine.num_back, len(engine.handle.recoveries())
-        old, has_ended = raypp_processes(), self._all_ended
+        has_ended = self._all_ended
         carried_over = await self._carried_over()
         killed_s = time.monotonic()
         for pid in victims:
@@ -417,10 +420,9 @@ class _Batch:
             return kill
         await self._until(lambda: engine.num_lost > num_back, "the news of a death")
         lost_s = engine.lost_s
-        if death == "stage, then a new one":
+        if death == "stage, then another":
             await asyncio.sleep(then_s)
-            if fresh := sorted(raypp_processes() - old):
-                os.kill(rng.choice(fresh), number)
+            await self._kill_any(rng)
         await self._until(lambda: engine.num_back > num_back and engine.is_running(), "an engine after a death")
         await self._until(
             lambda: (self._last_token_s > engine.back_s and engine.is_running()) or self._all_ended,
@@ -428,11 +430,14 @@ class _Batch:
         )
         recoveries = engine.handle.recoveries()[num_recoveries:]
         kill.num_starts = sum(r.num_starts for r in recoveries)
+        kill.num_kept = recoveries[-1].last_start.num_kept_stages
         last = (await engine.llm.stats())["recoveries"]["last"]
         kill.parts = {
             "notice": lost_s - killed_s,
             "end": sum(r.end_s for r in recoveries),
             "start": sum(r.start_s for r in recoveries),
+            "of it weights": recoveries[-1].last_start.weights_s,
+            "links and graphs": recoveries[-1].last_start.links_and_graphs_s,
             "hand over": last["hand_over_s"],
         }
         if not has_ended:
@@ -441,6 +446,16 @@ class _Batch:
         assert not wait_until_gone(victims, 0.0), "what was killed or stopped is left"
         kill.num_carried_over = await self._carried_over() - carried_over
         return kill
+
+    async def _kill_any(self, rng: random.Random) -> None:
+        """Kill a driver or a stage, old or new, of an engine that starts or has just started."""
+        engine = self._engine
+        victims = sorted(pid for pid, name in actor_processes().items() if name != "EncoderActor")
+        was_running, num_lost = engine.is_running(), engine.num_lost
+        with suppress(ProcessLookupError):
+            os.kill(rng.choice(victims), signal.SIGKILL)
+        if was_running:
+            await self._until(lambda: engine.num_lost > num_lost, "the news of another death")
 
     async def _carried_over(self) -> int:
         return int((await self._engine.llm.stats())["recoveries"]["num_carried_over"])
