@@ -4,7 +4,8 @@ A death counts against the requests that were in a step and have had no token si
 
     1 death     they are handed over together, once others have had tokens: first of all that waits
     2 deaths    on trial: handed over alone, one at a time
-    3 deaths    convicted, if the engine has run others since it began
+    3 deaths    convicted, if the engine has run others since it began, and it is known that it was in a step
+    4 deaths    convicted, if that is not known, since the driver died
 
 So at a second death it is clear whom it concerns, and a third one must strike in the moment of one request's trial:
 deaths from outside hardly do. Whoever yields a token is free of all suspicion.
@@ -86,7 +87,8 @@ class Trials:
             self._awaited = speaking.intersection(in_flight)
         self._records = {h: r for h, r in self._records.items() if h in num_tokens and h not in speaking}
         if was_trial and (on_trial := watched.intersection(accused)):
-            return self._end_trial(on_trial.pop(), has_evidence=self._engine_works or is_only_request)
+            has_evidence, is_sure = self._engine_works or is_only_request, in_flight is not None or is_only_request
+            return self._end_trial(on_trial.pop(), has_evidence=has_evidence, is_sure=is_sure)
         for handle in sorted(watched.intersection(num_tokens).difference(accused)):  # it was not in a step
             self._put(handle)
         num_excused = 0
@@ -144,9 +146,10 @@ class Trials:
         else:
             self._single.append(handle)
 
-    def _end_trial(self, handle: int, *, has_evidence: bool) -> Verdict:
+    def _end_trial(self, handle: int, *, has_evidence: bool, is_sure: bool) -> Verdict:
         num_deaths, num_excused = self._records.pop(handle)
-        if has_evidence:
+        # Where nobody knows what was in a step, it may only have waited for a row or for blocks: for long, among many.
+        if has_evidence and (is_sure or num_deaths > _DEATHS_BEFORE_TRIAL):
             return Verdict(handle, num_deaths - num_excused)
         self._records[handle] = _Record(num_deaths + 1, num_excused)
         self._single.append(handle)

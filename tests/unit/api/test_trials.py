@@ -69,13 +69,14 @@ class Play:
         (1, 0, 1, False),
     ],
 )
-def test_a_poison_request_is_convicted_at_the_third_death(
+def test_a_poison_request_is_convicted_at_its_third_death_at_the_earliest(
     num_requests: int, poison: int, at_once: int, knows_in_flight: bool
 ) -> None:
     play = Play(num_requests, {poison}, knows_in_flight=knows_in_flight)
     play.run(200, at_once)
     assert play.convicted == [poison]
-    assert play.num_deaths == 3
+    assert play.num_deaths == (3 if knows_in_flight or num_requests == 1 else 4)
+    assert play.most_counted <= 3, "the default limit of restarts holds"
     assert all(play.tokens.values()), "the others go on"
     assert not play.trials.are_going_on
     if num_requests > 1:
@@ -179,6 +180,18 @@ def test_a_death_without_the_request_on_trial_says_nothing_of_it() -> None:
         assert trials.next([0, 1]) == [0]
     assert trials.note_death([1], {0: 0, 1: 9}, is_only_request=False) == NOTHING
     assert trials.begin({0: 0, 1: 9}) == [1], "it still waits for its trial"
+
+
+def test_one_that_waits_for_a_row_on_its_trial_is_not_convicted_by_a_death_of_the_driver() -> None:
+    trials = Trials(8)
+    for num_tokens in (7, 8, 9):
+        verdict = trials.note_death(None, {0: 0, 1: num_tokens}, is_only_request=False)
+        assert verdict.convicted is None
+        trials.begin({0: 0, 1: num_tokens})
+        trials.note_tokens([1])
+        assert trials.next([0, 1]) == [0]
+    trials.note_tokens([0])
+    assert not trials.are_going_on
 
 
 @pytest.mark.parametrize("knows_in_flight", [True, False])
