@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from raypp.errors import DeadlineError as DeadlineError
     from raypp.errors import EncoderDiedError as EncoderDiedError
     from raypp.errors import EngineDeadError as EngineDeadError
+    from raypp.errors import FatalRequestError as FatalRequestError
     from raypp.errors import GraphMismatchError as GraphMismatchError
     from raypp.errors import ModelLoadError as ModelLoadError
     from raypp.errors import NonFiniteLogitsError as NonFiniteLogitsError
@@ -56,6 +57,7 @@ _MODULE_OF = {
     "ResourceError": "raypp.errors",
     "EncoderDiedError": "raypp.errors",
     "EngineDeadError": "raypp.errors",
+    "FatalRequestError": "raypp.errors",
     "StageDiedError": "raypp.errors",
     "DeadlineError": "raypp.errors",
     "GraphMismatchError": "raypp.errors",
