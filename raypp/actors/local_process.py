@@ -35,6 +35,11 @@ class LocalProcess:
         """Return whether it still runs."""
         return self.start_time != 0 and LocalProcess.of_pid(self.pid) == self
 
+    def is_stopped(self) -> bool:
+        """Return whether it was stopped by a signal, and hears nothing."""
+        entry = _read(self.pid)
+        return entry is not None and entry.process == self and entry.is_stopped
+
     def kill(self) -> None:
         """End it at once, if it still runs."""
         if self.is_alive():
@@ -51,6 +56,7 @@ class Child:
     name: str  # of its program, cut off after 15 characters
     is_zombie: bool
     parent_pid: int
+    is_stopped: bool = False
 
     @property
     def process(self) -> LocalProcess:
@@ -106,4 +112,4 @@ def _read(pid: int) -> Child | None:
         return None
     name, _, rest = stat.partition("(")[2].rpartition(")")
     fields = rest.split()
-    return Child(pid, int(fields[19]), name, fields[0] in "ZX", int(fields[1]))
+    return Child(pid, int(fields[19]), name, fields[0] in "ZX", int(fields[1]), is_stopped=fields[0] in "Tt")

@@ -113,7 +113,8 @@ class StagePool:
         Args:
             timeout_s: How long a loop may take to end.
         """
-        asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in self._pooled}
+        awake = [pooled for pooled in self._pooled if not _is_stopped(pooled)]
+        asked = {pooled.actor.stand_by.remote(timeout_s): pooled for pooled in awake}
         answered = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s + _ANSWER_S)[0] if asked else []
         kept = [asked[ref] for ref in answered if _is_true(ref)]
         gone = [pooled for pooled in self._pooled if pooled not in kept]
@@ -142,6 +143,13 @@ def _end(pooled: Collection[_Pooled], timeout_s: float) -> None:
     for one in pooled:
         ray.kill(one.actor)
     end_processes([one.process for one in pooled if one.process is not None], timeout_s, min(_PATIENCE_S, timeout_s))
+
+
+def _is_stopped(pooled: _Pooled) -> bool:
+    """Return whether it is known that a stage cannot answer; of those on other nodes it is not."""
+    process = pooled.process
+    is_here = process is not None and process.node_id == ray.get_runtime_context().get_node_id()
+    return process is not None and is_here and process.process.is_stopped()
 
 
 def _is_true(ref: Any) -> bool:

@@ -38,6 +38,8 @@ class FakeRay:
         self.removed: list[Any] = []
         self.nodes = {"here", "there"}
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.stopped: list[str] = []
+        monkeypatch.setattr(stage_pool, "_is_stopped", lambda pooled: pooled.process in self.stopped)
         monkeypatch.setattr(stage_pool, "ray", self)
         monkeypatch.setattr(stage_pool, "_make_actor", self.make)
         monkeypatch.setattr(stage_pool, "alive_nodes", lambda: [SimpleNamespace(node_id=n) for n in self.nodes])
@@ -95,6 +97,15 @@ def test_stages_that_stand_by_serve_again_and_others_are_replaced(ray: FakeRay) 
     assert [actor.number for actor in pool.actors] == [3, 1, 4]
     assert pool.num_kept == 1
     assert pool.processes == ["process 1"]
+
+
+def test_a_stopped_stage_is_not_asked(ray: FakeRay) -> None:
+    pool = filled(plan(num_stages=3))
+    ray.stopped = ["process 1"]
+    ray.made[1].stand_by = None  # asking would fail
+    pool.stand_by(1.0)
+    assert ray.killed == [1]
+    assert [actor.number for actor in pool.actors] == [0, 2]
 
 
 def test_a_stage_of_other_layers_is_another_stage(ray: FakeRay) -> None:
