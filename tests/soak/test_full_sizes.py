@@ -21,7 +21,10 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
+    "tests/unit/api/test_recovery_whole.py": {"TEST_RECOVERIES": "6"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
+    "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},
+    "tests/ray/test_cluster.py": {"FAULT_NODES": "1"},
     "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8"},
 }
 
