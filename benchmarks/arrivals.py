@@ -1,4 +1,4 @@
-"""Requests that arrive at random moments, and what each of them waited for."""
+"""Requests that arrive at random moments, alone or as turns of conversations, and what each of them waited for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Stream = Callable[[list[int], int], AsyncIterator[None]]
-"""Runs a request with a prompt for exactly so many tokens, and yields at every piece of output that arrives. Raises
-ValueError when it was another number of tokens, see `check_num_tokens`."""
+Stream = Callable[[list[int], int], AsyncIterator[Sequence[int]]]
+"""Runs a request with a prompt for exactly so many tokens, and yields at every piece of output that arrives all token
+ids so far; none where they are not known. Raises ValueError when it was another number, see `check_num_tokens`."""
+
+
+class Turn(NamedTuple):
+    """A request of a conversation."""
+
+    token_ids: list[int]
+    """What its prompt adds to all that was said before."""
+    num_tokens: int
+    """Of its answer."""
 
 
 @dataclass
@@ -23,6 +33,8 @@ class RequestTimes:
     pieces_s: list[float] = field(default_factory=list)
     late_s: float = 0.0
     """How much later than due it was sent: not the server's fault, but counted."""
+    is_streamed: bool = True
+    """Else `pieces_s` has the first token's time and the last one's alone."""
 
     @property
     def ttft_s(self) -> float:
@@ -41,19 +53,20 @@ class RequestTimes:
 
     @property
     def itls_s(self) -> list[float]:
-        """The times between pieces, of one token or, with speculation, more."""
+        """The times between pieces, of one token or, with speculation, more; none where they were not streamed."""
+        if not self.is_streamed:
+            return []
         return [after - before for before, after in zip(self.pieces_s, self.pieces_s[1:], strict=False)]
 
 
 async def run_arrivals(
-    stream: Stream, prompts: Sequence[list[int]], num_tokens: int, rate: float, rng: random.Random
+    stream: Stream, conversations: Sequence[Sequence[Turn]], rate: float, rng: random.Random
 ) -> list[RequestTimes]:
-    """Send a request per prompt at the moments of a Poisson process, and return their times once all are done.
+    """Begin conversations at the moments of a Poisson process; return their requests' times once all are done.
 
     Args:
         stream: Where to.
-        prompts: Token ids.
-        num_tokens: Of each output.
+        conversations: The requests of each: the next one is due when the one before has been answered.
         rate: Requests per second on average; infinite sends all at once.
         rng: Draws the moments.
 
@@ -61,22 +74,32 @@ async def run_arrivals(
         Whatever a request raises.
     """
     due_s, moments = 0.0, []
-    for _ in prompts:
+    for _ in conversations:
         moments.append(due_s)
         due_s += 0.0 if math.isinf(rate) else rng.expovariate(rate)
     begun = time.perf_counter()
-    return await asyncio.gather(
-        *(_run_one(stream, prompt, num_tokens, begun + due) for prompt, due in zip(prompts, moments, strict=True))
+    found = await asyncio.gather(
+        *(_converse(stream, turns, begun + due) for turns, due in zip(conversations, moments, strict=True))
     )
+    return [times for of_one in found for times in of_one]
 
 
-async def _run_one(stream: Stream, prompt: list[int], num_tokens: int, due: float) -> RequestTimes:
-    times = RequestTimes(num_tokens)
+async def _converse(stream: Stream, turns: Sequence[Turn], due: float) -> list[RequestTimes]:
+    said: list[int] = []
+    found = []
     await asyncio.sleep(due - time.perf_counter())
-    times.late_s = time.perf_counter() - due
-    async for _ in stream(prompt, num_tokens):
-        times.pieces_s.append(time.perf_counter() - due)
-    return times
+    for turn in turns:
+        said = said + turn.token_ids
+        times = RequestTimes(turn.num_tokens)
+        answer: Sequence[int] = ()
+        times.late_s = time.perf_counter() - due
+        async for piece in stream(said, turn.num_tokens):
+            times.pieces_s.append(time.perf_counter() - due)
+            answer = piece
+        said = [*said, *answer]
+        due = time.perf_counter()
+        found.append(times)
+    return found
 
 
 def check_num_tokens(got: int, expected: int) -> None:

@@ -36,7 +36,7 @@ for part in $parts; do
   timeline) run 150 pipeline_timeline.py --out "$out/$part.json" --pictures "$out" ;;
   step_overhead) run 120 step_overhead.py --model qwen3-8b --requests 1 64 ;;
   host_calls) run 120 step_overhead.py --model qwen3-8b --requests 1 64 --calls ;;
-  online) run 150 online_latency.py --model qwen3-8b --rates 2 8 16 --max-num-batched-tokens 8192 --out "$out/$part.json" ;;
+  online) run 240 mixed_traffic.py --model qwen3-8b --out "$out/$part.json" ;;
   bf16) run 150 bf16_agreement.py --out "$out/$part.json" ;;
   text_beside_images) run 180 text_beside_images.py --out "$out/$part.json" ;;
   encoder_actors) run 150 encoder_actors.py --out "$out/$part.json" ;;

@@ -23,20 +23,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from device_speed import DeviceSpeed, measure_device_speed
+from device_speed import measure_device_speed
 from report import GrowingReport, resolved_config
-from stage_limit import StageLimit, Work, decode_work, prompt_work
+from stage_limit import StageLimit, forward_work, stage_limits
 from workload import model_settings, random_prompts, seconds_for
 
 from raypp import LLM
 from raypp.actors.cluster import Cluster
 from raypp.api.timeline import Forward, MemorySpeed, Timeline
 from raypp.errors import ConfigError
-from raypp.models.config import ModelConfig, load_model_config
+from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _WARM_UP_TOKENS = 8
 
 
@@ -71,7 +70,7 @@ def record(args: argparse.Namespace, scenario: str, report: GrowingReport) -> No
         "seconds": seconds,
         "device_speed": asdict(speed),
         "bubble_fraction": timeline.bubble_fraction,
-        "stages": stage_figures(args, scenario, timeline, plan, shapes, speed),
+        "stages": stage_figures(timeline, stage_limits(shapes, plan, speed)),
         "timeline": {**asdict(timeline), "forwards": [list(forward) for forward in timeline.forwards]},
     }
     print(f"{scenario}: {timeline}")
@@ -90,31 +89,15 @@ def full_decode_steps(forwards: Sequence[Forward]) -> list[Forward]:
     return [forward for forward in decoding if forward.num_rows == most[forward.cohort]]
 
 
-def stage_figures(
-    args: argparse.Namespace,
-    scenario: str,
-    timeline: Timeline,
-    plan: dict[str, Any],
-    shapes: ModelConfig,
-    speed: DeviceSpeed,
-) -> list[dict[str, float]]:
+def stage_figures(timeline: Timeline, limits: Sequence[StageLimit]) -> list[dict[str, float]]:
     """Return for each stage how long its forwards took, and the shares of the limit: while it computed, and in all."""
     opens_us, closes_us = timeline.window_us
     found = []
-    for stage in plan["stages"]:
-        index = stage["stage_index"]
-        limit = StageLimit(
-            shapes, *stage["layers"], index == len(plan["stages"]) - 1, _DTYPE_BYTES[plan["dtype"]], speed
-        )
+    for index, limit in enumerate(limits):
         forwards = sorted(
             (forward for forward in timeline.forwards if forward.stage_index == index), key=lambda f: f.step_id
         )
-        works: list[Work] = (
-            [decode_work(forward, args.input_len + args.output_len / 2) for forward in forwards]
-            if scenario == "decode"
-            else prompt_work(forwards)
-        )
-        limits_s = [limit.seconds(work) for work in works]
+        limits_s = [limit.seconds(forward_work(forward)) for forward in forwards]
         times_s = [(forward.end_us - forward.start_us) / 1e6 for forward in forwards]
         inside_s = sum(
             least_s
@@ -137,7 +120,7 @@ def draw(scenario: str, figures: dict[str, Any], folder: Path, picture_ms: float
     """Write the picture: of a decode run `picture_ms` from its middle, of a prompt everything."""
     saved = figures["timeline"]
     timeline = Timeline(
-        [Forward(*forward) for forward in saved["forwards"]],
+        [Forward.of_span(forward) for forward in saved["forwards"]],
         saved["num_stages"],
         [WeightReads(**reads) for reads in saved["step_reads"]],
         MemorySpeed(**saved["memory_speed"]),

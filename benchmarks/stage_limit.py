@@ -5,14 +5,17 @@ Activations, the sampler and messages are not counted. 1 / share is how much the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from device_speed import DeviceSpeed
 
 from raypp.api.timeline import Forward
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -54,18 +57,21 @@ class StageLimit:
         return max(read_s, flops / self.speed.flops_per_s)
 
 
-def decode_work(forward: Forward, context_len: float) -> Work:
-    """Return the work of a decode step whose rows are `context_len` long on average."""
-    num_kv_tokens = round(forward.num_rows * context_len)
-    return Work(forward.num_tokens, num_kv_tokens, num_kv_tokens, forward.num_rows)
+def forward_work(forward: Forward) -> Work:
+    """Return the work of a step's forward."""
+    work = forward.work
+    return Work(
+        num_tokens=work.num_tokens,
+        num_kv_tokens=work.num_decode_kv + work.num_prompt_kv,
+        num_attended=work.num_decode_kv + work.num_prompt_pairs,
+        num_logits=work.num_logits,
+    )
 
 
-def prompt_work(forwards: Sequence[Forward]) -> list[Work]:
-    """Return the work of a lone prompt's chunks on one stage, given in their order."""
-    works, start = [], 0
-    for forward in forwards:
-        count = forward.num_tokens
-        attended = count * start + count * (count + 1) // 2
-        start += count
-        works.append(Work(count, start, attended, 0))
-    return works
+def stage_limits(model: ModelConfig, plan: Mapping[str, Any], speed: DeviceSpeed) -> list[StageLimit]:
+    """Return every stage of a plan, as `LLM.plan` returns it."""
+    last = len(plan["stages"]) - 1
+    return [
+        StageLimit(model, *stage["layers"], stage["stage_index"] == last, _DTYPE_BYTES[plan["dtype"]], speed)
+        for stage in plan["stages"]
+    ]

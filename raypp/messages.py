@@ -205,6 +205,14 @@ class Unrecorded(IntEnum):
     CHOICE = 2  # its layers were a recording, but what its rows ask of the choice of tokens was not recorded
 
 
+class StepForm(IntEnum):
+    """How a stage ran the layers of a step."""
+
+    CALLED = 0  # operation by operation
+    PIECES = 1  # recorded, but for attention
+    RECORDED = 2  # one recording
+
+
 @dataclass(frozen=True, eq=False)
 class StageReport:
     """What a stage did since its last report, and since its start. Rides on heartbeats."""
@@ -214,6 +222,7 @@ class StageReport:
     step_ids: Int64s  # [S] of the forwards since the last report
     start_us: Int64s  # [S] microseconds since the epoch
     end_us: Int64s  # [S]
+    forms: Int64s  # [S] StepForm
     num_unrecorded: Int64s  # [len(Unrecorded)] steps since the start
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raypp.errors import ConfigError
-from raypp.messages import StageReport, Unrecorded
+from raypp.messages import StageReport, StepForm, Unrecorded
 
 DRIVER_LANE = "driver"
 FORWARD = "forward"
@@ -46,7 +46,7 @@ class ForwardCounter:
         self._num_steps = 0
         self._num_told = 0
         self._busy_ns = 0
-        self._new: deque[tuple[int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
+        self._new: deque[tuple[int, int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
         self._num_unrecorded = np.zeros(len(Unrecorded), np.int64)
 
     @property
@@ -54,10 +54,10 @@ class ForwardCounter:
         """Whether there were forwards since the last report that got through."""
         return self._num_told != self._num_steps
 
-    def add(self, step_id: int, start_ns: int, end_ns: int) -> None:
+    def add(self, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
         """Count one forward."""
         self._busy_ns += end_ns - start_ns
-        self._new.append((step_id, start_ns, end_ns))
+        self._new.append((step_id, start_ns, end_ns, form))
         self._num_steps += 1  # last: whoever reports these sums reports the forward, too
 
     def add_unrecorded(self, why: Unrecorded) -> None:
@@ -73,14 +73,15 @@ class ForwardCounter:
         num_steps, busy_ns = self._num_steps, self._busy_ns
         to_epoch_ns = time.time_ns() - now_ns()
         taken = [self._new.popleft() for _ in range(len(self._new))]
-        columns = np.array(taken, np.int64).reshape(-1, 3)
-        times_us = (columns[:, 1:] + to_epoch_ns) // 1000
+        columns = np.array(taken, np.int64).reshape(-1, 4)
+        times_us = (columns[:, 1:3] + to_epoch_ns) // 1000
         return StageReport(
             num_steps=num_steps,
             busy_ns=busy_ns,
             step_ids=np.ascontiguousarray(columns[:, 0]),
             start_us=np.ascontiguousarray(times_us[:, 0]),
             end_us=np.ascontiguousarray(times_us[:, 1]),
+            forms=np.ascontiguousarray(columns[:, 3]),
             num_unrecorded=self._num_unrecorded.copy(),
         )
 
@@ -99,10 +100,10 @@ class Tracer:
         self._max_events = max_events
         self._events: list[TraceEvent] = []
 
-    def record(self, name: str, step_id: int, start_ns: int, end_ns: int) -> None:
-        """Remember that `name` was done for a step; the oldest half goes when there are too many."""
+    def record(self, name: str, step_id: int, start_ns: int, end_ns: int, form: StepForm = StepForm.CALLED) -> None:
+        """Remember that `name` was done for a step, a forward with its form; of too many the oldest half goes."""
         if name is FORWARD:
-            self.forwards.add(step_id, start_ns, end_ns)
+            self.forwards.add(step_id, start_ns, end_ns, form)
         if self.enabled:
             if len(self._events) >= self._max_events:
                 del self._events[: self._max_events // 2]

@@ -17,6 +17,7 @@ from serve_app.metrics import busy_shares
 
 _MAX_BACKLOG = 8  # frames that a slow viewer may be behind; older ones are dropped
 _FIRST_LOOK_US = 1_000_000  # how far the first frame looks back
+_SPAN_FIELDS = 7  # the page knows no more of them
 
 _SHOWN = ("num_running", "num_waiting", "num_in_flight", "kv_usage", "num_generated_tokens", "num_prompt_tokens")
 _OF_CLIENT = ("is_recovering", "recoveries")
@@ -105,7 +106,7 @@ def _frame(before: Mapping[str, Any], stats: Mapping[str, Any], seconds: float) 
         "busy": [round(share, 4) for share in busy],
         "bubble": bubble,
         **{name: stats[name] for name in (*_SHOWN, *_OF_CLIENT)},
-        "spans": stats["spans"],
+        "spans": [span[:_SPAN_FIELDS] for span in stats["spans"]],
     }
 
 

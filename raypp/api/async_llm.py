@@ -214,7 +214,7 @@ class AsyncLLM:
 
         Args:
             spans_after_us: Microseconds since the epoch. Adds `spans`: the stages' latest forwards that ended after it,
-                each [stage, step_id, start_us, end_us, cohort, rows, tokens], as reported within 0.1 s.
+                each the fields of `raypp.api.timeline.Forward`, as reported within 0.1 s.
         """
         return await self._frontend_here().stats(self.config.faults.step_timeout_s, spans_after_us)
 

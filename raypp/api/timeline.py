@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from raypp.errors import ConfigError
+from raypp.messages import StepForm
 from raypp.models.sizes import WeightReads
+from raypp.scheduler.step_work import StepWork
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +42,15 @@ class Forward(NamedTuple):
     cohort: int
     num_rows: int
     num_tokens: int
+    form: int = StepForm.CALLED
+    work: StepWork = StepWork()
+
+    @classmethod
+    def of_span(cls, span: Sequence[Any]) -> Self:
+        """Return one from the fields as plain data: of `AsyncLLM.stats`, or of a file, where the last two may lack."""
+        number = cls._fields.index("form")
+        form, work = span[number:] or (StepForm.CALLED, ())
+        return cls._make([*span[:number], form, StepWork(*work)])
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ async def read_timeline(
         for stage in plan["stages"]
     ]
     return Timeline.of_last_burst(
-        [Forward(*span) for span in stats["spans"]],
+        [Forward.of_span(span) for span in stats["spans"]],
         step_reads=step_reads,
         memory_speed=await asyncio.to_thread(
             _memory_speed, str(plan["device"]), max(reads.total for reads in step_reads)

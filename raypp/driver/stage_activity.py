@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.messages import Int32s, StageReport, StepPlan, Unrecorded
+from raypp.messages import Bools, Int32s, StageReport, StepPlan, Unrecorded
+from raypp.scheduler.step_work import StepWork, step_work
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
@@ -20,14 +21,20 @@ class _Stage:
     busy_ns: int = 0
     graphs: dict[str, dict[str, float]] = field(default_factory=dict)
     num_unrecorded: dict[str, int] = field(default_factory=lambda: {why.name.lower(): 0 for why in Unrecorded})
-    spans: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
+    spans: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     cohort: int
-    num_rows: int
-    num_scheduled_tokens: Int32s  # added up only when somebody looks
+    num_decode_rows: int
+    num_scheduled_tokens: Int32s  # these are added up only when somebody looks
+    num_computed_tokens: Int32s
+    samples: Bools
+
+    @property
+    def work(self) -> StepWork:
+        return step_work(self.num_decode_rows, self.num_scheduled_tokens, self.num_computed_tokens, self.samples)
 
 
 class StageActivity:
@@ -56,7 +63,9 @@ class StageActivity:
         if not self._num_in_flight:
             self._active_since_ns = time.monotonic_ns()
         self._num_in_flight += 1
-        self._steps[plan.step_id] = _Step(plan.cohort, len(plan.rows), plan.num_scheduled_tokens)
+        self._steps[plan.step_id] = _Step(
+            plan.cohort, plan.num_decode_rows, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.samples
+        )
         self._steps.pop(plan.step_id - _MAX_STEPS, None)
 
     def note_collected(self) -> None:
@@ -70,7 +79,8 @@ class StageActivity:
         stage = self._stages[stage_index]
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
         stage.num_unrecorded = {why.name.lower(): int(report.num_unrecorded[why]) for why in Unrecorded}
-        stage.spans.extend(zip(report.step_ids.tolist(), report.start_us.tolist(), report.end_us.tolist(), strict=True))
+        columns = (report.step_ids, report.start_us, report.end_us, report.forms)
+        stage.spans.extend(zip(*(column.tolist() for column in columns), strict=True))
 
     def sums(self) -> list[dict[str, Any]]:
         """Return num_steps and busy_s of every stage, since the start, and what its graphs took.
@@ -87,19 +97,20 @@ class StageActivity:
             for stage in self._stages
         ]
 
-    def spans_after(self, end_us: int) -> list[list[int]]:
-        """Return the kept forwards that ended later, each [stage, step_id, start_us, end_us, cohort, rows, tokens].
+    def spans_after(self, end_us: int) -> list[list[Any]]:
+        """Return the kept forwards that ended later, each the fields of `raypp.api.timeline.Forward`.
 
         Args:
             end_us: Microseconds since the epoch. A stage reports its forwards in order; stages report independently.
         """
-        found = []
+        found: list[list[Any]] = []
         for stage_index, stage in enumerate(self._stages):
-            for step_id, start, end in reversed(stage.spans):
+            for step_id, start, end, form in reversed(stage.spans):
                 if end <= end_us:
                     break
                 step = self._steps.get(step_id)
                 if step is not None:
-                    num_tokens = int(step.num_scheduled_tokens.sum())
-                    found.append([stage_index, step_id, start, end, step.cohort, step.num_rows, num_tokens])
+                    work, num_rows = step.work, len(step.samples)
+                    span = [stage_index, step_id, start, end, step.cohort, num_rows, work.num_tokens, form, list(work)]
+                    found.append(span)
         return found

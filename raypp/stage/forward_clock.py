@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from raypp.messages import StepForm
 from raypp.tracing import FORWARD, Tracer, now_ns
 from raypp.transport.current_stream import CurrentStream
 
@@ -19,7 +20,7 @@ from raypp.transport.current_stream import CurrentStream
 class ForwardClock(Protocol):
     """Notes forwards in a tracer."""
 
-    def begin(self, step_id: int) -> None:
+    def begin(self, step_id: int, form: StepForm) -> None:
         """Note that a step's input is there and its forward begins."""
 
     def end(self) -> None:
@@ -38,15 +39,16 @@ class HostForwardClock:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._step_id = 0
+        self._form = StepForm.CALLED
         self._began_ns = 0
 
-    def begin(self, step_id: int) -> None:
+    def begin(self, step_id: int, form: StepForm) -> None:
         """Note the time."""
-        self._step_id, self._began_ns = step_id, now_ns()
+        self._step_id, self._form, self._began_ns = step_id, form, now_ns()
 
     def end(self) -> None:
         """Record the forward."""
-        self._tracer.record(FORWARD, self._step_id, self._began_ns, now_ns())
+        self._tracer.record(FORWARD, self._step_id, self._began_ns, now_ns(), self._form)
 
     def read(self) -> None:
         """Everything is known already."""
@@ -59,6 +61,7 @@ class HostForwardClock:
 @dataclass(frozen=True, slots=True)
 class _Span:
     step_id: int
+    form: StepForm
     began: torch.cuda.Event
     ended: torch.cuda.Event
 
@@ -81,9 +84,9 @@ class CudaForwardClock:
         self._anchor.synchronize()
         self._anchor_ns = now_ns()
 
-    def begin(self, step_id: int) -> None:
+    def begin(self, step_id: int, form: StepForm) -> None:
         """Queue an event."""
-        span = _Span(step_id, self._event(), self._event())
+        span = _Span(step_id, form, self._event(), self._event())
         span.began.record(self._current.get())
         self._passing.append(span)
 
@@ -107,7 +110,7 @@ class CudaForwardClock:
     def _record(self, span: _Span) -> None:
         began_ns = self._anchor_ns + round(self._anchor.elapsed_time(span.began) * 1e6)
         ended_ns = began_ns + round(span.began.elapsed_time(span.ended) * 1e6)
-        self._tracer.record(FORWARD, span.step_id, began_ns, ended_ns)
+        self._tracer.record(FORWARD, span.step_id, began_ns, ended_ns, span.form)
         self._free += (span.began, self._anchor)
         self._anchor, self._anchor_ns = span.ended, ended_ns
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from raypp.graphs.graph_manager import CudaGraphManager, graph_maker
-from raypp.messages import MaskUpdate, StepPlan, Unrecorded
+from raypp.messages import MaskUpdate, StepForm, StepPlan, Unrecorded
 from raypp.models.decoder import Deepstack
 from raypp.ops.row_tokens import RowTokens
 from raypp.ops.sample.tables import Needs
@@ -201,7 +201,7 @@ class Stage:
             links.previous.wait(step_id)
         if links.next is not None:
             links.next.acquire(step_id)
-        self._clock.begin(step_id)
+        self._clock.begin(step_id, StepForm.RECORDED)
         recorded.run(bucket, plan.num_drafts)
         if fed_back is not None:
             self._inbox.release(fed_back)
@@ -268,12 +268,12 @@ class Stage:
                 deepstack = received_deepstack(items, received["deepstack"], self._spec.num_deepstack_layers)
         inputs = self._body.inputs(shape, num_computed_tokens, entries, received, plan)
 
+        bucket = self._padding.piecewise_tokens(shape.num_tokens)
         started = now_ns()
-        self._clock.begin(plan.step_id)
+        self._clock.begin(plan.step_id, StepForm.CALLED if bucket is None else StepForm.PIECES)
         hidden = self._model.embed(entering) if self._spec.is_first else entering
         if self._spec.is_first and items is not None:
             hidden, deepstack = place_items(hidden, items, self.items)
-        bucket = self._padding.piecewise_tokens(shape.num_tokens)
         if self._graphs.makes_graphs:
             decodes = plan.num_decode_rows == len(plan.rows) and not len(plan.start_rows)
             if decodes or bucket is None:

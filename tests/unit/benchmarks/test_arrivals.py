@@ -1,18 +1,10 @@
 """Latencies of requests that arrive at random moments."""
 
-import argparse
 import asyncio
 import random
 
-import online_latency
 import pytest
-from arrivals import RequestTimes, check_num_tokens, percentile, run_arrivals, summarize
-from report import GrowingReport
-
-from raypp import AsyncLLM
-from raypp.testing import launch_in_threads
-
-ARGS = argparse.Namespace(requests=3, input_len=7, output_len=5, rates=[50.0, float("inf")])
+from arrivals import RequestTimes, Turn, check_num_tokens, percentile, run_arrivals, summarize
 
 
 def test_times_of_a_request():
@@ -32,12 +24,13 @@ def test_requests_arrive_at_their_rate_and_count_from_when_they_were_due():
 
     async def stream(prompt, num_tokens):
         sent.append((asyncio.get_running_loop().time(), prompt))
-        for _ in range(num_tokens):
-            yield
+        for count in range(num_tokens):
+            yield [-1] * (count + 1)
 
     async def run(rate):
         sent.clear()
-        return await run_arrivals(stream, [[i] for i in range(40)], 3, rate, random.Random(1))
+        conversations = [[Turn([i], 3)] for i in range(40)]
+        return await run_arrivals(stream, conversations, rate, random.Random(1))
 
     times = asyncio.run(run(400.0))
     assert sorted(prompt for _, prompt in sent) == [[i] for i in range(40)]
@@ -52,14 +45,20 @@ def test_a_request_of_another_length_is_no_result():
         check_num_tokens(4, 5)
 
 
-def test_an_engine_is_measured_at_every_rate():
-    async def run(report):
-        async with await AsyncLLM.create("tiny", launch=launch_in_threads, skip_tokenizer_init=True) as llm:
-            await online_latency.measure(ARGS, online_latency.engine_stream(llm), 4000, report)
+def test_a_turn_begins_with_all_that_was_said():
+    sent = []
 
-    report = GrowingReport("online_latency", {}, None)
-    asyncio.run(run(report))
-    assert list(report.figures) == ["50 requests/s", "inf requests/s"]
-    for figures in report.figures.values():
-        assert {"ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "late_ms"} < set(figures)
-        assert figures["ttft_ms"]["median"] < figures["e2e_ms"]["median"]
+    async def stream(prompt, num_tokens):
+        sent.append(list(prompt))
+        await asyncio.sleep(0.002)
+        yield [7] * num_tokens
+
+    turns = [Turn([1, 2], 1), Turn([3], 2), Turn([4], 1)]
+    times = asyncio.run(run_arrivals(stream, [turns], float("inf"), random.Random(1)))
+    assert sent == [[1, 2], [1, 2, 7, 3], [1, 2, 7, 3, 7, 7, 4]]
+    assert [request.num_tokens for request in times] == [1, 2, 1]
+    assert all(0.002 <= request.e2e_s < 0.5 for request in times), "a turn is due when the one before was answered"
+
+
+def test_what_was_not_streamed_has_no_times_between_pieces():
+    assert RequestTimes(9, [1.0, 3.0], is_streamed=False).itls_s == []

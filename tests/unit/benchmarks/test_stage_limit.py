@@ -1,14 +1,16 @@
 """The physical limit of a forward, and which forwards it is asked of."""
 
+import numpy as np
 import pytest
 from device_speed import DeviceSpeed, measure_device_speed
 from pipeline_timeline import full_decode_steps
-from stage_limit import StageLimit, Work, decode_work, prompt_work
+from stage_limit import StageLimit, Work, forward_work
 
 from raypp.api.timeline import Forward
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.scheduler.step_work import StepWork, prompt_pairs, step_work
 
 
 def _forward(step_id, num_rows, num_tokens, cohort=0, stage_index=0):
@@ -22,7 +24,8 @@ def shapes():
 
 def test_reading_bounds_a_decode_step_and_the_last_stage_reads_the_head(shapes):
     speed = DeviceSpeed(read_bytes_per_s=1e9, flops_per_s=1e15)
-    work = decode_work(_forward(0, num_rows=4, num_tokens=4), context_len=100.5)
+    done = StepWork(num_decode_rows=4, num_decode_tokens=4, num_decode_kv=402, num_logits=4)
+    work = forward_work(_forward(0, num_rows=4, num_tokens=4)._replace(work=done))
     assert work == Work(num_tokens=4, num_kv_tokens=402, num_attended=402, num_logits=4)
     layers = 3 * (layer_sizes(shapes, 2)[0].weight_bytes + 402 * kv_bytes_per_token_per_layer(shapes, 2))
     assert StageLimit(shapes, 0, 3, False, 2, speed).seconds(work) == pytest.approx(layers / 1e9)
@@ -38,9 +41,13 @@ def test_arithmetic_bounds_a_prompt(shapes):
 
 
 def test_a_prompt_attends_to_all_before_it_in_whatever_chunks():
-    works = prompt_work([_forward(0, 1, 6), _forward(1, 1, 3), _forward(2, 1, 1)])
-    assert [work.num_kv_tokens for work in works] == [6, 9, 10]
-    assert sum(work.num_attended for work in works) == 55
+    works = [
+        step_work(0, *(np.array([number], np.int32) for number in (count, start)), np.array([False]))
+        for count, start in ((6, 0), (3, 6), (1, 9))
+    ]
+    assert [work.num_prompt_kv for work in works] == [6, 9, 10]
+    assert [work.num_prompt_pairs for work in works] == [prompt_pairs(0, 6), prompt_pairs(6, 3), prompt_pairs(9, 1)]
+    assert sum(work.num_prompt_pairs for work in works) == 55
 
 
 def test_only_full_decode_steps_are_looked_at():

@@ -22,9 +22,11 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
         "cohort": cohort,
         "num_drafts": 0,
         "requires_feedback_of": NO_STEP,
-        "num_decode_rows": len(tokens),
+        "num_decode_rows": tokens.count(1),
         "rows": np.arange(len(tokens), dtype=np.int32),
         "num_scheduled_tokens": np.array(tokens, np.int32),
+        "num_computed_tokens": np.full(len(tokens), 7, np.int32),
+        "samples": np.ones(len(tokens), np.bool_),
         "start_seed": empty64,
     }
     return StepPlan(**values)
@@ -33,7 +35,7 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
 def _report(step_ids: list[int], ends_us: list[int], num_steps: int = 0, busy_ns: int = 0) -> StageReport:
     ends = np.array(ends_us, np.int64)
     unrecorded = np.arange(len(Unrecorded))
-    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends, unrecorded)
+    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends, ends % 3, unrecorded)
 
 
 def test_a_tracer_counts_forwards_even_when_it_records_nothing() -> None:
@@ -71,11 +73,11 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
     activity.note_report(0, _report([0, 1], [100, 200], num_steps=2, busy_ns=20_000))
     activity.note_report(1, _report([0], [150], num_steps=1, busy_ns=10_000))
     assert sorted(activity.spans_after(0)) == [
-        [0, 0, 90, 100, 0, 2, 2],
-        [0, 1, 190, 200, 1, 2, 31],
-        [1, 0, 140, 150, 0, 2, 2],
+        [0, 0, 90, 100, 0, 2, 2, 1, [2, 2, 16, 0, 0, 0, 2]],
+        [0, 1, 190, 200, 1, 2, 31, 2, [1, 1, 8, 30, 37, 30 * 7 + 465, 2]],
+        [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2]],
     ]
-    assert activity.spans_after(150) == [[0, 1, 190, 200, 1, 2, 31]]
+    assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
     activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
     counts = {"rows": 0, "tokens": 1, "choice": 2}
     assert activity.sums() == [

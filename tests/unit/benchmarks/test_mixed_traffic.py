@@ -1,0 +1,117 @@
+"""Traffic of all lengths, and where the seconds of its steps go."""
+
+import argparse
+import asyncio
+import random
+import statistics
+
+import mixed_traffic
+import pytest
+from device_speed import DeviceSpeed
+from stage_limit import StageLimit
+from step_breakdown import breakdown, merged, table
+from traffic import TRAFFIC, Lengths, Traffic, parse_traffic
+
+from raypp import AsyncLLM
+from raypp.api.timeline import Forward
+from raypp.messages import StepForm
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
+from raypp.scheduler.step_work import StepWork
+from raypp.testing import launch_in_threads
+
+
+@pytest.mark.parametrize("text", ["512", "uniform:16:3000", "lognormal:400:1.2:3000"])
+def test_lengths_are_what_their_text_says(text):
+    lengths, rng = Lengths.parse(text), random.Random(0)
+    drawn = [lengths.draw(rng) for _ in range(2000)]
+    assert str(lengths) == text
+    assert max(drawn) <= lengths.most
+    if text.startswith("lognormal"):
+        assert 350 < statistics.median(drawn) < 450
+        assert max(drawn) > 2500
+    else:
+        assert min(drawn) >= lengths.first
+
+
+@pytest.mark.parametrize("text", ["", "0", "uniform:5:4", "uniform:5", "lognormal:4:5", "normal:1:2:3", "3000:16"])
+def test_other_lengths_are_refused(text):
+    with pytest.raises(ValueError, match="no lengths"):
+        Lengths.parse(text)
+
+
+def test_traffic_is_named_changed_or_made_up():
+    assert parse_traffic("offline") == Traffic()
+    assert parse_traffic("online-16,requests=3").requests == 3
+    made = parse_traffic("rate=8,input=512,shared=0.5,turns=2,sampling=qwen3")
+    assert (made.rate, made.input.most, made.shared, made.turns, made.sampling) == (8.0, 512, 0.5, 2, "qwen3")
+    for each in TRAFFIC.values():
+        assert parse_traffic(each.as_text()) == each
+    for text, error in (("onlin", "no traffic"), ("offline,speed=3", "has no 'speed'")):
+        with pytest.raises(ValueError, match=error):
+            parse_traffic(text)
+
+
+def test_prompts_share_their_beginnings():
+    traffic = parse_traffic("requests=40,input=100,shared=0.9,output=3")
+    prompts = [turn.token_ids for (turn,) in traffic.conversations(1000, 0)]
+    assert {len(prompt) for prompt in prompts} == {100}
+    assert len({tuple(prompt[:90]) for prompt in prompts}) <= 8
+    assert len({tuple(prompt[90:]) for prompt in prompts}) == 40
+    assert traffic.conversations(1000, 0) == traffic.conversations(1000, 0)
+
+
+def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.CALLED):
+    work = StepWork(decode_rows, decode_rows, 10 * decode_rows, prompt_tokens, prompt_tokens, 0, 1)
+    return Forward(stage_index, step_id, start_us, end_us, 0, 1, work.num_tokens, form, work)
+
+
+def test_every_second_is_somewhere():
+    model, speed = load_model_config(resolve_model_path("tiny")), DeviceSpeed(1e12, 1e12)
+    limits = [StageLimit(model, 0, 2, False, 4, speed), StageLimit(model, 2, 4, True, 4, speed)]
+    forwards = [
+        _forward(0, 0, 0, 100, prompt_tokens=9),
+        _forward(0, 1, 100, 200, decode_rows=2, prompt_tokens=9),
+        _forward(0, 2, 500, 600, decode_rows=3, form=StepForm.RECORDED),
+        _forward(1, 0, 100, 300, prompt_tokens=9),
+        _forward(1, 1, 300, 400, decode_rows=2, prompt_tokens=9),
+        _forward(1, 2, 650, 700, decode_rows=3, form=StepForm.RECORDED),
+    ]
+    figures = breakdown(forwards, limits)
+    first, last = figures["stages"]
+    assert figures["seconds"] == pytest.approx(700e-6)
+    for stage, computing, beside, idle in ((first, 300, 250, 150), (last, 350, 200, 150)):
+        assert stage["computing_s"] == pytest.approx(computing / 1e6)
+        assert stage["waiting_beside_another_s"] == pytest.approx(beside / 1e6)
+        assert stage["waiting_with_all_s"] == pytest.approx(idle / 1e6)
+        assert sum(of["seconds"] for of in stage["steps"].values()) == pytest.approx(computing / 1e6)
+        assert set(stage["steps"]) == {"prompts, called", "mixed, called", "decode, recorded"}
+    assert figures["slowest_stages_s"] == pytest.approx(400e-6)
+    assert figures["bubble_fraction"] == pytest.approx(1 - (200 + 300) / 1000)
+    assert len(table(figures)) == 1 + 2 * 4
+    assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
+
+
+def test_an_engine_is_measured(capsys):
+    texts = ["requests=6,input=uniform:3:40,output=uniform:2:9", "rate=80,requests=4,input=9,output=4,turns=2"]
+    args = argparse.Namespace(traffic={text: parse_traffic(text) for text in texts}, runs=1, seed=0)
+
+    async def run():
+        async with await AsyncLLM.create(
+            "tiny", launch=launch_in_threads, skip_tokenizer_init=True, num_stages=2, max_num_seqs=8
+        ) as llm:
+            return await mixed_traffic.measure_engine(args, llm)
+
+    found = asyncio.run(run())
+    (offline,), (online,) = found[texts[0]], found[texts[1]]
+    assert (offline["requests"], online["requests"]) == (6, 8)
+    assert "itl_ms" in online
+    assert "itl_ms" not in offline
+    assert online["num_prefix_hit_tokens"] >= 0
+    for figures in (offline, online):
+        works = {forward.step_id: forward.work for forward in figures["forwards"]}
+        assert figures["ttft_ms"]["median"] < figures["e2e_ms"]["median"]
+        assert sum(work.num_prompt_tokens for work in works.values()) <= figures["prompt_tokens"]
+        assert {forward.stage_index for forward in figures["forwards"]} == {0, 1}
+    num_first = sum(work.num_logits for work in {f.step_id: f.work for f in offline["forwards"]}.values())
+    assert num_first >= offline["output_tokens"]
