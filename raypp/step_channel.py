@@ -18,7 +18,7 @@ import json
 import logging
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -34,6 +34,7 @@ from raypp.zmq_sockets import close_with_owner
 _HEADER = struct.Struct("<ii")
 _HEARTBEAT = struct.Struct("<qd")
 _LINGER_MS = 500
+_ASK_MS = 20  # how often a wait for room asks whether it is pointless
 _ALL_STAGES = -1
 
 logger = logging.getLogger(__name__)
@@ -142,8 +143,12 @@ class DriverChannel:
         """The socket on which the stages' messages arrive, for a poller."""
         return self._results
 
-    def send_plan(self, plan: bytes) -> None:
+    def send_plan(self, plan: bytes, is_over: Callable[[], bool] = lambda: False) -> None:
         """Send a packed plan to every stage.
+
+        Args:
+            plan: It.
+            is_over: Asked while a stage's queue is full: whether it need not be waited for any longer.
 
         Raises:
             DeadlineError: a stage does not take its messages; the others got theirs.
@@ -155,7 +160,7 @@ class DriverChannel:
             return
         ends = time.monotonic() + self._send_timeout_s
         for index in full:
-            if not _offer_until(self._plan_sockets[index], frame, ends):
+            if not _offer_until(self._plan_sockets[index], frame, ends, is_over):
                 raise DeadlineError(
                     f"stage {index} does not take its plans",
                     got=f"a full queue for {self._send_timeout_s} s",
@@ -330,12 +335,15 @@ def _offer(socket: zmq.Socket[bytes], frame: bytes) -> bool:
     return False
 
 
-def _offer_until(socket: zmq.Socket[bytes], frame: bytes, ends: float) -> bool:
-    """Send as soon as there is room; return whether there was before `ends` on the monotonic clock."""
+def _offer_until(
+    socket: zmq.Socket[bytes], frame: bytes, ends: float, is_over: Callable[[], bool] = lambda: False
+) -> bool:
+    """Send as soon as there is room; return whether there was, before `ends` on the monotonic clock, or it is over."""
     while not _offer(socket, frame):
         remaining_ms = int((ends - time.monotonic()) * 1000)
-        if remaining_ms <= 0 or not socket.poll(remaining_ms, zmq.POLLOUT):
+        if remaining_ms <= 0 or is_over():
             return False
+        socket.poll(min(remaining_ms, _ASK_MS), zmq.POLLOUT)
     return True
 
 

@@ -35,11 +35,14 @@ class ChannelPipeline:
 
         Raises:
             EngineDeadError: a stage does not take its plans.
+            RayppError: it does not, since it, or a neighbour, has failed.
         """
         self.activity.note_dispatched(plan)
         try:
-            self._channel.send_plan(pack(plan))
+            self._channel.send_plan(pack(plan), is_over=lambda: self._failures.verdict() is not None)
         except DeadlineError as error:
+            if (cause := self._failures.verdict()) is not None:
+                raise cause from None
             raise EngineDeadError(error.message, got=error.got, hint=error.hint) from error
 
     def send_masks(self, update: MaskUpdate) -> None:

@@ -199,6 +199,17 @@ def test_close_is_quick_with_messages_nobody_takes_and_leaves_no_file(folder: Pa
     assert list(folder.iterdir()) == []
 
 
+def test_a_full_queue_is_not_waited_for_once_the_stage_is_known_to_be_dead(folder: Path) -> None:
+    asked: list[None] = []
+    driver = DriverChannel([f"ipc://{folder}/plans"], f"ipc://{folder}/results", send_timeout_s=10 * DEADLINE_S)
+    started = time.monotonic()
+    with pytest.raises(DeadlineError):  # noqa: PT012 - how many it takes is zmq's affair
+        while True:
+            driver.send_plan(b"", is_over=lambda: bool(asked.append(None)) or len(asked) > 2)
+    assert time.monotonic() - started < DEADLINE_S
+    driver.close()
+
+
 def test_a_stage_whose_driver_is_gone_closes_quickly(folder: Path) -> None:
     stage = StageChannel(0, f"ipc://{folder}/a", f"ipc://{folder}/b")
     stage.send_result(b"result")

@@ -334,6 +334,21 @@ def test_a_reported_death_ends_it_at_once(make_rig):
         rig.serving.result(DEADLINE_S)
 
 
+def test_a_death_is_told_at_once_while_a_plan_waits_for_the_dead_stage(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.next(Alive)
+    rig.stages[0].close()
+    client.add("a")
+    assert isinstance(rig.stages[1].receive(DEADLINE_S), memoryview)  # so it is stage 0 that is waited for
+    rig.server.fail(StageDiedError("stage 0 died", stage_index=0), Witness.DEATH)
+    dead = client.next(EngineDead)
+    assert isinstance(dead, EngineDead)
+    assert isinstance(dead.error, StageDiedError)
+    with pytest.raises(StageDiedError, match="stage 0 died"):
+        rig.serving.result(DEADLINE_S)
+
+
 def test_each_client_hears_what_of_its_own_was_in_flight_and_what_came_before_that(make_rig):
     rig = make_rig()
     clients = [rig.client(), rig.client(), rig.client()]
