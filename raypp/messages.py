@@ -74,6 +74,7 @@ class StepPlan:
     block_rows: Int32s  # [B] row
     block_positions: Int32s  # [B] index into the row's block table
     block_ids: Int32s  # [B] KV block
+    block_copies: Bytes  # a packed `BlockCopies` when KV blocks move between the device and CPU memory
 
     # How long the last stage may hold the step up for the masks of rows under a grammar; nobody else is to be kept.
     max_mask_wait_us: int = 0
@@ -83,6 +84,21 @@ class StepPlan:
         """Tokens whose hidden states a draft head must see."""
         counts = self.num_scheduled_tokens
         return int((counts[self.drafting] if len(self.drafting) else counts).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCopies:
+    """KV blocks that every stage copies before a step: first O of them to CPU memory, then I of them from there.
+
+    The step, and all after it, come behind the copies. These need not wait for all steps before: no step after
+    `after_step` reads or writes any of the device blocks.
+    """
+
+    after_step: int  # NO_STEP: no step does
+    out_block_ids: Int32s  # [O] KV blocks, whose content the step may overwrite
+    out_cpu_block_ids: Int32s  # [O] where they go; all differ
+    in_block_ids: Int32s  # [I] KV blocks that are overwritten; all differ
+    in_cpu_block_ids: Int32s  # [I] what with
 
 
 @dataclass(frozen=True, eq=False)

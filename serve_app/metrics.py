@@ -34,6 +34,8 @@ _GAUGES = (
     ("raypp_steps_in_flight", "Steps dispatched and not collected", "num_in_flight"),
     ("raypp_kv_usage_ratio", "Share of the KV blocks in use, 0 to 1", "kv_usage"),
     ("raypp_kv_blocks", "KV blocks of every stage", "num_blocks"),
+    ("raypp_cpu_kv_blocks", "KV blocks that every stage has room for in CPU memory", "num_cpu_blocks"),
+    ("raypp_cpu_kv_blocks_used", "Of these, the ones that hold something", "num_used_cpu_blocks"),
 )
 _COUNTERS = (
     ("raypp_steps", "Steps dispatched", "num_steps"),
@@ -42,6 +44,10 @@ _COUNTERS = (
     ("raypp_preemptions", "Requests that lost their row to others", "num_preemptions"),
     ("raypp_prefix_query_tokens", "Tokens looked up in the prefix cache", "num_prefix_query_tokens"),
     ("raypp_prefix_hit_tokens", "Tokens found in the prefix cache", "num_prefix_hit_tokens"),
+    ("raypp_cpu_hit_tokens", "Of these, tokens whose KV came from CPU memory", "num_cpu_hit_tokens"),
+    ("raypp_kv_blocks_copied_out", "KV blocks copied to CPU memory, by every stage", "num_blocks_copied_out"),
+    ("raypp_kv_blocks_copied_in", "KV blocks copied back, by every stage", "num_blocks_copied_in"),
+    ("raypp_kv_copied_bytes", "Bytes of KV blocks copied either way, on all stages", "num_copied_bytes"),
     ("raypp_draft_tokens", "Draft tokens verified", "num_draft_tokens"),
     ("raypp_accepted_tokens", "Draft tokens accepted", "num_accepted_tokens"),
     ("raypp_encoder_items", "Images encoded", "num_encoder_items"),

@@ -84,6 +84,13 @@ def _typical(requests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
     yield "memory per stage, GiB"
     yield from table_lines([_stage_row(fit, stage) for stage in fit["stages"]], "  ")
+    if fit["num_cpu_kv_tokens"]:
+        most = _gib(max(stage["cpu_kv_bytes"] for stage in fit["stages"]))
+        whole = "" if fit["device"] == "cpu" else ", page-locked"
+        yield (
+            f"KV of {fit['num_cpu_kv_tokens']:,} tokens that had to make room: in each stage's machine up to "
+            f"{most} GiB of main memory{whole}."
+        )
     if fit["device"] == "cpu":
         taken = sum(stage["share_bytes"] - stage["left_bytes"] for stage in fit["stages"])
         there = fit["stages"][0]["device_bytes"]

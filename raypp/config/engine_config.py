@@ -144,9 +144,19 @@ class EngineConfig(Section):
                 f"over {parallel.num_stages} stages",
                 hint="lower max_num_seqs or raise max_num_batched_tokens",
             )
+        _check_cache(self.cache)
         _check_speculative(self.speculative)
         _check_encoder(self.encoder)
         return self
+
+
+def _check_cache(given: CacheSection) -> None:
+    if given.cpu_kv_bytes and not given.enable_prefix_caching:
+        raise ConfigError(
+            "cache.cpu_kv_bytes has no effect without prefix caching, which finds the blocks again",
+            got=f"cpu_kv_bytes {given.cpu_kv_bytes}, enable_prefix_caching false",
+            expected="cpu_kv_bytes = 0, or enable_prefix_caching = true",
+        )
 
 
 def _check_speculative(given: SpeculativeSection) -> None:

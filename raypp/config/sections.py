@@ -87,6 +87,10 @@ class CacheSection(Section):
     """The share of a GPU's memory that a stage may use, times the share of the GPU it asked Ray for."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompt prefixes that were computed before."""
+    cpu_kv_bytes: int = Field(default=0, ge=0)
+    """Bytes of main memory per stage for KV blocks that have to make room in the KV cache: of prefixes, and of requests
+    that were preempted. They are copied back where they would be computed again. On GPUs the memory is page-locked. All
+    stages keep as many blocks as the one whose blocks are largest has room for. 0: none."""
 
 
 class ParallelSection(Section):

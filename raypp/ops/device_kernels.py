@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from raypp.ops.backend import KernelSet
+from raypp.ops.block_store import BlockStore
+from raypp.ops.cpu.torch_blocks import TorchBlockStore
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.sample.token_choice import TokenChoice, TorchTokenChoice
 
@@ -53,6 +55,24 @@ def choose_token_choice(device: torch.device, max_positions: int) -> TokenChoice
     from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 
     return KernelTokenChoice(max_positions, Device.of(device), Workspace(device))
+
+
+def open_block_store(kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int) -> BlockStore:
+    """Return memory of the CPU for blocks of caches.
+
+    Args:
+        kv_caches: Of layers of one shape, [L, 2, num_blocks, Hk, block_size, D].
+        num_cpu_blocks: Blocks that there is room for.
+        num_staged: Blocks that a GPU holds on their way at a time.
+
+    Raises:
+        ResourceError: the memory for a GPU cannot be page-locked.
+    """
+    if kv_caches.device.type != "cuda":
+        return TorchBlockStore(kv_caches, num_cpu_blocks)
+    from raypp.ops.cuda.pinned_blocks import PinnedBlockStore
+
+    return PinnedBlockStore(kv_caches, num_cpu_blocks, num_staged)
 
 
 def _has_triton() -> bool:

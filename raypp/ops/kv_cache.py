@@ -33,13 +33,26 @@ def allocate_kv_cache(
 
     All zeros: attention reads whole blocks, and what it masks must still be finite.
     """
-    shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+    return allocate_kv_caches(1, num_blocks, block_size, num_kv_heads, head_dim, dtype, device)[0]
+
+
+def allocate_kv_caches(
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the caches of layers alike as one tensor, [num_layers, ...]; see `allocate_kv_cache`."""
+    shape = (num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim)
     if device.type == "cpu":
-        return _zeros_on_demand(math.prod(shape), dtype).view(shape)
+        return zeros_on_demand(math.prod(shape), dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _zeros_on_demand(count: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros_on_demand(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return zeros whose memory the system allocates when they are first written; torch would write all of them now."""
     num_bytes = count * dtype.itemsize
     memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)

@@ -18,6 +18,7 @@ from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs
+from raypp.plan.cpu_memory import check_cpu_memory, num_cpu_blocks, num_staged_blocks
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
@@ -42,6 +43,7 @@ class StageLayout:
     end_layer: int  # exclusive
     weight_bytes: int
     kv_cache_bytes: int
+    cpu_kv_bytes: int  # of main memory
     token_table_bytes: int  # of the last stage; 0 on others
     draft_head_bytes: int = 0  # of `weight_bytes`, those of a draft head and what it uses, on the last stage
 
@@ -65,6 +67,8 @@ class EnginePlan:
     transport: TransportKind
     max_model_len: int
     num_blocks: int  # KV blocks of every stage, the null block included
+    num_cpu_blocks: int  # that every stage keeps in CPU memory, beside those
+    num_staged_blocks: int  # of these, the ones on their way at a time
     num_threads: int  # compute threads of a stage
     ngram_window: int  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None
@@ -94,6 +98,8 @@ class EnginePlan:
             max_model_len=self.max_model_len,
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks,
+            num_cpu_blocks=self.num_cpu_blocks,
+            block_bytes=sum(stage.kv_cache_bytes for stage in self.stages) // self.num_blocks,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
             max_drafts=self.config.speculative.max_drafts,
@@ -150,6 +156,8 @@ class EnginePlan:
             vocab_size=self.model.vocab_size,
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks,
+            num_cpu_blocks=self.num_cpu_blocks,
+            num_staged_blocks=self.num_staged_blocks,
             max_drafts=self.config.speculative.max_drafts,
             speculative=self.config.speculative,
             takes_items=self.model.vision is not None,
@@ -204,6 +212,7 @@ class EnginePlan:
             "num_threads_per_stage": self.num_threads,
             "block_size": self.config.cache.block_size,
             "num_kv_blocks": self.num_blocks,
+            "num_cpu_kv_blocks": self.num_cpu_blocks,
             "num_drafts": list(self.config.speculative.ladder),
             "draft_head_weights": None if self.draft_head is None else self.draft_head.config.weights_name,
             "graphs": describe_graphs(self.config, self.graphs),
@@ -217,6 +226,7 @@ class EnginePlan:
                     "weight_bytes": stage.weight_bytes,
                     **_described(self._step_reads(stage)),
                     "kv_cache_bytes": stage.kv_cache_bytes,
+                    "cpu_kv_bytes": stage.cpu_kv_bytes,
                     "token_table_bytes": stage.token_table_bytes,
                     "draft_head_bytes": stage.draft_head_bytes,
                     "num_kv_blocks": self.num_blocks,
@@ -254,12 +264,16 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         ConfigError, ResourceError: as `plan_engine`.
     """
     config, model, memory = layout.config, layout.model, layout.memory
+    block_bytes = [stage.block_bytes for stage in memory]
+    num_in_cpu_memory = num_cpu_blocks(config, block_bytes)
     if layout.device == "cpu":
-        num_blocks = num_blocks_on_cpu(config, [stage.block_bytes for stage in memory])
-        check_main_memory(memory, num_blocks)
-        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_blocks))
+        num_blocks = num_blocks_on_cpu(config, block_bytes)
+        num_held = num_blocks + num_in_cpu_memory
+        check_main_memory(memory, num_held)
+        check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_held))
     else:
         num_blocks = num_blocks_on_gpus(config, memory)
+        check_cpu_memory(hardware.memory_bytes, [stage.kv(num_in_cpu_memory) for stage in memory])
     num_stages = len(layout.layers)
     stages = tuple(
         StageLayout(
@@ -268,6 +282,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
             end_layer=start + count,
             weight_bytes=memory[index].weight_bytes,
             kv_cache_bytes=memory[index].kv(num_blocks),
+            cpu_kv_bytes=memory[index].kv(num_in_cpu_memory),
             token_table_bytes=table_bytes(config, layout.ngram_window) if index == num_stages - 1 else 0,
             draft_head_bytes=layout.draft_head_bytes if index == num_stages - 1 else 0,
         )
@@ -287,6 +302,8 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         ngram_window=layout.ngram_window,
         draft_head=layout.draft_head,
         num_blocks=num_blocks,
+        num_cpu_blocks=num_in_cpu_memory,
+        num_staged_blocks=num_staged_blocks(config, block_bytes),
         num_threads=layout.num_threads,
         encoders=layout.encoders,
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),

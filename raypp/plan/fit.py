@@ -38,6 +38,11 @@ class Fit:
         """Tokens that the KV cache holds, over all requests; 0 if the engine does not fit."""
         return 0 if self.plan is None else (self.plan.num_blocks - 1) * self.config.cache.block_size
 
+    @property
+    def num_cpu_kv_tokens(self) -> int:
+        """Tokens whose KV fits into CPU memory besides."""
+        return 0 if self.plan is None else self.plan.num_cpu_blocks * self.config.cache.block_size
+
     def requests_held(self, num_tokens: int) -> int:
         """Return how many requests of that many tokens, prompt and output together, the KV cache holds."""
         if self.plan is None:
@@ -78,6 +83,7 @@ class Fit:
             "stage_num_gpus": self.config.parallel.stage_num_gpus,
             "encoders": self.layout.encoders.describe(),
             "num_kv_tokens": self.num_kv_tokens,
+            "num_cpu_kv_tokens": self.num_cpu_kv_tokens,
             "max_model_len": None if self.plan is None else self.plan.max_model_len,
             "asked_max_model_len": self.config.model.max_model_len,
             "model_max_len": self.layout.model.max_position_embeddings,
@@ -96,12 +102,15 @@ class Fit:
     def _stage(self, index: int) -> dict[str, Any]:
         memory, start = self.layout.memory[index], self.layout.start_layers[index]
         kv_bytes = None if self.plan is None else memory.kv(self.plan.num_blocks)
+        cpu_kv_bytes = 0 if self.plan is None else memory.kv(self.plan.num_cpu_blocks)
+        of_share = cpu_kv_bytes if self.layout.device == "cpu" else 0
         return {
             "stage_index": index,
             "layers": [start, start + self.layout.layers[index]],
             **asdict(memory),
             "kv_cache_bytes": kv_bytes,
-            "left_bytes": memory.share_bytes - memory.taken_bytes - (kv_bytes or 0),
+            "cpu_kv_bytes": cpu_kv_bytes,
+            "left_bytes": memory.share_bytes - memory.taken_bytes - (kv_bytes or 0) - of_share,
         }
 
 

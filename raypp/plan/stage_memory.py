@@ -16,6 +16,7 @@ from raypp.errors import ConfigError, ResourceError
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width
 from raypp.ops.sample.draw_sizes import draw_bytes
+from raypp.plan.cpu_memory import num_staged_blocks
 from raypp.plan.graph_plan import graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
 from raypp.request_limits import (
@@ -43,7 +44,7 @@ class StageMemory:
     device_bytes: int  # of its GPU, or of the machine's main memory; 0: not known
     share_bytes: int  # of these, those that the stage may use
     weight_bytes: int
-    step_bytes: int  # a step's tensors
+    step_bytes: int  # a step's tensors, and KV blocks on their way to CPU memory or back
     graph_bytes: int  # recordings of steps, and the buffers around them: an estimate
     library_bytes: int  # a CUDA context and libraries' workspaces: an estimate
     speculation_bytes: int  # tables of known tokens, states that a draft head reads
@@ -94,12 +95,13 @@ def memory_of_stages(
     share_bytes, step_bytes, graph_bytes, library_bytes = hardware.memory_bytes, 0, 0, 0
     if device != "cpu":
         share_bytes, step_bytes, graph_bytes, library_bytes = _gpu_share(config, hardware, model, dtype_bytes)
+    num_staged = num_staged_blocks(config, block_bytes)
     return tuple(
         StageMemory(
             device_bytes=hardware.memory_bytes if device == "cpu" else hardware.gpu_memory_bytes,
             share_bytes=share_bytes,
             weight_bytes=weights,
-            step_bytes=step_bytes,
+            step_bytes=step_bytes + (0 if device == "cpu" else num_staged * block),
             graph_bytes=graph_bytes,
             library_bytes=library_bytes,
             speculation_bytes=kept,
@@ -166,7 +168,7 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: int) -> None:
 
     Args:
         memory: Of each stage; one of unknown size passes.
-        num_blocks: KV blocks of every stage.
+        num_blocks: KV blocks of every stage, wherever they are kept.
 
     Raises:
         ResourceError: says which stage, with the numbers.

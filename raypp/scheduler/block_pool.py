@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from raypp.messages import NULL_BLOCK
+from raypp.messages import NO_STEP, NULL_BLOCK
+from raypp.scheduler.cpu_blocks import CpuBlocks
 from raypp.scheduler.prefix_cache import PrefixCache
 
 
@@ -13,12 +14,19 @@ class BlockPool:
     """Reference counts of all blocks but the null block, which nobody owns.
 
     A block without users is free. A free block with cached content is overwritten only when no other block is free, the
-    least recently used one first.
+    least recently used one first. Its content goes to CPU memory then, if there is some.
+
+    Args:
+        num_blocks: The null block included.
+        cache: Knows which of them have cached content.
+        in_cpu_memory: Gets what is about to be overwritten.
     """
 
-    def __init__(self, num_blocks: int, cache: PrefixCache) -> None:
+    def __init__(self, num_blocks: int, cache: PrefixCache, in_cpu_memory: CpuBlocks) -> None:
         self._num_users = [0] * num_blocks
+        self._last_steps = [NO_STEP] * num_blocks
         self._cache = cache
+        self._in_cpu_memory = in_cpu_memory
         self._blank = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
@@ -40,7 +48,7 @@ class BlockPool:
                 block = self._blank.pop()
             else:
                 block, _ = self._evictable.popitem(last=False)
-                self._cache.forget(block)
+                self._in_cpu_memory.keep(self._cache.forget(block), block, self._last_steps[block])
             self._num_users[block] = 1
             blocks.append(block)
         return blocks
@@ -52,17 +60,25 @@ class BlockPool:
                 del self._evictable[block]
             self._num_users[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Count one user less of the blocks of one request, given in the order of its tokens."""
+    def release(self, blocks: Sequence[int], last_step: int = NO_STEP) -> None:
+        """Count one user less of the blocks of one request, given in the order of its tokens.
+
+        `last_step` is the last dispatched step that contains the request.
+        """
         # The end of a prefix first: without its beginning it is of no use, so it must be evicted before it.
         for block in reversed(blocks):
             self._num_users[block] -= 1
+            self._last_steps[block] = max(self._last_steps[block], last_step)
             if self._num_users[block]:
                 continue
             if block in self._cache:
                 self._evictable[block] = None
             else:
                 self._blank.append(block)
+
+    def last_step_of(self, block: int) -> int:
+        """Return the last dispatched step that contains a request which has released the block."""
+        return self._last_steps[block]
 
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Assert that every block is free or in the block tables as often as counted, and never doubly writable."""
@@ -76,3 +92,4 @@ class BlockPool:
         assert not any(block in self._cache for block in self._blank)
         assert all(block in self._cache for block, count in users.items() if count > 1), "two writers of one block"
         self._cache.check_integrity()
+        self._in_cpu_memory.check_integrity()

@@ -1,10 +1,15 @@
-"""The block tables of running requests: filled at admission, grown as they decode, shared through the prefix cache."""
+"""The block tables of running requests: filled at admission, grown as they decode, shared through the prefix cache.
+
+What the prefix cache finds may be in CPU memory alone; then admission orders its copy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from raypp.messages import NULL_BLOCK, Bytes
 from raypp.scheduler.block_pool import BlockPool
+from raypp.scheduler.cpu_blocks import CpuBlocks
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.prefix_cache import PrefixCache, chain_hashes, root_key
 from raypp.scheduler.request_state import RequestState
@@ -22,7 +27,9 @@ class KvBlocks:
         self._offers = limits.enable_prefix_caching
         self._block_size = limits.block_size
         self._cache = PrefixCache()
-        self._pool = BlockPool(limits.num_blocks, self._cache)
+        self.in_cpu_memory = CpuBlocks(limits.num_cpu_blocks)
+        """Blocks that had to make room, and those that are copied back."""
+        self._pool = BlockPool(limits.num_blocks, self._cache, self.in_cpu_memory)
 
     @property
     def num_free(self) -> int:
@@ -34,14 +41,17 @@ class KvBlocks:
         return self.num_free >= state.num_wanted_blocks + num_reserved
 
     def find_prefix(self, state: RequestState) -> list[int]:
-        """Return the cached blocks that the request can start from. At least one token is left to compute."""
+        """Return the cached blocks that the request can start from, NULL_BLOCK for each that is in CPU memory alone.
+
+        At least one token is left to compute.
+        """
         if not self._limits.enable_prefix_caching:
             return []
         # A cached token has no logits, so the log-probability of the token after it must have been reported already.
         num_tokens = state.num_scored_tokens if state.scores_prompt else state.num_tokens - 1
         num_blocks = num_tokens // self._limits.block_size
         self._extend_hashes(state, num_blocks)
-        return self._cache.longest_prefix(state.block_hashes[:num_blocks])
+        return self._cache.longest_prefix(state.block_hashes[:num_blocks], self.in_cpu_memory)
 
     def is_being_computed(self, state: RequestState, index: int, prefilling: Iterable[RequestState]) -> bool:
         """Return whether a prefill under way will offer the block after a waiting request's cached prefix.
@@ -73,16 +83,26 @@ class KvBlocks:
     def try_admit(self, state: RequestState, prefix: list[int], num_reserved: int) -> bool:
         """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.
 
-        It gets blocks for the whole prompt, so that no prefill has to stop halfway because blocks lack.
+        It gets blocks for the whole prompt, so that no prefill has to stop halfway because blocks lack. What is in CPU
+        memory alone is copied by the next plan.
         """
         num_tokens = min(state.num_tokens + self._limits.num_lookahead_tokens, state.limit)
-        num_new = self._limits.num_blocks_for(num_tokens) - len(prefix)
-        num_wanted = num_new + self._pool.num_free_among(prefix)
+        found = [block for block in prefix if block != NULL_BLOCK]
+        num_new = self._limits.num_blocks_for(num_tokens) - len(found)
+        num_wanted = num_new + self._pool.num_free_among(found)
         if self.num_free < num_wanted + num_reserved:
             state.num_wanted_blocks = num_wanted
             return False
-        self._pool.share(prefix)
-        state.blocks = prefix + self._pool.allocate(num_new)
+        absent = [key for key, block in zip(state.block_hashes, prefix, strict=False) if block == NULL_BLOCK]
+        self._pool.share(found)
+        self.in_cpu_memory.hold(absent)
+        new = self._pool.allocate(num_new)
+        if absent:
+            # Copies wait for the steps that had the blocks: those that nobody has had for longest are there first.
+            new.sort(key=self._pool.last_step_of)
+            self._bring_back(absent, new[: len(absent)])
+        following = iter(new)
+        state.blocks = [next(following) if block == NULL_BLOCK else block for block in prefix] + list(following)
         state.num_sent_blocks = state.num_wanted_blocks = 0
         state.num_offered_blocks = len(prefix)
         return True
@@ -97,7 +117,7 @@ class KvBlocks:
 
     def release(self, state: RequestState) -> None:
         """Take all blocks of the request back."""
-        self._pool.release(state.blocks)
+        self._pool.release(state.blocks, state.last_step)
         state.blocks = []
         state.num_sent_blocks = state.num_offered_blocks = 0
 
@@ -119,6 +139,10 @@ class KvBlocks:
             self._cache.insert(state.block_hashes[index], state.blocks[index])
         state.num_offered_blocks = num_blocks
 
+    def take_copies(self) -> Bytes:
+        """Return a packed `BlockCopies` for the plan that is being built; nothing where nothing is to be copied."""
+        return self.in_cpu_memory.take_copies()
+
     def check_integrity(self, running: Collection[RequestState]) -> None:
         """Assert that blocks are counted right, and that nobody writes a block that others may read."""
         self._pool.check_integrity(state.blocks for state in running)
@@ -130,6 +154,11 @@ class KvBlocks:
             num_held = min(state.num_tokens + state.max_in_flight_tokens - 1, state.limit)
             assert len(state.blocks) >= self._limits.num_blocks_for(num_held), "a step in flight writes past its blocks"
             assert len(state.blocks) <= self._limits.num_blocks_for(state.limit)
+
+    def _bring_back(self, keys: list[bytes], blocks: list[int]) -> None:
+        self.in_cpu_memory.bring_back(keys, blocks, max(map(self._pool.last_step_of, blocks)))
+        for key, block in zip(keys, blocks, strict=True):
+            self._cache.insert(key, block)
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
         hashes, block_size = state.block_hashes, self._limits.block_size

@@ -28,6 +28,10 @@ class SchedulerLimits:
     num_blocks: int
     """KV blocks of every stage, the null block included; that one is never handed out."""
     enable_prefix_caching: bool
+    num_cpu_blocks: int = 0
+    """KV blocks that every stage keeps in CPU memory, beside those."""
+    block_bytes: int = 0
+    """Of a KV block on all stages together; for reports alone."""
     min_prefill_chunk_tokens: int = 512
     """The smallest chunk of a prompt, unless the step is full or the prompt ends with it."""
     max_steps_per_cohort: int = STEPS_PER_COHORT
@@ -51,6 +55,7 @@ class SchedulerLimits:
         assert self.max_model_len >= 2
         assert self.block_size >= 1
         assert self.num_blocks >= 2
+        assert not self.num_cpu_blocks or self.enable_prefix_caching, "blocks in CPU memory are found by their keys"
         assert self.min_prefill_chunk_tokens >= 1
         assert self.max_steps_per_cohort >= STEPS_PER_COHORT
         assert self.max_drafts >= 0

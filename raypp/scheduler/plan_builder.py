@@ -18,10 +18,10 @@ _MAX_INT32 = 2**31 - 1
 _NO_LOGPROBS = -1
 
 
-def build_plan(step: InFlightStep, max_mask_wait_us: int = 0) -> StepPlan:
+def build_plan(step: InFlightStep, max_mask_wait_us: int = 0, block_copies: Bytes = NO_BYTES) -> StepPlan:
     """Return the plan of a step, before it is counted in the states of its requests.
 
-    Marks the block-table entries that it carries as sent. `max_mask_wait_us` goes into the plan.
+    Marks the block-table entries that it carries as sent. `max_mask_wait_us` and `block_copies` go into the plan.
     """
     decoding, chunks = step.decoding, step.chunks
     num_decode_rows, width = len(decoding), 1 + step.num_drafts
@@ -52,6 +52,7 @@ def build_plan(step: InFlightStep, max_mask_wait_us: int = 0) -> StepPlan:
         samples=samples,
         max_mask_wait_us=max_mask_wait_us,
         drafting=_drafting(decoding, chunks),
+        block_copies=block_copies,
         **_start_arrays(chunks),
         **_block_arrays(grown),
     )

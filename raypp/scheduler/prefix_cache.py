@@ -7,10 +7,10 @@ Before the first block stands a key of the request's salt: keys of different sal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import blake2b
 
-from raypp.messages import Int32s
+from raypp.messages import NULL_BLOCK, Int32s
 
 _DIGEST_BYTES = 16
 
@@ -49,13 +49,15 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._key_of
 
-    def longest_prefix(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the leading keys that are all cached."""
+    def longest_prefix(self, keys: Sequence[bytes], elsewhere: Container[bytes] = ()) -> list[int]:
+        """Return the blocks of the leading keys that are all cached: NULL_BLOCK for those that only `elsewhere` has."""
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
             if block is None:
-                break
+                if key not in elsewhere:
+                    break
+                block = NULL_BLOCK
             blocks.append(block)
         return blocks
 
@@ -65,9 +67,11 @@ class PrefixCache:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def forget(self, block: int) -> None:
-        """Forget a cached block: it is about to be overwritten."""
-        del self._block_of[self._key_of.pop(block)]
+    def forget(self, block: int) -> bytes:
+        """Forget a cached block, which is about to be overwritten; return its key."""
+        key = self._key_of.pop(block)
+        del self._block_of[key]
+        return key
 
     def check_integrity(self) -> None:
         """Assert that both directions agree."""

@@ -210,7 +210,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the state of the scheduler, and its counters since the start."""
-        num_free, drafts = self._kv.num_free, self._drafts.counts
+        num_free, drafts, copies = self._kv.num_free, self._drafts.counts, self._kv.in_cpu_memory
         num_drafted, num_accepted = drafts.num_drafted, drafts.num_accepted
         return SchedulerStats(
             num_running=len(self._running),
@@ -223,6 +223,12 @@ class Scheduler:
             num_blocks=self._limits.num_blocks,
             num_free_blocks=num_free,
             kv_usage=1 - num_free / self._limits.num_usable_blocks,
+            num_cpu_blocks=self._limits.num_cpu_blocks,
+            num_used_cpu_blocks=len(copies),
+            num_blocks_copied_out=copies.num_copied_out,
+            num_blocks_copied_in=copies.num_copied_in,
+            num_cpu_hit_tokens=copies.num_copied_in * self._limits.block_size,
+            num_copied_bytes=(copies.num_copied_out + copies.num_copied_in) * self._limits.block_bytes,
             num_draft_tokens=num_drafted,
             num_accepted_tokens=num_accepted,
             num_verified_rows=drafts.num_rows,
@@ -261,7 +267,7 @@ class Scheduler:
             return None
         step = InFlightStep(in_flight.next_step_id, cohort, num_drafts if decoding else 0, decoding, chunks)
         wait_us = 0 if self._running.num_without_grammar else MAX_MASK_WAIT_US
-        plan = build_plan(step, wait_us)
+        plan = build_plan(step, wait_us, self._kv.take_copies())
         self._note_dispatched(step)
         return plan
 

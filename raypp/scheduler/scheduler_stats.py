@@ -52,6 +52,18 @@ class SchedulerStats:
     """KV blocks that no request uses; cached ones are among them."""
     kv_usage: float
     """The share of KV blocks in use, 0..1."""
+    num_cpu_blocks: int
+    """KV blocks that every stage has room for in CPU memory."""
+    num_used_cpu_blocks: int
+    """Of these, the ones that hold something."""
+    num_blocks_copied_out: int
+    """KV blocks that went to CPU memory, since the start; each on every stage, like the following."""
+    num_blocks_copied_in: int
+    """KV blocks that came back."""
+    num_cpu_hit_tokens: int
+    """Of `num_prefix_hit_tokens`, those that came from CPU memory."""
+    num_copied_bytes: int
+    """Both ways, on all stages together."""
     num_steps: int
     num_prefills: int
     num_prefill_chunks: int

@@ -15,8 +15,8 @@ from raypp.models.draft_head import DraftHead
 from raypp.models.pickled_weights import PickledWeights
 from raypp.models.registry import build_model
 from raypp.models.weights import WeightReader, WeightSource, open_weights, warn_of_unread
+from raypp.ops import kv_cache
 from raypp.ops.device_kernels import choose_kernels, choose_token_choice
-from raypp.ops.kv_cache import allocate_kv_cache
 from raypp.stage.schemas import StageSchemas
 from raypp.stage.stage import Stage
 from raypp.stage.stage_model import StageModel
@@ -155,10 +155,14 @@ def build_stage(
     return Stage(spec, model, allocate_kv_caches(spec, config), links, schemas, tracer)
 
 
-def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> list[torch.Tensor]:
-    """Return the KV cache of each of the stage's layers, all zeros."""
-    dtype, device = getattr(torch, spec.kv_dtype), torch.device(spec.device)
-    return [
-        allocate_kv_cache(spec.num_blocks, spec.block_size, config.num_kv_heads, config.head_dim, dtype, device)
-        for _ in range(spec.start_layer, spec.end_layer)
-    ]
+def allocate_kv_caches(spec: StageSpec, config: ModelConfig) -> torch.Tensor:
+    """Return the KV caches of the stage's layers, [L, ...], all zeros."""
+    return kv_cache.allocate_kv_caches(
+        spec.end_layer - spec.start_layer,
+        spec.num_blocks,
+        spec.block_size,
+        config.num_kv_heads,
+        config.head_dim,
+        getattr(torch, spec.kv_dtype),
+        torch.device(spec.device),
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from raypp.errors import ConfigError
 from raypp.messages import StepPlan
 from raypp.models.draft_head import DraftHead
-from raypp.ops.kv_cache import allocate_kv_cache
+from raypp.ops.kv_cache import allocate_kv_caches
 from raypp.ops.row_tokens import NewTokens, RowTokens
 from raypp.specdec.draft_tables import DraftTables
 from raypp.specdec.eagle import EagleProposer
@@ -67,7 +68,11 @@ class Speculation:
         self.tokens = tokens
         self.tables = DraftTables(spec.max_num_seqs, spec.max_drafts, tokens, device)
         """The drafts of all rows. Steps change them, and the rows' tokens, at addresses that stay."""
-        self._proposer = _proposer(spec, tokens.table, head, block_tables)
+        self.head_kv_caches: list[torch.Tensor] = []
+        """Of the draft head, [1, ...] as a stage has its own."""
+        if given.uses_head:
+            self.head_kv_caches.append(_head_kv_caches(spec, head, device))
+        self._proposer = _proposer(spec, tokens.table, head, self.head_kv_caches, block_tables)
         self._is_sparing = device.type == "cpu" or self._proposer.is_recorded_apart
         self._shadow_every = _HEAD_SHADOW_EVERY if self._proposer.is_recorded_apart else _SHADOW_EVERY
         self._num_plain_steps: dict[int, int] = {}  # by cohort, since the last search
@@ -168,7 +173,13 @@ class Speculation:
         return replace(tokens, draft_ids=self.propose(rows, tokens.lengths, followed, max_length))
 
 
-def _proposer(spec: StageSpec, tokens: torch.Tensor, head: DraftHead | None, block_tables: torch.Tensor) -> Proposer:
+def _proposer(
+    spec: StageSpec,
+    tokens: torch.Tensor,
+    head: DraftHead | None,
+    head_kv_caches: Sequence[torch.Tensor],
+    block_tables: torch.Tensor,
+) -> Proposer:
     given = spec.speculative
     ngram = NgramProposer(
         tokens,
@@ -178,25 +189,24 @@ def _proposer(spec: StageSpec, tokens: torch.Tensor, head: DraftHead | None, blo
         num_drafts=spec.max_drafts,
         max_rows=spec.max_step_rows,
     )
-    if given.method == "ngram":
+    if head is None or not head_kv_caches:
         return ngram
+    kv_cache = head_kv_caches[0][0]
+    eagle = EagleProposer(head, kv_cache, block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)
+    return HybridProposer(ngram, eagle) if given.method == "auto" else eagle
+
+
+def _head_kv_caches(spec: StageSpec, head: DraftHead | None, device: torch.device) -> torch.Tensor:
+    """Return the KV cache of the head's layer, [1, ...]."""
     if head is None:
         raise ConfigError(
             "the method of speculation drafts by a head, and the last stage has none",
-            got=f"speculative.method {given.method}",
+            got=f"speculative.method {spec.speculative.method}",
             hint="a stage factory brings no head; take ngram",
         )
     layer = head.config.layer
-    kv_cache = allocate_kv_cache(
-        spec.num_blocks,
-        spec.block_size,
-        layer.num_kv_heads,
-        layer.head_dim,
-        getattr(torch, spec.kv_dtype),
-        block_tables.device,
-    )
-    eagle = EagleProposer(head, kv_cache, block_tables, num_drafts=spec.max_drafts, max_len=spec.max_seq_len)
-    return HybridProposer(ngram, eagle) if given.method == "auto" else eagle
+    dtype: torch.dtype = getattr(torch, spec.kv_dtype)
+    return allocate_kv_caches(1, spec.num_blocks, spec.block_size, layer.num_kv_heads, layer.head_dim, dtype, device)
 
 
 def _by_row(shape: StepShape, chosen: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ A stage executes the driver's plans in their order and decides nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from raypp.models.decoder import Deepstack
 from raypp.ops.row_tokens import RowTokens
 from raypp.ops.sample.tables import Needs
 from raypp.stage.aux_states import AuxStates
+from raypp.stage.cpu_kv import open_cpu_kv
 from raypp.stage.feedback import FeedbackInbox
 from raypp.stage.first_steps import compile_ahead, warm_up
 from raypp.stage.forward_clock import forward_clock
@@ -53,7 +54,7 @@ class Stage:
         self,
         spec: StageSpec,
         model: StageModel,
-        kv_caches: Sequence[torch.Tensor],
+        kv_caches: torch.Tensor,
         links: StageLinks,
         schemas: StageSchemas,
         tracer: Tracer,
@@ -64,7 +65,7 @@ class Stage:
         Args:
             spec: Which stage.
             model: Its layers.
-            kv_caches: One per layer.
+            kv_caches: Of its layers, [L, ...], see `raypp.ops.kv_cache`.
             links: To its neighbours.
             schemas: Of what travels there.
             tracer: Of this process.
@@ -101,9 +102,12 @@ class Stage:
         self._body = StepBody(spec, model, self._block_tables, self._item_rows, AuxStates(spec, model.taps))
         self._known_tokens = KnownTokens(self._device)
         self._drafts_by_head = spec.is_last and spec.draft_head is not None
+        of_head = [] if self._speculation is None else self._speculation.head_kv_caches
+        self._cpu_kv = open_cpu_kv(spec, [kv_caches, *of_head])
+        by_layer = kv_caches.unbind()
         if self._device.type == "cuda":
             with torch.inference_mode():
-                warm_up(spec, model, kv_caches)
+                warm_up(spec, model, by_layer)
         self._graphs = graphs or CudaGraphManager(
             graph_maker(self._device),
             debug_every=spec.graphs.debug_every,
@@ -116,14 +120,14 @@ class Stage:
             max_step_tokens=spec.max_step_tokens,
             can_be_full=model.can_be_recorded,
         )
-        compile_ahead(spec, model, kv_caches, self._sampler if spec.is_last else None, wanted.full)
-        self._layers = PaddedForward(spec, model, kv_caches, self._graphs, wanted.piecewise)
+        compile_ahead(spec, model, by_layer, self._sampler if spec.is_last else None, wanted.full)
+        self._layers = PaddedForward(spec, model, by_layer, self._graphs, wanted.piecewise)
         self._recorded: RecordedDecode | None = None
         if wanted.full:
             first = self._next_inputs if spec.is_first else None
             end = self._end if spec.is_last else None
             self._recorded = RecordedDecode(
-                spec, model, kv_caches, schemas, self._graphs, wanted.full, first, self._body, end, links
+                spec, model, by_layer, schemas, self._graphs, wanted.full, first, self._body, end, links
             )
         with torch.inference_mode(), self._graphs.recording():
             piecewise = self._layers.record()
@@ -184,8 +188,11 @@ class Stage:
         Raises:
             DeadlineError, StageDiedError: a neighbour does not answer.
         """
+        self._cpu_kv.before_step(plan)
         bucket = self._padding.full_rows(plan)
-        return self._step(plan) if bucket is None else self._step_recorded(plan, bucket)
+        result = self._step(plan) if bucket is None else self._step_recorded(plan, bucket)
+        self._cpu_kv.after_step(plan)
+        return result
 
     def _step_recorded(self, plan: StepPlan, bucket: int) -> PendingResult | None:
         """Execute a decode step as a recording, padded to `bucket` rows."""

@@ -61,6 +61,8 @@ class StageSpec:
     vocab_size: int
     block_size: int
     num_blocks: int  # the null block included
+    num_cpu_blocks: int = 0  # in CPU memory, beside those
+    num_staged_blocks: int = 1  # that a GPU holds on their way there or back at a time
     max_drafts: int  # K at most; 0 without speculation
     speculative: SpeculativeSection = field(default_factory=SpeculativeSection)
     takes_items: bool = False  # whether prompts may hold images

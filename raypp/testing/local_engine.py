@@ -40,7 +40,7 @@ class LocalStage:
     """A stage, and what else there is of it."""
 
     stage: Stage
-    kv_caches: list[torch.Tensor]  # of each layer, see `raypp.ops.kv_cache`
+    kv_caches: torch.Tensor  # of its layers, [L, ...], see `raypp.ops.kv_cache`
 
 
 def build_local_stages(

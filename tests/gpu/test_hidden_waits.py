@@ -58,7 +58,14 @@ def run(engine: LocalEngine, seed: int) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("settings", [{}, NGRAM, {"kv_cache_dtype": "fp8"}], ids=["plain", "drafts", "fp8_kv"])
+CPU_KV = {"cpu_kv_bytes": 64 << 20, "num_kv_blocks": 12, "max_model_len": 120}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, NGRAM, {"kv_cache_dtype": "fp8"}, CPU_KV],
+    ids=["plain", "drafts", "fp8_kv", "cpu_kv"],
+)
 @pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
 def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, Any]) -> None:
     config = EngineConfig.from_flat(
@@ -72,11 +79,14 @@ def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, A
         max_num_seqs=8,
         max_num_batched_tokens=128,
         max_piecewise_tokens=64,
-        max_model_len=512,
-        num_kv_blocks=300,
-        **settings,
+        **({"max_model_len": 512, "num_kv_blocks": 300} | settings),
     )
     engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
     run(engine, 0)  # what is made when it is first needed is made
     with waits_are_errors():
         run(engine, 1)
+    if settings is CPU_KV:
+        run(engine, 1)  # what it begins with is in CPU memory
+        stats = engine.stats()
+        assert stats.num_blocks_copied_out > 0
+        assert stats.num_blocks_copied_in > 0

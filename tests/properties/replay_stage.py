@@ -3,6 +3,8 @@
 Like the real first stage it takes feedback in as late as the plans allow, so a plan that asks for too little feedback,
 or gives a row away too early, computes with a wrong token here. Its KV holds, in each slot, a hash of all tokens up to
 there, so a block that was freed too early, shared wrongly, or never sent makes a history differ from the truth.
+So does one that was overwritten before it was copied to CPU memory, or read before it came back. Copies happen just
+before the plan's step, and might as well have happened right after the step that they have to wait for.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from raypp.messages import (
     NO_BYTES,
     NO_STEP,
     NULL_BLOCK,
+    BlockCopies,
     Bytes,
     StartExtras,
     StepLogprobs,
@@ -87,6 +90,10 @@ class ReplayStage:
         self._caps_at_limit = caps_at_limit  # whether a row at its limit yields nothing, or tokens to be dropped
         self._rows = [ReplayRow() for _ in range(limits.max_num_seqs)]
         self._kv: dict[tuple[int, int], int] = {}
+        self._cpu_kv: dict[int, list[int | None]] = {}
+        self._touched: dict[int, int] = {}  # by block: the last step that read or wrote it
+        self._step_id = NO_STEP
+        self.num_copied = 0
         self._feedback: deque[tuple[int, list[tuple[int, int, list[int], list[int]]]]] = deque()
         self.submitted: deque[StepPlan] = deque()
 
@@ -98,6 +105,9 @@ class ReplayStage:
         plan = self.submitted.popleft()
         self._apply_feedback(max(plan.requires_feedback_of, plan.step_id - 2 * self._limits.num_stages))
         self._apply_deltas(plan)
+        if len(plan.block_copies):
+            self._copy(unpack(BlockCopies, plan.block_copies.data))
+        self._step_id = plan.step_id
         inputs = [self._inputs(plan, index) for index in range(len(plan.rows))]
         for row, start, _ in inputs:  # before anything is written: nobody reads what this same step computes
             self._check_history(self._rows[row], start)
@@ -161,6 +171,25 @@ class ReplayStage:
             )
         )
 
+    def _copy(self, copies: BlockCopies) -> None:
+        assert copies.after_step <= self._step_id, "copies wait for a step behind them"
+        out = dict(zip(copies.out_cpu_block_ids.tolist(), copies.out_block_ids.tolist(), strict=True))
+        back = dict(zip(copies.in_block_ids.tolist(), copies.in_cpu_block_ids.tolist(), strict=True))
+        assert len(out) == len(copies.out_block_ids)
+        assert len(back) == len(copies.in_block_ids)
+        assert max([*out, *back.values()]) < self._limits.num_cpu_blocks
+        for block in [*out.values(), *back]:
+            assert 0 < block < self._limits.num_blocks
+            assert self._touched.get(block, NO_STEP) <= copies.after_step, "a copy does not wait for its block"
+        offsets = range(self._limits.block_size)
+        for cpu_block, block in out.items():
+            self._cpu_kv[cpu_block] = [self._kv.get((block, offset)) for offset in offsets]
+            self._kv.update({(block, offset): -1 for offset in offsets})  # nobody may read it any more
+        for block, cpu_block in back.items():
+            assert None not in self._cpu_kv[cpu_block], "a block was copied out before it was full"
+            self._kv.update({(block, offset): self._cpu_kv[cpu_block][offset] for offset in offsets})
+        self.num_copied += len(out) + len(back)
+
     def _apply_feedback(self, until: int) -> None:
         while self._feedback and self._feedback[0][0] <= until:
             for row_index, length, token_ids, draft_ids in self._feedback.popleft()[1]:
@@ -214,6 +243,7 @@ class ReplayStage:
     def _slot(self, row: ReplayRow, position: int) -> tuple[int, int]:
         block = row.table.get(position // self._limits.block_size, NULL_BLOCK)
         assert block != NULL_BLOCK, "a position below the limit has no block"
+        self._touched[block] = self._step_id
         return block, position % self._limits.block_size
 
     def _check_history(self, row: ReplayRow, start: int) -> None:

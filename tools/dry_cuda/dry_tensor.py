@@ -55,6 +55,19 @@ def note_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def page_lock(address: int, num_bytes: int, flags: int) -> int:
+    """Note that memory is page-locked; return CUDA's success."""
+    assert not flags
+    _PINNED[address] = num_bytes
+    return 0
+
+
+def page_unlock(address: int) -> int:
+    """Note that it is not any more."""
+    del _PINNED[address]
+    return 0
+
+
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return whether a host tensor's memory is page-locked."""
     return tensor.untyped_storage().data_ptr() in _PINNED

@@ -69,6 +69,13 @@ def test_nothing_is_open_in_the_resolved_config():
         ({"block_size": 1, "num_kv_blocks": 2}, ResourceError, "too small for any request"),
         ({"num_kv_blocks": 1_000_000}, ResourceError, "stage 0 does not fit this machine's memory"),
         ({"kv_cache_bytes": 100}, ResourceError, "too small for one block"),
+        ({"cpu_kv_bytes": 100}, ResourceError, "cpu_kv_bytes is too small for one KV block"),
+        ({"cpu_kv_bytes": 1 << 50}, ResourceError, "stage 0 does not fit this machine's memory"),
+        (
+            {"cpu_kv_bytes": 1 << 24, "enable_prefix_caching": False},
+            ConfigError,
+            "has no effect without prefix caching",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_numbers(settings, error, words):

@@ -2,12 +2,13 @@ import pytest
 
 from raypp.messages import NULL_BLOCK
 from raypp.scheduler.block_pool import BlockPool
+from raypp.scheduler.cpu_blocks import CpuBlocks
 from raypp.scheduler.prefix_cache import PrefixCache
 
 
 def _pool(num_blocks: int = 6) -> tuple[BlockPool, PrefixCache]:
     cache = PrefixCache()
-    return BlockPool(num_blocks, cache), cache
+    return BlockPool(num_blocks, cache, CpuBlocks(0)), cache
 
 
 def test_hands_out_every_block_but_the_null_block():

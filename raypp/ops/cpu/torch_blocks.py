@@ -1,0 +1,34 @@
+"""KV blocks of a CPU's caches, in other memory of the same CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from raypp.messages import Int32s
+from raypp.ops.block_store import by_block, cpu_memory
+
+
+class TorchBlockStore:
+    """Copies at once.
+
+    Args:
+        kv_caches: [L, 2, num_blocks, Hk, block_size, D].
+        num_cpu_blocks: Blocks that there is room for.
+    """
+
+    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int) -> None:
+        self._rows = by_block(kv_caches)
+        self._memory = cpu_memory(self._rows, num_cpu_blocks)
+
+    def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        """Copy blocks of the caches to CPU memory."""
+        self._memory.index_copy_(0, _indices(cpu_blocks), self._rows.index_select(0, _indices(blocks)))
+
+    def copy_in(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
+        """Copy blocks from CPU memory into the caches."""
+        self._rows.index_copy_(0, _indices(blocks), self._memory.index_select(0, _indices(cpu_blocks)))
+
+
+def _indices(blocks: Int32s) -> torch.Tensor:
+    return torch.from_numpy(blocks.astype(np.int64))

@@ -1,0 +1,116 @@
+"""A stage's KV blocks in CPU memory: the copies that plans order, in their order.
+
+On a GPU a batch of copies runs in a stream of its own, beside the steps before it:
+
+    steps     ... | after_step | another | another | the step of the batch, and all after it
+    copies               +--> out, in ------------->+
+
+No host waits. A recording holds none of it: the waits stand in the stream before its replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from raypp.messages import BlockCopies, StepPlan, unpack
+from raypp.ops.block_store import BlockStore
+from raypp.ops.device_kernels import open_block_store
+from raypp.stage.stage_spec import StageSpec
+from raypp.transport.current_stream import CurrentStream
+
+
+class CpuKv(Protocol):
+    """What a stage does for blocks in CPU memory."""
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Order the plan's copies. Before its step reads or writes any KV."""
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Note that all of the step is queued."""
+
+
+class NoCpuKv:
+    """For stages without such blocks."""
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Nothing is ordered."""
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Nobody asks."""
+
+
+class HostCpuKv:
+    """For a stage on a CPU: copies are done when the call returns."""
+
+    def __init__(self, stores: Sequence[BlockStore]) -> None:
+        self._stores = stores
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Copy."""
+        if len(plan.block_copies):
+            _copy(self._stores, unpack(BlockCopies, plan.block_copies.data))
+
+    def after_step(self, plan: StepPlan) -> None:
+        """It is done."""
+
+
+class CudaCpuKv:
+    """For a stage on a GPU.
+
+    Args:
+        stores: Of its caches.
+        device: The GPU.
+        num_ring_entries: Steps that may be in flight at a time: older ones are done when a plan arrives.
+    """
+
+    def __init__(self, stores: Sequence[BlockStore], device: torch.device, num_ring_entries: int) -> None:
+        self._stores = stores
+        self._stream = torch.cuda.Stream(device)
+        self._current = CurrentStream(device)
+        self._copied = torch.cuda.Event()
+        self._stepped = [torch.cuda.Event() for _ in range(num_ring_entries)]
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Queue the copies behind the last step that has their blocks, and the plan's own step behind them."""
+        if not len(plan.block_copies):
+            return
+        copies = unpack(BlockCopies, plan.block_copies.data)
+        num_entries = len(self._stepped)
+        if copies.after_step >= max(0, plan.step_id - num_entries):
+            self._stream.wait_event(self._stepped[copies.after_step % num_entries])
+        with torch.cuda.stream(self._stream):
+            _copy(self._stores, copies)
+        self._copied.record(self._stream)
+        self._current.get().wait_event(self._copied)
+
+    def after_step(self, plan: StepPlan) -> None:
+        """Mark the end of the step in its stream."""
+        self._stepped[plan.step_id % len(self._stepped)].record(self._current.get())
+
+
+def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor]) -> CpuKv:
+    """Return what copies a stage's blocks to CPU memory and back.
+
+    Args:
+        spec: Which stage.
+        kv_caches: Each of layers of one shape, [L, 2, num_blocks, Hk, block_size, D].
+
+    Raises:
+        ResourceError: the machine has not so much memory to spare.
+    """
+    if not spec.num_cpu_blocks:
+        return NoCpuKv()
+    stores = [open_block_store(caches, spec.num_cpu_blocks, spec.num_staged_blocks) for caches in kv_caches]
+    device = torch.device(spec.device)
+    return CudaCpuKv(stores, device, spec.num_ring_entries) if device.type == "cuda" else HostCpuKv(stores)
+
+
+def _copy(stores: Sequence[BlockStore], copies: BlockCopies) -> None:
+    for store in stores:
+        if len(copies.out_block_ids):
+            store.copy_out(copies.out_block_ids, copies.out_cpu_block_ids)
+        if len(copies.in_block_ids):
+            store.copy_in(copies.in_block_ids, copies.in_cpu_block_ids)

@@ -1,0 +1,76 @@
+"""KV blocks of a GPU in page-locked memory: copied as the CPU's twin copies, and the same texts with and without."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from eagle_reference import make_head
+from hf_models import make_checkpoint
+from test_cpu_kv import MAX_LEN, converse, scarce
+
+from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.cuda.pinned_blocks import PinnedBlockStore
+from raypp.ops.kv_cache import FP8, allocate_kv_caches
+from raypp.plan.hardware import Hardware
+
+NUM_BLOCKS, NUM_CPU_BLOCKS = 300, 500
+
+
+@pytest.mark.parametrize("num_staged", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_blocks_move_as_on_a_cpu(dtype, num_staged):
+    shape = (5, NUM_BLOCKS, 16, 2, 64)
+    on_cpu = allocate_kv_caches(*shape, dtype, torch.device("cpu"))
+    on_cpu.view(torch.uint8).copy_(torch.randint(0, 255, on_cpu.view(torch.uint8).shape, dtype=torch.uint8))
+    on_gpu = on_cpu.cuda()
+    stores = [TorchBlockStore(on_cpu, NUM_CPU_BLOCKS), PinnedBlockStore(on_gpu, NUM_CPU_BLOCKS, num_staged)]
+    rng = np.random.default_rng(0)
+    for round_number in range(6):
+        count = rng.integers(1, NUM_BLOCKS)
+        blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[:count].astype(np.int32)
+        first = int(rng.integers(0, NUM_CPU_BLOCKS - count))
+        places = rng.permutation(NUM_CPU_BLOCKS)[:count] if round_number % 2 else np.arange(first, first + count)
+        others = rng.permutation(blocks)
+        for store in stores:
+            store.copy_out(blocks, places.astype(np.int32))
+            store.copy_in(others, places.astype(np.int32))
+    assert torch.equal(on_gpu.cpu().view(torch.uint8), on_cpu.view(torch.uint8))
+
+
+def test_memory_can_be_locked_again_when_its_owner_is_gone():
+    caches = allocate_kv_caches(1, 8, 16, 2, 64, torch.bfloat16, torch.device("cuda"))
+    for _ in range(3):
+        store = PinnedBlockStore(caches, 4096, 8)
+        blocks = np.arange(1, 8, dtype=np.int32)
+        store.copy_out(blocks, blocks)
+        torch.cuda.synchronize()
+        del store
+
+
+@pytest.mark.parametrize("mode", ["none", "full_and_piecewise"])
+@pytest.mark.parametrize("method", [None, "ngram", "eagle3"])
+def test_text_does_not_depend_on_it(tmp_path, method, mode):
+    # In float32 texts are equal; bfloat16 has kernels and recordings.
+    dtype, seed = ("float32", 4) if mode == "none" else ("bfloat16", 1)
+    path = make_checkpoint("qwen3", seed, tmp_path / "model", min_layers=2)
+    memory_bytes = torch.cuda.get_device_properties(0).total_memory
+    hardware = Hardware(4, 1 << 36, 1, "this one", memory_bytes, torch.cuda.get_device_capability())
+    settings = {"device": "cuda", "dtype": dtype, "mode": mode, "num_stages": 2, "stage_num_gpus": 0.5}
+    if method is not None:
+        speculative = {"method": method, "num_speculative_tokens": 2}
+        head = {"model": str(make_head("eagle3", path, tmp_path / "head"))} if method == "eagle3" else {}
+        settings["speculative"] = speculative | head
+    few = scarce(settings, 0.1) | {"max_model_len": MAX_LEN, "max_num_seqs": 2}
+    without, before = converse(path, hardware, **few)
+    texts, after = converse(path, hardware, cpu_kv_bytes=1 << 26, **few)
+    assert after.num_blocks_copied_out > 0
+    assert after.num_blocks_copied_in > 0
+    assert after.num_prefix_hit_tokens > before.num_prefix_hit_tokens
+    # In 16 bits a near-tie may go either way where a prompt was cut in another place.
+    equal = sum(a == b for a, b in zip(texts, without, strict=True))
+    assert equal >= (1 if dtype == "float32" else 0.7) * len(texts), f"{equal} of {len(texts)}"

@@ -1,0 +1,69 @@
+"""KV blocks in CPU memory hold what the caches held."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from raypp.ops.block_store import BlockStore
+from raypp.ops.cpu.torch_blocks import TorchBlockStore
+from raypp.ops.cuda import pinned_blocks
+from raypp.ops.cuda.pinned_blocks import PinnedBlockStore, runs
+from raypp.ops.kv_cache import FP8, allocate_kv_caches
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, NUM_CPU_BLOCKS = 12, 20
+
+
+def make_caches(dtype: torch.dtype, block_size: int = 3) -> torch.Tensor:
+    caches = allocate_kv_caches(2, NUM_BLOCKS, block_size, 3, 5, dtype, CPU)
+    as_bytes = caches.view(torch.uint8)
+    as_bytes.copy_(torch.randint(0, 255, as_bytes.shape, dtype=torch.uint8))
+    return caches
+
+
+@pytest.fixture(params=["torch", "pinned", "pinned, one by one"])
+def make_store(request, monkeypatch):
+    """Of both devices; that of a GPU on caches of the CPU."""
+    monkeypatch.setattr(pinned_blocks, "_page_lock", lambda memory, owner: None)
+
+    def make(caches: torch.Tensor) -> BlockStore:
+        if request.param == "torch":
+            return TorchBlockStore(caches, NUM_CPU_BLOCKS)
+        return PinnedBlockStore(caches, NUM_CPU_BLOCKS, 4 if request.param == "pinned" else 1)
+
+    return make
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+def test_blocks_come_back_wherever_they_go(make_store, dtype, block_size):
+    caches = make_caches(dtype, block_size)
+    before = caches.view(torch.uint8).clone()
+    store = make_store(caches)
+    rng = np.random.default_rng(0)
+    blocks = rng.permutation(np.arange(1, NUM_BLOCKS))[:7].astype(np.int32)
+    places = rng.permutation(NUM_CPU_BLOCKS)[:7].astype(np.int32)
+    store.copy_out(blocks, places)
+    assert torch.equal(caches.view(torch.uint8), before)
+    caches.view(torch.uint8).zero_()
+    others = rng.permutation(np.arange(1, NUM_BLOCKS))[:5].astype(np.int32)
+    store.copy_in(others, places[2:])
+    now = caches.view(torch.uint8)
+    for block, other in zip(blocks[2:].tolist(), others.tolist(), strict=True):
+        assert torch.equal(now[:, :, other], before[:, :, block])
+    untouched = sorted(set(range(NUM_BLOCKS)) - set(others.tolist()))
+    assert not now[:, :, untouched].any()
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([3], [(0, 1)]),
+        ([3, 4, 5], [(0, 3)]),
+        ([0, 2, 3, 7], [(0, 1), (1, 3), (3, 4)]),
+    ],
+)
+def test_neighbours_are_copied_together(places, expected):
+    assert list(runs(np.array(places))) == expected
