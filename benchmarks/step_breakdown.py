@@ -82,13 +82,32 @@ def _stage_figures(
         "computing_s": computing_s,
         "waiting_beside_another_s": beside_s,
         "waiting_with_all_s": waiting_s - beside_s,
+        "prediction_error": prediction_error(forwards),
         "share_of_limit_while_computing": sum(limits_s) / computing_s if computing_s else 0.0,
         "share_of_limit": sum(limits_s) / seconds if seconds else 0.0,
         "steps": {kind: _kind_figures(found) for kind, found in sorted(kinds.items())},
     }
 
 
-def _kind_figures(found: Sequence[tuple[Forward, float]]) -> dict[str, float]:
+def prediction_error(forwards: Sequence[Forward]) -> dict[str, float] | None:
+    """Return how far the scheduler's milliseconds were from those that steps took, as shares of these; None: unknown.
+
+    `mean_signed` is more than 0 where it expected too much.
+    """
+    errors = [
+        f.predicted_us / (f.end_us - f.start_us) - 1 for f in forwards if f.predicted_us and f.end_us > f.start_us
+    ]
+    if not errors:
+        return None
+    sizes = [abs(error) for error in errors]
+    return {
+        "median": statistics.median(sizes),
+        "p90": percentile(sizes, 0.9),
+        "mean_signed": statistics.fmean(errors),
+    }
+
+
+def _kind_figures(found: Sequence[tuple[Forward, float]]) -> dict[str, Any]:
     times_ms = [(forward.end_us - forward.start_us) / 1e3 for forward, _ in found]
     works = [forward.work for forward, _ in found]
     return {
@@ -100,6 +119,7 @@ def _kind_figures(found: Sequence[tuple[Forward, float]]) -> dict[str, float]:
         "decode_rows": statistics.fmean(work.num_decode_rows for work in works),
         "decode_kv": statistics.fmean(work.num_decode_kv for work in works),
         "prompt_tokens": statistics.fmean(work.num_prompt_tokens for work in works),
+        "prediction_error": prediction_error([forward for forward, _ in found]),
         "prompt_pairs": statistics.fmean(work.num_prompt_pairs for work in works),
         "share_of_limit": sum(limit_s for _, limit_s in found) / max(1e-9, sum(times_ms) / 1e3),
     }
@@ -116,15 +136,20 @@ def table(figures: Mapping[str, Any]) -> list[str]:
             f"  stage {index}: computes {stage['computing_s']:.2f} s, waits {stage['waiting_beside_another_s']:.2f} s "
             f"beside another, {stage['waiting_with_all_s']:.2f} s with all; "
             f"{stage['share_of_limit_while_computing']:.1%} of the limit while computing, "
-            f"{stage['share_of_limit']:.1%} in all"
+            f"{stage['share_of_limit']:.1%} in all{_said(stage)}"
         )
         lines += [
             f"    {kind:18} {of['num']:5.0f} x {of['ms_mean']:8.2f} ms = {of['seconds']:7.2f} s, p99 "
             f"{of['ms_p99']:8.2f} ms; {of['decode_rows']:6.1f} decode rows, {of['prompt_tokens']:7.1f} prompt tokens; "
-            f"{of['share_of_limit']:.1%} of the limit"
+            f"{of['share_of_limit']:.1%} of the limit{_said(of)}"
             for kind, of in stage["steps"].items()
         ]
     return lines
+
+
+def _said(figures: Mapping[str, Any]) -> str:
+    error = figures["prediction_error"]
+    return "" if error is None else f"; predicted within {error['median']:.1%}, p90 {error['p90']:.1%}"
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:

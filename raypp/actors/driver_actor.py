@@ -121,7 +121,8 @@ class DriverActor:
         health = StageHealth(
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
         )
-        self._pipeline = ChannelPipeline(channel, health, failures)
+        predictor = self._plan.step_predictor()
+        self._pipeline = ChannelPipeline(channel, health, failures, predictor)
         self._pipeline.activity.note_recordings([of_stage.describe() for of_stage in recordings])
         scheduler = Scheduler(self._plan.scheduler_limits(), self._plan.draft_policy())
         self._server = DriverServer(

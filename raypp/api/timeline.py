@@ -44,13 +44,14 @@ class Forward(NamedTuple):
     num_tokens: int
     form: int = StepForm.CALLED
     work: StepWork = StepWork()
+    predicted_us: int = 0
+    """How long it was expected to take; 0 where nobody said."""
 
     @classmethod
     def of_span(cls, span: Sequence[Any]) -> Self:
-        """Return one from the fields as plain data: of `AsyncLLM.stats`, or of a file, where the last two may lack."""
-        number = cls._fields.index("form")
-        form, work = span[number:] or (StepForm.CALLED, ())
-        return cls._make([*span[:number], form, StepWork(*work)])
+        """Return one from the fields as plain data: of `AsyncLLM.stats`, or of a file, where the last ones may lack."""
+        fields = dict(zip(cls._fields, span, strict=False))
+        return cls(**fields | {"work": StepWork(*fields.get("work", ()))})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from raypp.driver.stage_activity import StageActivity
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import DeadlineError, EngineDeadError
 from raypp.messages import MaskUpdate, StepPlan, StepResult, pack, unpack
+from raypp.scheduler.step_predictor import StepPredictor
 from raypp.stage.failure import read_failure
 from raypp.step_channel import DriverChannel, Heartbeat, StageError, StageResult
 
@@ -19,11 +20,18 @@ from raypp.step_channel import DriverChannel, Heartbeat, StageError, StageResult
 class ChannelPipeline:
     """Sends every plan to all stages at once; takes in results, heartbeats, and the errors of stages that give up."""
 
-    def __init__(self, channel: DriverChannel, health: StageHealth, failures: FailureReports) -> None:
+    def __init__(
+        self,
+        channel: DriverChannel,
+        health: StageHealth,
+        failures: FailureReports,
+        predictor: StepPredictor | None = None,
+    ) -> None:
+        """Take over the channel; `predictor` learns how long steps take."""
         self._channel = channel
         self._health = health
         self._failures = failures
-        self.activity = StageActivity(health.num_stages)
+        self.activity = StageActivity(health.num_stages, predictor)
 
     @property
     def socket(self) -> zmq.Socket[bytes]:

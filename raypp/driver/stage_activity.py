@@ -6,13 +6,24 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raypp.messages import Bools, Int32s, StageReport, StepPlan, Unrecorded
+from raypp.scheduler.step_cost import StageTimes, amounts, step_ms
+from raypp.scheduler.step_predictor import StepPredictor
 from raypp.scheduler.step_work import StepWork, step_work
 
 _MAX_SPANS = 2048  # per stage
 _MAX_STEPS = 4096
+_LEARNED = 6  # of a report's steps of either kind, with prompts and without: a driver has other things to do
+
+
+class _Span(NamedTuple):
+    step_id: int
+    start_us: int
+    end_us: int
+    form: int
+    times: StageTimes | None  # as they were known when it was planned, or little later
 
 
 @dataclass(slots=True)
@@ -21,7 +32,7 @@ class _Stage:
     busy_ns: int = 0
     graphs: dict[str, dict[str, float]] = field(default_factory=dict)
     num_unrecorded: dict[str, int] = field(default_factory=lambda: {why.name.lower(): 0 for why in Unrecorded})
-    spans: deque[tuple[int, int, int, int]] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
+    spans: deque[_Span] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +49,15 @@ class _Step:
 
 
 class StageActivity:
-    """Keeps the stages' sums, their last forwards, and for how long any step was in flight."""
+    """Keeps the stages' sums, their last forwards, and for how long any step was in flight.
 
-    def __init__(self, num_stages: int) -> None:
+    Args:
+        num_stages: That report.
+        predictor: Learns from what they report; None: nobody does.
+    """
+
+    def __init__(self, num_stages: int, predictor: StepPredictor | None = None) -> None:
+        self._predictor = predictor
         self._stages = [_Stage() for _ in range(num_stages)]
         self._steps: dict[int, _Step] = {}
         self._num_in_flight = 0
@@ -79,8 +96,22 @@ class StageActivity:
         stage = self._stages[stage_index]
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
         stage.num_unrecorded = {why.name.lower(): int(report.num_unrecorded[why]) for why in Unrecorded}
+        times = None if self._predictor is None else self._predictor.stages[stage_index]
         columns = (report.step_ids, report.start_us, report.end_us, report.forms)
-        stage.spans.extend(zip(*(column.tolist() for column in columns), strict=True))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        spans = [_Span(step_id, start_us, end_us, form, times) for step_id, start_us, end_us, form in rows]
+        stage.spans.extend(spans)
+        if self._predictor is not None:
+            self._learn(self._predictor, stage_index, spans)
+
+    def _learn(self, predictor: StepPredictor, stage_index: int, spans: Sequence[_Span]) -> None:
+        known = [(step, span) for span in spans if (step := self._steps.get(span.step_id)) is not None]
+        with_prompts = [found for found in known if len(found[0].samples) > found[0].num_decode_rows]
+        others = [found for found in known if len(found[0].samples) == found[0].num_decode_rows]
+        taken = with_prompts[-_LEARNED:] + others[-_LEARNED:]
+        predictor.learn(
+            stage_index, [step.work for step, _ in taken], [(span.end_us - span.start_us) / 1e3 for _, span in taken]
+        )
 
     def sums(self) -> list[dict[str, Any]]:
         """Return num_steps and busy_s of every stage, since the start, and what its graphs took.
@@ -105,12 +136,14 @@ class StageActivity:
         """
         found: list[list[Any]] = []
         for stage_index, stage in enumerate(self._stages):
-            for step_id, start, end, form in reversed(stage.spans):
-                if end <= end_us:
+            for span in reversed(stage.spans):
+                if span.end_us <= end_us:
                     break
-                step = self._steps.get(step_id)
+                step = self._steps.get(span.step_id)
                 if step is not None:
-                    work, num_rows = step.work, len(step.samples)
-                    span = [stage_index, step_id, start, end, step.cohort, num_rows, work.num_tokens, form, list(work)]
-                    found.append(span)
+                    work, predicted_us = step.work, 0
+                    if self._predictor is not None and span.times is not None:
+                        predicted_us = round(step_ms(span.times, amounts(work, self._predictor.roofline)) * 1e3)
+                    of_step = (step.cohort, len(step.samples), work.num_tokens)
+                    found.append([stage_index, *span[:3], *of_step, span.form, list(work), predicted_us])
         return found

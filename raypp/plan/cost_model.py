@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from raypp.models.config import ModelConfig
-from raypp.models.sizes import layer_sizes, lm_head_bytes
+from raypp.models.sizes import LayerSize, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
+from raypp.scheduler.step_cost import StageTimes
 
 DECODE_ROWS = 32
 """Rows of a decode step that stages are cut for, where nobody measured: about what the constants below were, too."""
@@ -95,3 +96,74 @@ def estimated_costs(
         layers=[num_bytes / _GPU_BYTES_PER_MS + layer_ms for num_bytes in layers],
         last_stage=head / _GPU_BYTES_PER_MS + head_ms,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Device:
+    """What a device is guessed to do, before anybody has seen it work; see `StepPredictor`."""
+
+    bytes_per_ms: float
+    attention_flops_per_ms: float
+    step_ms: float  # of every step of a stage
+    layer_ms: float  # of every layer: what starting its operations takes
+    prompts_ms: float  # of every layer of a step with prompts, besides
+    row_ms: float  # of every layer and decode row
+    token_share: float = 0.1  # of a token's products, what norms and the like take
+
+    def layer(self, size: LayerSize, pairs_flops: float, kv_bytes: float, free_tokens: float) -> StageTimes:
+        weights = size.reads.always / self.bytes_per_ms
+        return StageTimes(
+            step=self.layer_ms,
+            prompts=self.prompts_ms,
+            weights=weights,
+            token=self.token_share * weights / free_tokens,
+            logit=self.row_ms,
+            kv=kv_bytes / self.bytes_per_ms,
+            pair=pairs_flops / self.attention_flops_per_ms,
+        )
+
+
+_GPU = _Device(
+    bytes_per_ms=_GPU_BYTES_PER_MS,
+    attention_flops_per_ms=4.8e11,
+    step_ms=_GPU_HEAD_MS,
+    layer_ms=0.012,
+    prompts_ms=0.03,
+    row_ms=0.00025,
+)
+_CPU = _Device(bytes_per_ms=1e7, attention_flops_per_ms=2e7, step_ms=0.3, layer_ms=0.1, prompts_ms=0.05, row_ms=0.01)
+
+
+def estimated_times(
+    model: ModelConfig,
+    num_layers: Sequence[int],
+    dtype_bytes: int,
+    kv_dtype_bytes: int,
+    *,
+    free_tokens: float,
+    on_gpu: bool = False,
+) -> list[StageTimes]:
+    """Return what the parts of a step take on every stage, about: milliseconds of an H200, or of some CPU.
+
+    Args:
+        model: Its sizes.
+        num_layers: Of each stage.
+        dtype_bytes: Of a weight.
+        kv_dtype_bytes: Of an element of the KV cache.
+        free_tokens: Tokens that take as long to compute as the weights to read.
+        on_gpu: Where it runs.
+    """
+    device = _GPU if on_gpu else _CPU
+    kv_bytes = kv_bytes_per_token_per_layer(model, kv_dtype_bytes)
+    pair_flops = 4.0 * model.num_heads * model.head_dim
+    layers = [device.layer(size, pair_flops, kv_bytes, free_tokens) for size in layer_sizes(model, dtype_bytes)]
+    head_ms = lm_head_bytes(model, dtype_bytes) / device.bytes_per_ms
+    ends = [0, *accumulate(num_layers)]
+    found = []
+    for start, end in pairwise(ends):
+        times = StageTimes(*map(sum, zip(*layers[start:end], strict=True)))
+        times = times._replace(step=times.step + device.step_ms)
+        if end == ends[-1]:  # the head is read for every step, and not multiplied by a prompt's tokens
+            times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
+        found.append(times)
+    return found

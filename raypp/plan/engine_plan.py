@@ -17,16 +17,17 @@ from raypp.models.config import ModelConfig
 from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
-from raypp.plan.cost_model import estimated_costs
+from raypp.plan.cost_model import estimated_costs, estimated_times
 from raypp.plan.cpu_memory import check_cpu_memory, num_cpu_blocks, num_staged_blocks
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
 from raypp.plan.hardware import Hardware
-from raypp.plan.speculation_plan import check_host_memory, draft_policy, resolved_speculation, table_bytes
+from raypp.plan.speculation_plan import check_host_memory, draft_cost, draft_policy, resolved_speculation, table_bytes
 from raypp.plan.stage_memory import check_main_memory, longest_request, num_blocks_on_cpu, num_blocks_on_gpus
 from raypp.scheduler.drafts import DraftPolicy
 from raypp.scheduler.limits import STEPS_PER_COHORT, SchedulerLimits
+from raypp.scheduler.step_predictor import StepPredictor
 from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec, GraphSpec, StageSpec
 
 _LINK_MARGIN_S = 5.0  # the driver, who sees all stages, names the frozen one before a neighbour gives up on it
@@ -122,6 +123,20 @@ class EnginePlan:
         """Return who chooses the number of drafts of each step."""
         head = None if self.draft_head is None else self.draft_head.config
         return draft_policy(self.config, self.device, self.held_model, head, self.dtype_bytes)
+
+    def step_predictor(self) -> StepPredictor:
+        """Return who says how long a step will take, with estimates for a beginning."""
+        free_step_tokens = self.config.speculative.free_step_tokens
+        roofline = draft_cost(self.held_model, self.dtype_bytes, self.device, free_step_tokens)
+        estimates = estimated_times(
+            self.held_model,
+            [stage.num_layers for stage in self.stages],
+            self.dtype_bytes,
+            self.kv_dtype_bytes,
+            free_tokens=roofline.free_tokens,
+            on_gpu=self.device == "cuda",
+        )
+        return StepPredictor(roofline, estimates)
 
     def grammar_settings(self) -> GrammarSettings:
         """Return what the grammar process must be told."""

@@ -9,7 +9,6 @@ model's token, so that text that turns repetitive is noticed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +21,7 @@ from raypp.scheduler.cohorts import Cohort
 from raypp.scheduler.in_flight import InFlightStep
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.scheduler_stats import DraftCounts
+from raypp.scheduler.step_cost import RooflineCost
 
 _MEMORY = 0.9
 """The weight of an observation after one more step of its cohort: about ten steps are remembered."""
@@ -73,24 +73,6 @@ class FixedDrafts:
         self, cohort: int, num_drafts: int, num_drafted: NDArray[np.int32], num_matched: NDArray[np.int32]
     ) -> None:
         """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class RooflineCost:
-    """What a decode step costs: reading the weights, and computing, which takes as long for `free_tokens` tokens.
-
-    The longer of the two counts, with a smooth transition. Of experts, a step reads those that any of its tokens
-    chooses: so a draft is not free there, however few the tokens are.
-    """
-
-    free_tokens: float
-    expert_time: float = 0.0  # of reading all experts, as a multiple of what an empty step takes
-    chosen_share: float = 1.0  # of a layer's experts, that one token chooses
-
-    def __call__(self, num_tokens: int) -> float:
-        """Return the time of a step of that many tokens, as a multiple of that of an empty one."""
-        reading = 1.0 + self.expert_time * (1.0 - math.pow(1.0 - self.chosen_share, num_tokens))
-        return math.hypot(reading, num_tokens / self.free_tokens)
 
 
 class _Acceptance:

@@ -59,7 +59,8 @@ class ThreadedLife:
             num_stages, step_timeout_s=faults.step_timeout_s, silence_timeout_s=faults.silence_timeout_s
         )
         failures = FailureReports()
-        self._pipeline = ChannelPipeline(channel, health, failures)
+        predictor = plan.step_predictor()
+        self._pipeline = ChannelPipeline(channel, health, failures, predictor)
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
         """To look at once the engine is closed."""
         self._links: list[Any] = []

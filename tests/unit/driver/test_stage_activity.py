@@ -8,6 +8,9 @@ import numpy as np
 
 from raypp.driver.stage_activity import StageActivity
 from raypp.messages import NO_STEP, StageReport, StepPlan, Unrecorded, pack, unpack
+from raypp.scheduler.step_cost import RooflineCost, StageTimes
+from raypp.scheduler.step_predictor import StepPredictor
+from raypp.scheduler.step_work import StepWork
 from raypp.tracing import FORWARD, ForwardCounter, Tracer, now_ns
 
 
@@ -73,9 +76,9 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
     activity.note_report(0, _report([0, 1], [100, 200], num_steps=2, busy_ns=20_000))
     activity.note_report(1, _report([0], [150], num_steps=1, busy_ns=10_000))
     assert sorted(activity.spans_after(0)) == [
-        [0, 0, 90, 100, 0, 2, 2, 1, [2, 2, 16, 0, 0, 0, 2]],
-        [0, 1, 190, 200, 1, 2, 31, 2, [1, 1, 8, 30, 37, 30 * 7 + 465, 2]],
-        [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2]],
+        [0, 0, 90, 100, 0, 2, 2, 1, [2, 2, 16, 0, 0, 0, 2], 0],
+        [0, 1, 190, 200, 1, 2, 31, 2, [1, 1, 8, 30, 37, 30 * 7 + 465, 2], 0],
+        [1, 0, 140, 150, 0, 2, 2, 0, [2, 2, 16, 0, 0, 0, 2], 0],
     ]
     assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
     activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
@@ -106,3 +109,26 @@ def test_active_time_grows_only_while_steps_are_in_flight() -> None:
     after = activity.active_s
     assert after > before
     assert activity.active_s == after
+
+
+def test_reports_teach_the_predictor_and_spans_say_what_was_expected_before() -> None:
+    estimate = StageTimes(0.01, 0.01, 1.0, 0.001, 0.01, 1e-5, 1e-6)
+    predictor = StepPredictor(RooflineCost(100.0), [estimate])
+    activity = StageActivity(1, predictor)
+    for step_id in range(3):
+        activity.note_dispatched(_plan(step_id, tokens=(1, 30)))
+    before = predictor.ms(work_of_step(0))
+    activity.note_report(0, _report([0], [100]))  # it took 10 us
+    activity.note_report(0, _report([1, 77], [200, 300]))  # a step of which nobody knows is none
+    after = predictor.ms(work_of_step(0))
+    assert after < before / 50
+    expected = {span[1]: span[9] for span in activity.spans_after(0)}
+    assert expected[0] == round(before * 1e3)
+    assert expected[1] < expected[0] / 50
+
+
+def work_of_step(step_id: int) -> StepWork:
+    other = StageActivity(1)
+    other.note_dispatched(_plan(step_id, tokens=(1, 30)))
+    other.note_report(0, _report([step_id], [100]))
+    return StepWork(*other.spans_after(0)[0][8])

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from raypp.scheduler.drafts import AdaptiveDrafts, RooflineCost
+from raypp.scheduler.drafts import AdaptiveDrafts
+from raypp.scheduler.step_cost import RooflineCost
 
 LADDER = (0, 2, 4, 8)
 GPU = RooflineCost(184)
