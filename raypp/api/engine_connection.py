@@ -31,8 +31,12 @@ class ConnectionUser(Protocol):
     def on_message(self, message: DriverMessage) -> None:
         """Take in what the driver sends, but for the message that it dies."""
 
-    def on_lost(self) -> None:
-        """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead."""
+    def on_lost(self, error: RayppError | None) -> None:
+        """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead.
+
+        Args:
+            error: What it died of; None: it is replaced on purpose, or nobody has said.
+        """
 
     def on_back(self, in_flight: Collection[int] | None) -> None:
         """Take in that the engine runs again, knowing nothing of what it was asked for before.
@@ -88,7 +92,7 @@ class EngineConnection:
 
     def engine_lost(self, error: RayppError | None) -> None:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
-        self._call(lambda: self._hear_of_loss(None if error is not None else ()))
+        self._call(lambda: self._hear_of_loss(error))
 
     def engine_back(self, client_address: str) -> None:
         """Take in, in any thread, that the engine runs again, at this address."""
@@ -117,28 +121,28 @@ class EngineConnection:
 
     def _on_message(self, message: DriverMessage) -> None:
         if isinstance(message, EngineDead):
-            self._lose(message.in_flight)
+            self._lose(message.error, message.in_flight)
             self._handle.report_death(message.error, self._address)
         else:
             self._user.on_message(message)
 
-    def _hear_of_loss(self, in_flight: Collection[int] | None) -> None:
+    def _hear_of_loss(self, error: RayppError | None) -> None:
         if self._client is not None:
             self._client.was_heard()  # the driver's last words, maybe of what was in flight
         if self._client is not None:
-            self._lose(in_flight)
+            self._lose(error, None if error is not None else ())
 
-    def _lose(self, in_flight: Collection[int] | None) -> None:
+    def _lose(self, error: RayppError | None, in_flight: Collection[int] | None) -> None:
         self._disconnect()
         if not self._has_ended:
             self._in_flight = in_flight
-            self._user.on_lost()
+            self._user.on_lost(error)
 
     def _return_to(self, address: str) -> None:
         if self._has_ended or (self._client is not None and address == self._address):
             return  # it was connected to when it was back already
         if self._client is not None:
-            self._lose(None)
+            self._lose(None, None)
         self._connect(address)
         self._user.on_back(self._in_flight)
 
@@ -164,16 +168,13 @@ class EngineConnection:
         self._num_silent_turns = 0 if was_heard else self._num_silent_turns + 1
         silent_s = self._num_silent_turns * faults.heartbeat_s
         if silent_s > faults.silence_timeout_s:
-            self._lose(None)
-            self._handle.report_death(
-                EngineDeadError(
-                    "the driver is frozen: nothing has been heard of it",
-                    got=f"no message for {silent_s:.1f} s",
-                    expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
-                    hint="its process is stopped or starved",
-                ),
-                self._address,
-                silent_s=silent_s,
+            error = EngineDeadError(
+                "the driver is frozen: nothing has been heard of it",
+                got=f"no message for {silent_s:.1f} s",
+                expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
+                hint="its process is stopped or starved",
             )
+            self._lose(error, None)
+            self._handle.report_death(error, self._address, silent_s=silent_s)
         else:
             self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)

@@ -28,7 +28,7 @@ from raypp.api.send_window import SendWindow
 from raypp.api.trials import Trials, conviction
 from raypp.api.waiting_room import WaitingRoom
 from raypp.client_messages import AbortRequests, DriverMessage, Rejected, StatsCall, StatsReply
-from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError
+from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError, StageDiedError
 from raypp.messages import OutputBatch
 from raypp.types import RequestOutput
 
@@ -205,9 +205,10 @@ class Frontend:
                 if reply is not None and not reply.done():
                     reply.set_result(stats)
 
-    def on_lost(self) -> None:
+    def on_lost(self, error: RayppError | None) -> None:
         """Keep all requests: the engine died, and may come back."""
         self._recoveries.begin()
+        self._trials.note_loss(error.stage_index if isinstance(error, StageDiedError) else "driver")
         self._waiting_room = WaitingRoom(self._engine.config, self._requests.values())
         self._had = list(self._completions)
         for reply in self._stats_calls.values():
@@ -225,6 +226,8 @@ class Frontend:
         if convicted is not None:
             self._fail(convicted, conviction(convicted.request_id))
         self._go_on_with_trials()
+        if hold_s := self._trials.hold_s:
+            self._loop.call_later(hold_s, self._go_on_with_trials)
 
     def on_dead(self, error: RayppError) -> None:
         """End all requests: the engine died for good."""

@@ -9,17 +9,22 @@ import pytest
 from raypp.api.trials import Trials, Verdict
 
 NOTHING = Verdict(None, 0)
+ROUND_S = 0.02
 
 
 class Play:
     """A client's requests in engines that die whenever they run a poison one; others yield a token a round."""
 
     def __init__(self, num_requests: int, poison: set[int], *, knows_in_flight: bool = True, rows: int = 64) -> None:
-        self.trials = Trials(rows)
+        self.now_s = 0.0
+        self.part = 0  # what dies
+        self.trials = Trials(rows, lambda: self.now_s)
         self.tokens = dict.fromkeys(range(num_requests), 0)
         self.poison = poison
         self.poisonous_at = 0  # how many tokens it has when it begins to kill
         self.knows_in_flight = knows_in_flight
+        self.slow: dict[int, int] = {}  # of some, how many rounds of each engine they take until they yield a token
+        self.rounds_here: dict[int, int] = {}  # that they have had
         self.in_engine = list(self.tokens)
         self.running: list[int] = []
         self.num_deaths = self.num_excused = self.most_counted = 0
@@ -28,21 +33,26 @@ class Play:
     def run(self, num_rounds: int, at_once: int = 4) -> None:
         """Each round the engine takes in some more requests, in order, and runs all that it has taken in."""
         for _ in range(num_rounds):
+            self.now_s += ROUND_S
             self.running = [h for h in self.running if h in self.tokens]
             self.running += [h for h in self.in_engine if h in self.tokens and h not in self.running][:at_once]
             if any(self.tokens[handle] >= self.poisonous_at for handle in self.poison.intersection(self.running)):
                 self.die()
                 continue
             for handle in self.running:
+                self.rounds_here[handle] = self.rounds_here.get(handle, 0) + 1
+            speaking = [h for h in self.running if self.rounds_here[h] > self.slow.get(h, 0)]
+            for handle in speaking:
                 self.tokens[handle] += 1
             if self.trials.are_going_on:
-                self.trials.note_tokens(self.running)
+                self.trials.note_tokens(speaking)
             self.go_on()
 
     def die(self) -> None:
         self.num_deaths += 1
         self.most_counted = max(self.most_counted, self.num_deaths - self.num_excused)
-        in_flight, self.running = self.running, []
+        self.trials.note_loss(self.part)
+        in_flight, self.running, self.rounds_here = self.running, [], {}
         verdict = self.trials.note_death(
             in_flight if self.knows_in_flight else None, self.tokens, is_only_request=len(self.tokens) == 1
         )
@@ -110,9 +120,9 @@ def test_two_poison_requests_are_both_convicted() -> None:
 
 def test_an_engine_that_runs_nothing_convicts_nobody_and_uses_its_restarts_up() -> None:
     play = Play(8, set(range(8)))
-    play.run(12, at_once=8)
+    while play.num_deaths < 12:
+        play.run(1, at_once=8)
     assert play.convicted == []
-    assert play.num_deaths == 12
     assert play.num_excused == 1
 
 
@@ -206,3 +216,71 @@ def test_deaths_from_outside_convict_nobody_also_when_three_come_close_together(
     assert not play.convicted
     assert all(play.tokens.values())
     assert not play.trials.are_going_on
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_deaths_from_outside_soon_after_each_start_do_not_convict_a_request_with_a_long_prompt(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(40):
+        play = Play(9, set())
+        play.slow = {8: 6}
+        for index in range(6):
+            play.part = index % 2
+            play.run(rng.choice((1, 5, 15)), at_once=9)
+            play.die()
+        play.run(500, at_once=9)
+        assert not play.convicted
+        assert all(play.tokens.values())
+
+
+def begin_trial_of_first(trials: Trials, *parts: int) -> dict[int, int]:
+    """Let the engine die under two requests, and hand the first over alone, which has had no token."""
+    for num_tokens, part in enumerate(parts):
+        trials.note_loss(part)
+        trials.note_death([0, 1], {0: 0, 1: 1 + num_tokens}, is_only_request=False)
+        trials.begin({0: 0, 1: 1 + num_tokens})
+        trials.note_tokens([1])
+        assert trials.next([0, 1]) == [0]
+    return {0: 0, 1: 1 + len(parts)}
+
+
+def test_a_death_that_is_not_its_doing_makes_one_more_trial_necessary() -> None:
+    trials = Trials(8, lambda: 0.0)
+    tokens = begin_trial_of_first(trials, 0, 0)
+    assert trials.note_death([1], tokens, is_only_request=False) == NOTHING
+    for verdict in (Verdict(None, 1), Verdict(0, 1)):
+        trials.begin(tokens)
+        trials.note_tokens([1])
+        assert trials.next(tokens) == [0]
+        tokens[1] += 1
+        assert trials.note_death([0, 1], tokens, is_only_request=False) == verdict
+
+
+def test_deaths_of_different_parts_are_not_counted_together() -> None:
+    trials = Trials(8, lambda: 0.0)
+    tokens = begin_trial_of_first(trials, 0, 1)
+    for part, verdict in ((1, Verdict(None, 1)), (0, Verdict(None, 1)), (1, Verdict(0, 1))):
+        trials.note_loss(part)
+        assert trials.note_death([0, 1], tokens, is_only_request=False) == verdict
+        trials.begin(tokens)
+        trials.note_tokens([1])
+        trials.next(tokens)
+        tokens[1] += 1
+
+
+def test_a_trial_waits_until_the_engine_is_older_than_those_that_have_died() -> None:
+    now_s = 100.0
+    trials = Trials(8, lambda: now_s)
+    tokens = {0: 0}
+    for _ in range(2):
+        trials.begin(tokens)
+        trials.next(tokens)
+        now_s += 0.3
+        trials.note_loss(0)
+        trials.note_death([0], tokens, is_only_request=True)
+    trials.begin(tokens)
+    assert trials.next(tokens) == []
+    assert trials.hold_s == pytest.approx(0.6)
+    now_s += 0.61
+    assert trials.hold_s == 0
+    assert trials.next(tokens) == [0]
