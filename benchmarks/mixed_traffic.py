@@ -2,9 +2,11 @@
 
     python benchmarks/mixed_traffic.py --model qwen3-8b --traffic offline online-16 online-40 --out mixed.json
     python benchmarks/mixed_traffic.py --traffic rate=8,input=512 offline-tail --settings '{}' '{"mode": "none"}'
+    python benchmarks/mixed_traffic.py --traffic turns-90 --kv-share 0.1 --settings '{}' '{"cpu_kv_bytes": 8589934592}'
     python benchmarks/mixed_traffic.py --url http://localhost:8000 --vocab-size 4000 --traffic rate=8,input=512
 
-What traffic is: `benchmarks/traffic.py`. `--settings` starts an engine for each. Outputs have exactly the tokens that
+What traffic is: `benchmarks/traffic.py`. `--settings` starts an engine for each, `--kv-share` gives it a KV cache of so
+much of what the texts of the largest traffic need. Outputs have exactly the tokens that
 were drawn, EOS ignored. Times count from the moment at which a request was due, also if it was sent late (`late`): time
 to the first token (TTFT), per output token after it (TPOT), between pieces of output (ITL), to the last token (E2E).
 All at once, through an engine, outputs are not streamed, as by `LLM.generate`: then there is no ITL.
@@ -47,6 +49,17 @@ from raypp.types import TokensPrompt
 _WARM_UP = Traffic(requests=16, input=Lengths("uniform", 16, 512), output=Lengths("uniform", 4, 16))
 _LOOK_S = 1.0  # how often the engine is asked for its steps; it keeps the last 2,048 of each stage
 _REPORTS_S = 2.0
+_BLOCK_SIZE = 16
+_ANY_VOCAB_SIZE = 1000  # how long texts are does not depend on it
+_COUNTERS = (
+    "num_preemptions",
+    "num_prefix_query_tokens",
+    "num_prefix_hit_tokens",
+    "num_cpu_hit_tokens",
+    "num_blocks_copied_out",
+    "num_blocks_copied_in",
+    "num_copied_bytes",
+)
 
 
 def engine_stream(llm: AsyncLLM, sampling: str) -> Stream:
@@ -192,9 +205,16 @@ def engine_settings(args: argparse.Namespace, given: Mapping[str, Any]) -> dict[
         "max_model_len": args.max_model_len,
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "mode": args.mode,
+        **({} if args.kv_share is None else {"num_kv_blocks": kv_blocks(args), "block_size": _BLOCK_SIZE}),
         **({"device": args.device} if args.device else {}),
         **given,
     }
+
+
+def kv_blocks(args: argparse.Namespace) -> int:
+    """Return the KV blocks of a share of all texts, and at least those of one request."""
+    needed = max(traffic.num_distinct_tokens(_ANY_VOCAB_SIZE, args.seed) for traffic in args.traffic.values())
+    return 1 + math.ceil(max(needed * args.kv_share, args.max_model_len) / _BLOCK_SIZE)
 
 
 async def measure_engine(args: argparse.Namespace, llm: AsyncLLM) -> dict[str, list[dict[str, Any]]]:
@@ -218,10 +238,10 @@ async def measure_engine(args: argparse.Namespace, llm: AsyncLLM) -> dict[str, l
             forwards = [forward for forward in forwards if forward.start_us >= begun_us]
             num_prompt_tokens = after["num_prompt_tokens"] - before["num_prompt_tokens"]
             figures = request_figures(times, num_prompt_tokens, seconds)
-            for counter in ("num_preemptions", "num_prefix_hit_tokens"):
-                figures[counter] = after[counter] - before[counter]
+            figures |= {counter: after[counter] - before[counter] for counter in _COUNTERS}
             found[name].append({**figures, "forwards": forwards})
             print_requests(f"{name}, run {run}", figures)
+            print(f"  {', '.join(f'{counter} {figures[counter]}' for counter in _COUNTERS)}", flush=True)
     return found
 
 
@@ -298,6 +318,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--kv-share", type=float, help="of the KV that all texts need, for the KV cache")
     parser.add_argument("--out", type=Path, help="a JSON file, written after every engine")
     parser.add_argument("--steps", type=Path, help="a JSON file with every forward of every run")
     args = parser.parse_args()

@@ -14,6 +14,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise, takewhile
 from typing import Any
 
 from arrivals import Turn
@@ -112,6 +113,13 @@ class Traffic:
                 beginning = rng.choice(prefixes)[:num_shared]
             yield Turn(beginning + _tokens(num_tokens - num_shared, vocab_size, rng), self.output.draw(rng))
 
+    def num_distinct_tokens(self, vocab_size: int, seed: int) -> int:
+        """Return the tokens of all texts at their ends, beginnings that several share counted once: what KV is of."""
+        conversations = self.conversations(vocab_size, seed)
+        num_said = sum(len(turn.token_ids) + turn.num_tokens for turns in conversations for turn in turns)
+        firsts = sorted(turns[0].token_ids for turns in conversations)
+        return num_said - sum(_num_alike(a, b) for a, b in pairwise(firsts))
+
     def as_text(self) -> str:
         """Return the text that means this."""
         return ",".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
@@ -119,6 +127,7 @@ class Traffic:
 
 _POISSON = Traffic(input=Lengths("uniform", 64, 1500), output=Lengths("uniform", 32, 256))
 _TAIL = Traffic(input=Lengths.parse("lognormal:400:1.2:3000"), output=Lengths.parse("lognormal:120:1.0:512"))
+_SHORT = Lengths("uniform", 8, 32)
 TRAFFIC: dict[str, Traffic] = {
     "offline": Traffic(),
     "online-16": replace(_POISSON, rate=16.0, requests=192),
@@ -128,6 +137,7 @@ TRAFFIC: dict[str, Traffic] = {
     "shared-50": replace(_TAIL, shared=0.5),
     "shared-90": replace(_TAIL, shared=0.9),
     "turns": replace(_TAIL, requests=100, turns=4, input=Lengths.parse("lognormal:200:1.0:600")),
+    "turns-90": Traffic(requests=100, turns=8, shared=0.9, input=Lengths.parse("uniform:160:480"), output=_SHORT),
     "sampled": replace(_POISSON, rate=16.0, requests=192, sampling="qwen3"),
 }
 """Twelve seconds of arrivals, or some hundred requests at once."""
@@ -154,6 +164,11 @@ def parse_traffic(text: str) -> Traffic:
         readers: dict[str, Any] = {"requests": int, "turns": int, "rate": float, "shared": float, "sampling": str}
         changes[name] = readers.get(name, Lengths.parse)(value)
     return replace(traffic, **changes)
+
+
+def _num_alike(a: list[int], b: list[int]) -> int:
+    """Return how many tokens two texts have in common from their beginnings on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _tokens(count: int, vocab_size: int, rng: random.Random) -> list[int]:

@@ -61,6 +61,24 @@ def test_prompts_share_their_beginnings():
     assert traffic.conversations(1000, 0) == traffic.conversations(1000, 0)
 
 
+def test_shared_beginnings_count_once():
+    traffic = parse_traffic("requests=40,input=100,shared=0.9,output=3,turns=2")
+    # Of each conversation 10 tokens of its own, the second prompt, two answers; and of at most 8 beginnings 90.
+    own = 40 * (10 + 100 + 2 * 3)
+    assert own + 90 <= traffic.num_distinct_tokens(1000, 0) <= own + 8 * 90
+    alone = parse_traffic("requests=4,input=100,output=3")
+    assert 400 <= alone.num_distinct_tokens(1000, 0) <= 412
+
+
+def test_a_share_of_the_kv_holds_one_request_at_least():
+    args = argparse.Namespace(
+        traffic={"a": parse_traffic("requests=100,input=160,output=8")}, seed=0, kv_share=0.5, max_model_len=400
+    )
+    assert 500 <= mixed_traffic.kv_blocks(args) <= 1 + 100 * 168 // 2 // 16 + 1
+    args.kv_share = 0.001
+    assert mixed_traffic.kv_blocks(args) == 1 + 25
+
+
 def _forward(stage_index, step_id, start_us, end_us, decode_rows=0, prompt_tokens=0, form=StepForm.CALLED):
     work = StepWork(decode_rows, decode_rows, 10 * decode_rows, prompt_tokens, prompt_tokens, 0, 1)
     return Forward(stage_index, step_id, start_us, end_us, 0, 1, work.num_tokens, form, work)
