@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ray import cloudpickle
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from raypp.step_channel import StageChannel
     from raypp.transport.link_choice import StagePlace
     from raypp.transport.rendezvous import Rendezvous, RendezvousServer
+
+
+_MODULES = ("raypp.stage.build_stage", "raypp.stage.loop", "raypp.encoder.delivery", "raypp.transport.ipc.cuda_device")
+_MODULES_FOR_GPUS = ("raypp.ops.cuda.cuda_kernels", "raypp.ops.cuda.kernel_token_choice", "flashinfer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,8 @@ class StageActor:
         self._is_idle.set()
         self._closing = threading.Lock()
         self._tracer = Tracer(f"stage {spec.stage_index}", enabled=spec.trace)
+        # While the driver's process starts, and other stages' do.
+        threading.Thread(target=_begin_imports, args=(self._spec.device,), name="imports", daemon=True).start()
 
     def process(self, owner: ActorProcess) -> ActorProcess:
         """Return this process, which from now on ends with its owner's."""
@@ -260,3 +267,14 @@ class StageActor:
             return False
         torch.cuda.empty_cache()
         return True
+
+
+def _begin_imports(device: str) -> None:
+    """Import what a stage needs, and wake its GPU: a second or two. What fails here, `prepare` says again."""
+    with suppress(Exception), collector_paused():
+        for name in _MODULES:
+            import_module(name)
+        if device != "cpu":
+            import_module("raypp.stage.build_stage").enter_device(device)
+            for name in _MODULES_FOR_GPUS:
+                import_module(name)
