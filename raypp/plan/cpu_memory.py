@@ -10,6 +10,10 @@ from raypp.errors import ResourceError
 _STAGED_BYTES = 32 << 20
 """What a GPU holds of blocks on their way: enough for a link of 60 GB/s to be busy half a millisecond."""
 
+_BYTES_PER_PLAN = 256 << 20
+"""What a stage's plan may bring back beside others' steps: 5 ms of that link, about a decode step of an 8B model, and
+mostly beside the steps before."""
+
 
 def num_cpu_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:
     """Return the KV blocks of every stage in CPU memory.
@@ -36,6 +40,11 @@ def num_staged_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:
     """Return the blocks that every stage copies at a time; 0 without any in CPU memory."""
     largest = max(block_bytes)
     return min(config.cache.cpu_kv_bytes // largest, max(1, _STAGED_BYTES // largest))
+
+
+def max_copied_blocks(block_bytes: Sequence[int]) -> int:
+    """Return the most blocks that a plan brings back while others run."""
+    return max(1, _BYTES_PER_PLAN // max(block_bytes))
 
 
 def check_cpu_memory(memory_bytes: int, cpu_kv_bytes: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from raypp.models.generation_config import read_sampling_defaults
 from raypp.models.registry import resolve_model_path
 from raypp.models.sizes import WeightReads, layer_sizes, lm_head_bytes, total_reads
 from raypp.plan.cost_model import estimated_costs, estimated_times
-from raypp.plan.cpu_memory import check_cpu_memory, num_cpu_blocks, num_staged_blocks
+from raypp.plan.cpu_memory import check_cpu_memory, max_copied_blocks, num_cpu_blocks, num_staged_blocks
 from raypp.plan.encoder_plan import EncoderPlan
 from raypp.plan.engine_layout import DTYPE_BYTES, EngineLayout, lay_out
 from raypp.plan.graph_plan import describe_graphs, graph_spec, max_step_rows
@@ -70,6 +70,7 @@ class EnginePlan:
     num_blocks: int  # KV blocks of every stage, the null block included
     num_cpu_blocks: int  # that every stage keeps in CPU memory, beside those
     num_staged_blocks: int  # of these, the ones on their way at a time
+    max_copied_blocks: int  # of these, the most that a plan brings back while others run
     num_threads: int  # compute threads of a stage
     ngram_window: int  # newest tokens of a row that n-grams are looked for in; 0 without speculation
     draft_head: DraftHeadSpec | None
@@ -100,6 +101,7 @@ class EnginePlan:
             block_size=self.config.cache.block_size,
             num_blocks=self.num_blocks,
             num_cpu_blocks=self.num_cpu_blocks,
+            max_copied_blocks=self.max_copied_blocks,
             block_bytes=sum(stage.kv_cache_bytes for stage in self.stages) // self.num_blocks,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
@@ -319,6 +321,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         num_blocks=num_blocks,
         num_cpu_blocks=num_in_cpu_memory,
         num_staged_blocks=num_staged_blocks(config, block_bytes),
+        max_copied_blocks=max_copied_blocks(block_bytes),
         num_threads=layout.num_threads,
         encoders=layout.encoders,
         graphs=graph_spec(config, model, layout.device, layout.dtype_bytes, hardware.gpu_memory_bytes),

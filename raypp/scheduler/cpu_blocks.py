@@ -36,6 +36,11 @@ class CpuBlocks:
         """Blocks, since the start."""
         self.num_copied_in = 0
 
+    @property
+    def num_ordered_in(self) -> int:
+        """Blocks that the next plan brings back."""
+        return len(self._in)
+
     def __len__(self) -> int:
         return len(self._block_of)
 

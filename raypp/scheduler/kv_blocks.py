@@ -84,7 +84,8 @@ class KvBlocks:
         """Give a request the blocks of all its known tokens, `prefix` among them, if enough others stay free.
 
         It gets blocks for the whole prompt, so that no prefill has to stop halfway because blocks lack. What is in CPU
-        memory alone is copied by the next plan.
+        memory alone is copied by the next plan. If that is more than a plan may carry beside what others compute, a
+        part of it is copied, and the request waits for the rest.
         """
         num_tokens = min(state.num_tokens + self._limits.num_lookahead_tokens, state.limit)
         found = [block for block in prefix if block != NULL_BLOCK]
@@ -96,13 +97,21 @@ class KvBlocks:
         absent = [key for key, block in zip(state.block_hashes, prefix, strict=False) if block == NULL_BLOCK]
         self._pool.share(found)
         self.in_cpu_memory.hold(absent)
-        new = self._pool.allocate(num_new)
-        if absent:
+        num_copied = len(absent)
+        if num_reserved:  # else nobody would wait for the copies but the request itself
+            num_copied = min(num_copied, self._num_copies_left)
+        is_admitted = num_copied == len(absent)
+        new = self._pool.allocate(num_new if is_admitted else num_copied)
+        if num_copied:
             # Copies wait for the steps that had the blocks: those that nobody has had for longest are there first.
             new.sort(key=self._pool.last_step_of)
-            self._bring_back(absent, new[: len(absent)])
+            self._bring_back(absent[:num_copied], new[:num_copied])
         following = iter(new)
-        state.blocks = [next(following) if block == NULL_BLOCK else block for block in prefix] + list(following)
+        blocks = [next(following, NULL_BLOCK) if block == NULL_BLOCK else block for block in prefix]
+        if not is_admitted:
+            self._pool.release([block for block in blocks if block != NULL_BLOCK])
+            return False
+        state.blocks = blocks + list(following)
         state.num_sent_blocks = state.num_wanted_blocks = 0
         state.num_offered_blocks = len(prefix)
         return True
@@ -154,6 +163,11 @@ class KvBlocks:
             num_held = min(state.num_tokens + state.max_in_flight_tokens - 1, state.limit)
             assert len(state.blocks) >= self._limits.num_blocks_for(num_held), "a step in flight writes past its blocks"
             assert len(state.blocks) <= self._limits.num_blocks_for(state.limit)
+
+    @property
+    def _num_copies_left(self) -> int:
+        """Blocks that the next plan may still bring back beside what others compute."""
+        return max(0, self._limits.max_copied_blocks - self.in_cpu_memory.num_ordered_in)
 
     def _bring_back(self, keys: list[bytes], blocks: list[int]) -> None:
         self.in_cpu_memory.bring_back(keys, blocks, max(map(self._pool.last_step_of, blocks)))

@@ -30,6 +30,8 @@ class SchedulerLimits:
     enable_prefix_caching: bool
     num_cpu_blocks: int = 0
     """KV blocks that every stage keeps in CPU memory, beside those."""
+    max_copied_blocks: int = 1
+    """Of these, the most that a plan brings back while other requests run: their next step waits for the copies."""
     block_bytes: int = 0
     """Of a KV block on all stages together; for reports alone."""
     min_prefill_chunk_tokens: int = 512
@@ -55,6 +57,7 @@ class SchedulerLimits:
         assert self.max_model_len >= 2
         assert self.block_size >= 1
         assert self.num_blocks >= 2
+        assert self.max_copied_blocks >= 1
         assert not self.num_cpu_blocks or self.enable_prefix_caching, "blocks in CPU memory are found by their keys"
         assert self.min_prefill_chunk_tokens >= 1
         assert self.max_steps_per_cohort >= STEPS_PER_COHORT

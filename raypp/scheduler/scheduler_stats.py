@@ -61,7 +61,7 @@ class SchedulerStats:
     num_blocks_copied_in: int
     """KV blocks that came back."""
     num_cpu_hit_tokens: int
-    """Of `num_prefix_hit_tokens`, those that came from CPU memory."""
+    """Those whose KV came back, for requests that found it there; nearly all are of `num_prefix_hit_tokens`, too."""
     num_copied_bytes: int
     """Both ways, on all stages together."""
     num_steps: int

@@ -33,6 +33,7 @@ STORMY = {
     "min_prefill_chunk_tokens": 8,
     "num_kv_blocks": 130,
     "block_size": 3,
+    "cpu_kv_bytes": 1 << 22,
     "max_model_len": MAX_MODEL_LEN,
     "stage_num_threads": 1,
 }

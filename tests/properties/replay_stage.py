@@ -93,7 +93,7 @@ class ReplayStage:
         self._cpu_kv: dict[int, list[int | None]] = {}
         self._touched: dict[int, int] = {}  # by block: the last step that read or wrote it
         self._step_id = NO_STEP
-        self.num_copied = 0
+        self.num_ahead = 0  # copies in, without a row that starts with the plan and has the block
         self._feedback: deque[tuple[int, list[tuple[int, int, list[int], list[int]]]]] = deque()
         self.submitted: deque[StepPlan] = deque()
 
@@ -106,7 +106,9 @@ class ReplayStage:
         self._apply_feedback(max(plan.requires_feedback_of, plan.step_id - 2 * self._limits.num_stages))
         self._apply_deltas(plan)
         if len(plan.block_copies):
-            self._copy(unpack(BlockCopies, plan.block_copies.data))
+            copies = unpack(BlockCopies, plan.block_copies.data)
+            self._copy(copies)
+            self.num_ahead += len(set(copies.in_block_ids.tolist()) - set(plan.block_ids.tolist()))
         self._step_id = plan.step_id
         inputs = [self._inputs(plan, index) for index in range(len(plan.rows))]
         for row, start, _ in inputs:  # before anything is written: nobody reads what this same step computes
@@ -188,7 +190,6 @@ class ReplayStage:
         for block, cpu_block in back.items():
             assert None not in self._cpu_kv[cpu_block], "a block was copied out before it was full"
             self._kv.update({(block, offset): self._cpu_kv[cpu_block][offset] for offset in offsets})
-        self.num_copied += len(out) + len(back)
 
     def _apply_feedback(self, until: int) -> None:
         while self._feedback and self._feedback[0][0] <= until:

@@ -40,6 +40,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         num_blocks=draw(st.integers(8, 40)),
         enable_prefix_caching=enable_prefix_caching,
         num_cpu_blocks=draw(st.integers(0, 30)) if enable_prefix_caching else 0,
+        max_copied_blocks=draw(st.integers(1, 9)),
         min_prefill_chunk_tokens=draw(st.integers(1, 12)),
         max_steps_per_cohort=draw(st.integers(2, 4)),
         max_drafts=draw(st.integers(0, 3)),
@@ -274,7 +275,7 @@ def test_every_token_is_computed_from_the_right_history(limits, seed, num_action
 
 
 def scarce_limits(seed: int, **more: int) -> SchedulerLimits:
-    """Return limits under which a few requests run out of everything; every fourth has blocks in CPU memory."""
+    """Return limits under which a few requests run out of everything; every second has blocks in CPU memory."""
     return SchedulerLimits(
         num_stages=1 + seed % 4,
         max_num_seqs=6,
@@ -283,7 +284,7 @@ def scarce_limits(seed: int, **more: int) -> SchedulerLimits:
         block_size=3,
         num_blocks=20,
         enable_prefix_caching=seed % 2 == 0,
-        num_cpu_blocks=0 if seed % 4 else seed,
+        num_cpu_blocks=0 if seed % 2 else seed,
         min_prefill_chunk_tokens=4,
         **more,
     )
@@ -298,6 +299,7 @@ def test_the_random_drives_meet_what_they_are_for():
         met["cached"] += stats.num_prefix_hit_tokens > 0
         met["copied to CPU memory"] += stats.num_blocks_copied_out > 0
         met["copied back"] += stats.num_blocks_copied_in > 0
+        met["copied back in parts"] += run.stage.num_ahead > 0
         met["full CPU memory"] += 0 < stats.num_cpu_blocks == stats.num_used_cpu_blocks
         met["chunked"] += stats.num_prefill_chunks > stats.num_prefills
         met["drafts accepted"] += stats.num_accepted_tokens > 0
@@ -310,6 +312,7 @@ def test_the_random_drives_meet_what_they_are_for():
         met["handed over twice"] += run.num_deaths > 1
         met["prompt logprobs in pieces"] += any(len(pieces) > 1 for pieces in run.prompt_logprobs.values())
     whats = ("preempted", "cached", "chunked", "drafts accepted", "drafts refused", "STOP", "LENGTH", "ABORT")
-    whats += ("handed over with tokens", "handed over twice", "copied to CPU memory", "copied back", "full CPU memory")
+    whats += ("handed over with tokens", "handed over twice", "copied to CPU memory", "copied back")
+    whats += ("copied back in parts", "full CPU memory")
     for what in (*whats, "prompt logprobs after a preemption", "prompt logprobs in pieces"):
         assert met[what] >= 5, f"{what} was met only {met[what]} times: {dict(met)}"

@@ -1,6 +1,7 @@
 import pytest
 from drive import make_limits, make_request
 
+from raypp.messages import NULL_BLOCK, BlockCopies, unpack
 from raypp.scheduler.kv_blocks import KvBlocks
 from raypp.scheduler.request_state import RequestState
 
@@ -103,3 +104,54 @@ def _other(kv: KvBlocks, salt: str) -> RequestState:
     state = _state(9, salt=salt)
     kv.find_prefix(state)
     return state
+
+
+def _spilled(limits) -> tuple[KvBlocks, RequestState]:
+    """Return blocks of a request of 21 tokens that another one has pushed out to CPU memory, all five full ones."""
+    kv = KvBlocks(limits)
+    first = _admitted(kv, 21)
+    kv.offer(first, 21)
+    kv.release(first)
+    pushing = _salted(limits.num_usable_blocks * limits.block_size)
+    assert kv.try_admit(pushing, [], 0)
+    kv.take_copies()
+    kv.release(pushing)
+    assert kv.in_cpu_memory.num_copied_out == 5
+    state = _state(21)
+    assert kv.find_prefix(state) == [NULL_BLOCK] * 5
+    return kv, state
+
+
+def _salted(num_tokens: int) -> RequestState:
+    return _state(num_tokens, salt="another")
+
+
+def test_what_cpu_memory_has_comes_with_the_admission_of_who_is_alone():
+    kv, state = _spilled(make_limits(enable_prefix_caching=True, num_blocks=9, num_cpu_blocks=20))
+    assert kv.try_admit(state, kv.find_prefix(state), 0)
+    copies = unpack(BlockCopies, kv.take_copies().data)
+    assert copies.in_block_ids.tolist() == state.blocks[:5]
+    assert state.num_offered_blocks == 5
+    assert kv.in_cpu_memory.num_copied_in == 5
+
+
+def test_beside_others_a_plan_brings_back_so_many_blocks_and_the_request_waits_for_the_rest():
+    kv, state = _spilled(make_limits(enable_prefix_caching=True, num_blocks=9, num_cpu_blocks=20, max_copied_blocks=2))
+    brought = []
+    for num_there in (2, 4):
+        assert kv.may_admit(state, 1)
+        assert not kv.try_admit(state, kv.find_prefix(state), 1)
+        assert not kv.try_admit(state, kv.find_prefix(state), 1), "the plan may carry no more"
+        brought += unpack(BlockCopies, kv.take_copies().data).in_block_ids.tolist()
+        assert kv.find_prefix(state) == brought + [NULL_BLOCK] * (5 - num_there)
+        assert kv.num_free == 8
+    assert kv.try_admit(state, kv.find_prefix(state), 1)
+    assert state.blocks[:4] == brought
+    assert unpack(BlockCopies, kv.take_copies().data).in_block_ids.tolist() == state.blocks[4:5]
+
+
+def test_nothing_is_brought_back_for_who_has_no_room():
+    kv, state = _spilled(make_limits(enable_prefix_caching=True, num_blocks=9, num_cpu_blocks=20, max_copied_blocks=2))
+    assert not kv.try_admit(state, kv.find_prefix(state), 3)
+    assert not len(kv.take_copies())
+    assert not kv.may_admit(state, 3)
