@@ -300,8 +300,17 @@ class StageChannel:
         header = _HEADER.pack(_Kind.HEARTBEAT, self._stage_index) + _HEARTBEAT.pack(step_id, time.time())
         return _offer(self._results, header if report is None else header + pack(report))
 
-    def close(self) -> None:
-        """Close the sockets; messages that were sent get half a second to leave."""
+    def close(self, *, delivers: bool = True) -> None:
+        """Close the sockets.
+
+        Args:
+            delivers: Whether messages that were sent get half a second to leave: where the driver is gone, or wants to
+                hear nothing more, that is time lost.
+        """
+        if not delivers:
+            for socket in (self._plans, self._results):
+                if not socket.closed:
+                    socket.linger = 0
         self._close_sockets()
 
     def _send(self, kind: _Kind, payload: bytes) -> None:

@@ -191,6 +191,7 @@ class StageActor:
                 return  # it stands by: that was a driver that is gone
             stage, channel = self._connected
             self._is_idle.clear()
+        has_last_words = False
         try:
             run_stage_loop(
                 stage,
@@ -203,10 +204,11 @@ class StageActor:
             )
         except Exception as error:
             self._has_failed = name_failure(self._spec.stage_index, error)[1]
+            has_last_words = not self._is_leaving.is_set()
             raise
         finally:
             del stage, channel
-            self._disconnect()
+            self._disconnect(delivers=has_last_words)
             self._is_idle.set()
 
     def open_items(self, encoder_index: int, place: StagePlace, num_bytes: int) -> bytes | None:
@@ -247,12 +249,12 @@ class StageActor:
         yield
         self._has_failed = False
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, delivers: bool = False) -> None:
         with self._closing:
             connected, self._connected = self._connected, None
             if connected is not None:
                 stage, channel = connected
-                channel.close()
+                channel.close(delivers=delivers)
                 stage.close()
 
     def _is_device_free(self, deadline: Deadline) -> bool:

@@ -168,6 +168,7 @@ class ThreadedLife:
 
 
 def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel, tracer: Tracer) -> None:
+    has_last_words = False
     try:
         run_stage_loop(
             stage,
@@ -178,6 +179,7 @@ def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel
             forwards=tracer.forwards,
         )
     except RayppError:
+        has_last_words = True
         return  # it told the driver, or the driver told it: the links are aborted when the engine dies
     finally:
-        channel.close()
+        channel.close(delivers=has_last_words)

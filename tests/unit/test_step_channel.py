@@ -218,6 +218,23 @@ def test_a_stage_whose_driver_is_gone_closes_quickly(folder: Path) -> None:
     assert time.monotonic() - started < DEADLINE_S / 2
 
 
+def test_a_stage_that_was_told_to_end_waits_for_nobody_when_it_closes(folder: Path) -> None:
+    stage = StageChannel(0, f"ipc://{folder}/a", f"ipc://{folder}/b")
+    stage.send_heartbeat(1)
+    started = time.monotonic()
+    stage.close(delivers=False)
+    assert time.monotonic() - started < 0.4  # others linger for 0.5 s
+
+
+def test_the_last_words_of_a_stage_arrive(folder: Path) -> None:
+    driver = DriverChannel([f"ipc://{folder}/plans"], f"ipc://{folder}/results")
+    stage = StageChannel(0, driver.stage_addresses[0], driver.result_address, num_stages=1)
+    stage.send_error({"error": "x" * (1 << 22)})
+    stage.close()
+    assert [type(message) for message in driver.receive(DEADLINE_S)] == [StageError]
+    driver.close()
+
+
 def test_an_address_that_cannot_be_bound_is_named(folder: Path) -> None:
     too_long = f"ipc://{folder}/{'x' * 120}"
     with pytest.raises(ResourceError, match="cannot be bound") as caught:
