@@ -51,4 +51,5 @@ def smallest_of(nodes: list[Hardware]) -> Hardware | None:
         gpu_name=weakest.gpu_name,
         gpu_memory_bytes=weakest.gpu_memory_bytes,
         gpu_capability=min(node.gpu_capability for node in nodes),
+        num_machines=len(nodes),
     )

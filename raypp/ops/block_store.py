@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from raypp.messages import Int32s
-from raypp.ops.kv_cache import zeros_on_demand
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -36,9 +35,3 @@ def by_block(kv_caches: torch.Tensor) -> torch.Tensor:
     num_bytes = math.prod(block) * kv_caches.element_size()
     words = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
     return kv_caches.view(num_layers * 2, num_blocks, -1).view(words).transpose(0, 1)
-
-
-def cpu_memory(rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Return CPU memory for that many rows of `by_block`, [num_blocks, 2 * L, words]."""
-    shape = (num_blocks, *rows.shape[1:])
-    return zeros_on_demand(math.prod(shape), rows.dtype).view(shape)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
+from raypp.plan.hardware import Hardware
 
 _STAGED_BYTES = 32 << 20
 """What a GPU holds of blocks on their way: enough for a link of 60 GB/s to be busy half a millisecond."""
@@ -47,22 +48,34 @@ def max_copied_blocks(block_bytes: Sequence[int]) -> int:
     return max(1, _BYTES_PER_PLAN // max(block_bytes))
 
 
-def check_cpu_memory(memory_bytes: int, cpu_kv_bytes: Sequence[int]) -> None:
-    """Refuse blocks that a machine with GPUs has no main memory for, even if it has one stage alone.
+def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Sequence[int]) -> None:
+    """Refuse blocks that a machine with GPUs has no main memory for.
 
     Args:
-        memory_bytes: Of the machine; 0, if not known, passes.
+        config: Where the stages are to run.
+        hardware: The main memory of a machine; 0, if not known, passes.
         cpu_kv_bytes: What the blocks take of each stage.
 
     Raises:
-        ResourceError: says which stage, with the numbers.
+        ResourceError: says how much stages that are on one machine need together.
     """
-    needed = max(cpu_kv_bytes)
-    if not memory_bytes or needed <= memory_bytes:
+    together = cpu_kv_bytes if _share_a_machine(config, hardware) else [max(cpu_kv_bytes)]
+    needed, there = sum(together), hardware.memory_bytes
+    if not there or needed <= there:
         return
     raise ResourceError(
-        f"the KV blocks of stage {cpu_kv_bytes.index(needed)} in CPU memory do not fit its machine",
-        got=f"{memory_bytes / 2**30:.2f} GiB of main memory",
-        expected=f"{needed / 2**30:.2f} GiB for these blocks, and what else runs there",
+        "the KV blocks in CPU memory do not fit the machine",
+        got=f"{there / 2**30:.2f} GiB of main memory",
+        expected=f"{needed / 2**30:.2f} GiB for those of {len(together)} of {len(cpu_kv_bytes)} stages, and more for "
+        "what else runs there",
         hint="lower cpu_kv_bytes; it is for each stage",
     )
+
+
+def _share_a_machine(config: EngineConfig, hardware: Hardware) -> bool:
+    """Return whether all stages are certain to be on one machine."""
+    parallel = config.parallel
+    if parallel.placement == "strict_pack":
+        return True
+    has_room = hardware.num_machines == 1 and parallel.num_stages * parallel.stage_num_gpus <= hardware.num_gpus
+    return parallel.placement == "pack" and has_room

@@ -290,7 +290,7 @@ def plan_layout(layout: EngineLayout, hardware: Hardware) -> EnginePlan:
         check_host_memory(config, hardware, layout.ngram_window, memory[-1].weight_bytes + memory[-1].kv(num_held))
     else:
         num_blocks = num_blocks_on_gpus(config, memory)
-        check_cpu_memory(hardware.memory_bytes, [stage.kv(num_in_cpu_memory) for stage in memory])
+        check_cpu_memory(config, hardware, [stage.kv(num_in_cpu_memory) for stage in memory])
     num_stages = len(layout.layers)
     stages = tuple(
         StageLayout(

@@ -19,6 +19,7 @@ class Hardware:
     gpu_name: str = ""
     gpu_memory_bytes: int = 0  # of the smallest GPU
     gpu_capability: tuple[int, int] = (0, 0)  # the lowest compute capability; (0, 0): not known
+    num_machines: int = 1  # that have these GPUs together; cores and memory are of the smallest
 
     @property
     def has_fp8(self) -> bool:

@@ -38,7 +38,7 @@ from raypp.types import FinishReason
 NUM_RUNS = int(os.environ.get("TEST_HANDED_OVER", "1"))
 NUM_DEATHS = 5
 SMALL = {"block_size": 4, "max_num_batched_tokens": 40, "min_prefill_chunk_tokens": 8}
-TIGHT = {**SMALL, "max_num_seqs": 10, "num_kv_blocks": 130, "max_model_len": 200}
+TIGHT = {**SMALL, "max_num_seqs": 10, "num_kv_blocks": 130, "max_model_len": 200, "cpu_kv_bytes": 1 << 22}
 NGRAM = {"method": "ngram", "min_n": 1, "num_speculative_tokens": 3}
 HEAD = {"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 CELLS: dict[str, list[dict[str, Any]]] = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from raypp.messages import Int32s
-from raypp.ops.block_store import by_block, cpu_memory
+from raypp.ops.block_store import by_block
+from raypp.ops.kv_cache import zeros_on_demand
 
 
 class TorchBlockStore:
@@ -19,7 +22,8 @@ class TorchBlockStore:
 
     def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int) -> None:
         self._rows = by_block(kv_caches)
-        self._memory = cpu_memory(self._rows, num_cpu_blocks)
+        shape = (num_cpu_blocks, *self._rows.shape[1:])
+        self._memory = zeros_on_demand(math.prod(shape), self._rows.dtype).view(shape)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
         """Copy blocks of the caches to CPU memory."""

@@ -8,7 +8,7 @@ multiprocessor from the step that runs beside them.
 
 from __future__ import annotations
 
-import weakref
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.errors import ResourceError
 from raypp.messages import Int32s
-from raypp.ops.block_store import by_block, cpu_memory
+from raypp.ops.block_store import by_block
+from raypp.ops.cuda.locked_memory import locked_memory
 from raypp.ops.host_to_device import to_device
 
 Places = NDArray[Any]  # integers
@@ -33,13 +33,14 @@ class PinnedBlockStore:
         num_staged: Blocks that the GPU holds on their way at a time.
 
     Raises:
-        ResourceError: the memory cannot be page-locked.
+        ResourceError: there is not so much memory, or it cannot be page-locked.
     """
 
     def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int) -> None:
         self._rows = by_block(kv_caches)
-        self._memory = cpu_memory(self._rows, num_cpu_blocks)
-        _page_lock(self._memory, self)
+        shape = (num_cpu_blocks, *self._rows.shape[1:])
+        num_bytes = math.prod(shape) * self._rows.element_size()
+        self._memory = locked_memory(num_bytes, self).view(self._rows.dtype).view(shape)
         self._staging = self._rows.new_empty((num_staged, *self._rows.shape[1:]))
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
@@ -73,21 +74,3 @@ def runs(places: Places) -> Iterator[tuple[int, int]]:
     """Yield start and end of each run of consecutive numbers among ascending ones, [n]."""
     starts = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist()]
     yield from zip(starts, [*starts[1:], len(places)], strict=True)
-
-
-def _page_lock(memory: torch.Tensor, owner: object) -> None:
-    """Page-lock memory until its owner is gone. torch's own page-locked memory comes in powers of two.
-
-    Raises:
-        ResourceError: the system refuses.
-    """
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    status = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if status:
-        raise ResourceError(
-            "the memory for KV blocks cannot be page-locked",
-            got=f"CUDA error {status} for {memory.nbytes / 2**30:.2f} GiB",
-            expected="a system that lets this process lock so much of its main memory",
-            hint="lower cpu_kv_bytes, or raise the limit of locked memory (ulimit -l, a container's memory)",
-        )
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False

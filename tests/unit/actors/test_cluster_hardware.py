@@ -12,7 +12,7 @@ def test_all_gpus_count_and_what_the_weakest_has():
         Hardware(64, 512 << 30, 8, "large", 140 << 30, (9, 0)),
         Hardware(16, 128 << 30, 1, "small", 24 << 30, (8, 6)),
     ]
-    assert smallest_of(nodes) == Hardware(16, 128 << 30, 9, "small", 24 << 30, (8, 6))
+    assert smallest_of(nodes) == Hardware(16, 128 << 30, 9, "small", 24 << 30, (8, 6), num_machines=2)
     assert smallest_of([]) is None
 
 

@@ -26,7 +26,9 @@ def make_caches(dtype: torch.dtype, block_size: int = 3) -> torch.Tensor:
 @pytest.fixture(params=["torch", "pinned", "pinned, one by one"])
 def make_store(request, monkeypatch):
     """Of both devices; that of a GPU on caches of the CPU."""
-    monkeypatch.setattr(pinned_blocks, "_page_lock", lambda memory, owner: None)
+    monkeypatch.setattr(
+        pinned_blocks, "locked_memory", lambda num_bytes, owner: torch.zeros(num_bytes, dtype=torch.uint8)
+    )
 
     def make(caches: torch.Tensor) -> BlockStore:
         if request.param == "torch":

@@ -52,6 +52,44 @@ def test_one_core_is_left_to_the_driver():
     assert _plan(16, stage_num_threads=5).num_threads == 5
 
 
+def test_blocks_in_cpu_memory_are_as_many_as_the_largest_leave_room_for():
+    plan = _plan(num_stages=2, cpu_kv_bytes=1 << 22, block_size=8)
+    bytes_per_block_and_layer = 2 * 8 * 2 * 64 * 4
+    assert plan.num_cpu_blocks == (1 << 22) // (4 * bytes_per_block_and_layer)
+    assert [stage.cpu_kv_bytes for stage in plan.stages] == [
+        plan.num_cpu_blocks * layers * bytes_per_block_and_layer for layers in (4, 2)
+    ]
+    limits = plan.scheduler_limits()
+    assert limits.block_bytes == 6 * bytes_per_block_and_layer
+    assert limits.num_cpu_blocks == plan.stage_spec(0).num_cpu_blocks == plan.stage_spec(1).num_cpu_blocks
+    assert plan.describe()["num_cpu_kv_blocks"] == plan.num_cpu_blocks
+    assert _plan().num_cpu_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_machines", "gib", "fits"),
+    [
+        ("pack", 1, 60, True),
+        ("pack", 1, 70, False),
+        ("pack", 2, 70, True),
+        ("strict_pack", 2, 70, False),
+        ("strict_spread", 2, 70, True),
+        ("strict_spread", 2, 140, False),
+    ],
+)
+def test_stages_of_one_machine_share_its_main_memory(placement, num_machines, gib, fits):
+    hardware = Hardware(16, 128 << 30, 2, "GPU", 80 << 30, (9, 0), num_machines)
+    config = EngineConfig.from_flat(
+        "tiny", device="cuda", num_stages=2, placement=placement, cpu_kv_bytes=gib << 30, layer_partition=[3, 3]
+    )
+    if fits:
+        assert plan_engine(config, hardware).stages[0].cpu_kv_bytes > (gib - 1) << 30
+        return
+    with pytest.raises(ResourceError, match="in CPU memory do not fit the machine") as caught:
+        plan_engine(config, hardware)
+    assert caught.value.got == "128.00 GiB of main memory"
+
+
 def test_nothing_is_open_in_the_resolved_config():
     config = _plan(num_stages=2).resolved_config()
     assert (config.model.dtype, config.model.max_model_len) == ("float32", 4096)
