@@ -35,7 +35,7 @@ class SchedulerLimits:
     block_bytes: int = 0
     """Of a KV block on all stages together; for reports alone."""
     min_prefill_chunk_tokens: int = 512
-    """The smallest chunk of a prompt, unless the step is full or the prompt ends with it."""
+    """The smallest chunk of a prompt, unless rows decode, the step is full or the prompt ends with it."""
     max_steps_per_cohort: int = STEPS_PER_COHORT
     """Steps of one cohort in flight while no prompt waits or is computed; else there are STEPS_PER_COHORT."""
     max_drafts: int = 0

@@ -30,11 +30,15 @@ from raypp.scheduler.request import Request, RequestUpdate
 from raypp.scheduler.request_state import NO_ROW, RequestState
 from raypp.scheduler.running import RunningRequests
 from raypp.scheduler.scheduler_stats import Counters, SchedulerStats
+from raypp.scheduler.step_cost import RooflineCost, StageTimes
 from raypp.scheduler.step_logprobs import StepLogprobsReader
+from raypp.scheduler.step_predictor import StepPredictor
 from raypp.scheduler.waiting_queue import WaitingQueue
 from raypp.types import FinishReason
 
 _NO_DRAFTS = FixedDrafts(0)
+_SOME_FREE_TOKENS = 12.0
+_SOME_TIMES = StageTimes(step=0.5, prompts=0.1, weights=0.5, token=0.01, logit=0.01, kv=1e-5, pair=1e-5)
 
 
 class Scheduler:
@@ -43,9 +47,16 @@ class Scheduler:
     Args:
         limits: The fixed sizes.
         draft_policy: Chooses the drafts per decode row of each step; `limits.max_drafts` bounds it.
+        predictor: Says how long steps take; None: one that takes stages for much alike a small model's on a CPU.
     """
 
-    def __init__(self, limits: SchedulerLimits, draft_policy: DraftPolicy = _NO_DRAFTS) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        draft_policy: DraftPolicy = _NO_DRAFTS,
+        predictor: StepPredictor | None = None,
+    ) -> None:
+        predictor = predictor or StepPredictor(RooflineCost(_SOME_FREE_TOKENS), [_SOME_TIMES])
         self._limits = limits
         self._counters = Counters()
         self._drafts = DraftControl(limits, draft_policy)
@@ -58,7 +69,7 @@ class Scheduler:
         """Orders the embeddings of images; whoever carries the orders out tells it what came of them."""
         self._running = RunningRequests(limits, self._kv, self._in_flight, self.items)
         self._decode = DecodeChooser(limits, self._kv, self.items, self._running, self._counters)
-        self._prefill = PrefillChooser(limits, self._kv, self._queue, self._running, self._counters)
+        self._prefill = PrefillChooser(limits, self._kv, self._queue, self._running, self._counters, predictor)
         self._num_added = 0
 
     @property
@@ -255,14 +266,10 @@ class Scheduler:
 
         Only rows that yielded their last token in step `newest_feedback` or before may decode.
         """
-        limits, in_flight = self._limits, self._in_flight
+        in_flight = self._in_flight
         num_drafts = self._drafts.num_drafts_of(cohort, self._kv.num_free)
         decoding = self._decode.take_rows(cohort, num_drafts, newest_feedback)
-        chunks = self._prefill.take_chunks(
-            limits.max_step_rows - len(decoding),
-            limits.max_num_batched_tokens - len(decoding) * (1 + num_drafts),
-            in_flight.last_collected,
-        )
+        chunks = self._prefill.take_chunks(decoding, num_drafts, in_flight.last_collected)
         if not decoding and not chunks:
             return None
         step = InFlightStep(in_flight.next_step_id, cohort, num_drafts if decoding else 0, decoding, chunks)

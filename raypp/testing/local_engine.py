@@ -103,7 +103,7 @@ class LocalEngine:
             pipeline: The stages, if they are made already.
             mask_lateness: Lets the masks of grammars come late at random.
         """
-        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
+        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), plan.step_predictor())
         encoder: LocalEncoder | None = None
         if pipeline is None:
             specs = [plan.stage_spec(index) for index in range(len(plan.stages))]

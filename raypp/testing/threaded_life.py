@@ -61,7 +61,7 @@ class ThreadedLife:
         failures = FailureReports()
         predictor = plan.step_predictor()
         self._pipeline = ChannelPipeline(channel, health, failures, predictor)
-        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy())
+        self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), predictor)
         """To look at once the engine is closed."""
         self._links: list[Any] = []
         loops, encoder = self._stage_loops(channel, factory)
