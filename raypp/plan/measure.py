@@ -171,6 +171,7 @@ class _Rig:
             max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows),
             max_model_len=num_tokens,
             num_blocks=1 + num_rows * blocks_per_row,
+            num_cpu_blocks=0,
             trace=False,
             max_drafts=0,
             speculative=SpeculativeSection(),
@@ -206,6 +207,7 @@ class _Rig:
             max_num_batched_tokens=common.max_step_tokens,
             max_model_len=common.max_model_len,
             num_blocks=common.num_blocks,
+            num_cpu_blocks=common.num_cpu_blocks,
             enable_prefix_caching=False,
         )
         self._scheduler = Scheduler(limits)

@@ -1,7 +1,7 @@
 """Drafts of EAGLE heads are those of a plain reference, and text does not depend on the head.
 
-Random heads of each kind on random models, 1 to 4 stages, with prompts in chunks, shared beginnings, preemption and
-aborts; steps one by one and recorded. `TEST_EAGLE_CELLS` sets how many cells of the grid
+Random heads of each kind on random models, 1 to 4 stages, with prompts in chunks, shared beginnings, preemption, KV
+blocks in CPU memory, and aborts; steps one by one and recorded. `TEST_EAGLE_CELLS` sets how many cells of the grid
 are run: 4 at least, 128 are all.
 """
 
@@ -162,7 +162,8 @@ def test_drafts_are_those_of_the_reference_and_text_is_that_without_a_head(targe
             witness = Witness(patch)
             method = "eagle" if kind == "eagle" else "eagle3"
             speculative = {"method": method, "model": str(head), "num_speculative_tokens": NUM_DRAFTS}
-            requests, stats, _ = run(target, asked, speculative=speculative, **common)
+            memory = {"cpu_kv_bytes": (1 << 22, 0)[number % 2]}
+            requests, stats, _ = run(target, asked, speculative=speculative, **common, **memory)
         cell = f"{kind} {TARGETS[target_index]} {num_stages} stages, mode {mode}: {stats}"
         assert [request.output_token_ids for request in requests] == plain[key], cell
         assert stats.num_draft_tokens > stats.num_accepted_tokens, cell
@@ -171,9 +172,10 @@ def test_drafts_are_those_of_the_reference_and_text_is_that_without_a_head(targe
         met["rejected"] += stats.num_draft_tokens - stats.num_accepted_tokens
         met["hits"] += stats.num_prefix_hit_tokens
         met["preemptions"] += stats.num_preemptions
+        met["copied back"] += stats.num_blocks_copied_in
     print(f"{len(cells)} cells: {dict(met)}")
     assert met["excused"] <= met["compared"] / 1000
-    assert all(met[name] for name in ("compared", "accepted", "rejected", "hits", "preemptions")), met
+    assert all(met[name] for name in ("compared", "accepted", "rejected", "hits", "preemptions", "copied back")), met
 
 
 def test_a_wrong_state_is_noticed(targets, tmp_path, monkeypatch) -> None:

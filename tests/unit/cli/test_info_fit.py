@@ -38,6 +38,14 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line for line in lines if line.startswith("Estimates:")][1].startswith("Estimates: the GPUs' memory")
 
 
+def test_blocks_in_cpu_memory_are_said() -> None:
+    place = "in each stage's machine up to 32.00 GiB of main memory, page-locked."
+    assert f"KV of 441,504 tokens that had to make room: {place}" in _lines(
+        "qwen3-8b", "2x141GB", num_stages=2, cpu_kv_bytes=32 << 30
+    )
+    assert not any("make room" in line for line in _lines("qwen3-8b", "2x141GB", num_stages=2))
+
+
 def test_gpus_that_no_stage_has_are_said() -> None:
     note = "1 GPU not used: --num-stages 2 plans for all (the default is 1 stage)."
     assert note in _lines("qwen3-8b", "2x24GB")
