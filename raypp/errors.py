@@ -101,7 +101,23 @@ class ResourceError(RayppError):
 
 
 class EngineDeadError(RayppError):
-    """The engine is gone and will answer no more requests."""
+    """The engine is gone and will answer no more requests.
+
+    Args:
+        silent_s: How long there had been no sign of what died when that was noticed, 0 if that is not known. Seconds.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        got: object = None,
+        expected: object = None,
+        hint: str | None = None,
+        silent_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, got=got, expected=expected, hint=hint)
+        self.silent_s = silent_s
 
 
 class StageDiedError(EngineDeadError):
@@ -109,6 +125,7 @@ class StageDiedError(EngineDeadError):
 
     Args:
         stage_index: The stage's position in the pipeline, 0-based.
+        silent_s: See `EngineDeadError`.
     """
 
     def __init__(
@@ -119,8 +136,9 @@ class StageDiedError(EngineDeadError):
         got: object = None,
         expected: object = None,
         hint: str | None = None,
+        silent_s: float = 0.0,
     ) -> None:
-        super().__init__(message, got=got, expected=expected, hint=hint)
+        super().__init__(message, got=got, expected=expected, hint=hint, silent_s=silent_s)
         self.stage_index = stage_index
 
 

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raypp.actors.cluster import Cluster
 from raypp.actors.deadline import Deadline
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement, reserve, reserve_when_there_is_room
+from raypp.actors.placement import Placement, alive_nodes, reserve, reserve_when_there_is_room
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.actors.stage_pool import StagePool
@@ -169,6 +169,12 @@ class EngineLife:
             "stages": [process.pid for process in self._stage_processes],
             "encoders": [process.pid for process in self._current_encoders()],
         }
+
+    def num_lost_nodes(self) -> int:
+        """Return how many of the nodes that it was started on are gone by now."""
+        if self._placement is None or not self._cluster.is_useful():
+            return 0
+        return len(self._placement.node_ids - {node.node_id for node in alive_nodes()})
 
     def encoder_actors(self) -> list[Any]:
         """Return the encoder actors; none of a model that reads text alone.

@@ -77,7 +77,12 @@ class Placement:
     @property
     def is_on_one_node(self) -> bool:
         """Whether driver, stages and encoders are all on the same node."""
-        return all(place.node_id == self.driver_node_id for place in (*self.stages, *self.encoders))
+        return self.node_ids <= {self.driver_node_id}
+
+    @property
+    def node_ids(self) -> set[str]:
+        """The nodes of stages and encoders."""
+        return {place.node_id for place in (*self.stages, *self.encoders)}
 
     def host_of(self, node_id: str) -> str:
         """Return the address at which an engine's processes on a node are reached: loopback when all are there."""

@@ -75,8 +75,7 @@ class StagePool:
         placement = self._placement
         if placement is None:
             return None
-        used = {place.node_id for place in (*placement.stages, *placement.encoders)}
-        if list(bundles) == self._bundles and used <= {node.node_id for node in alive_nodes()}:
+        if list(bundles) == self._bundles and placement.node_ids <= {node.node_id for node in alive_nodes()}:
             return placement
         self.end(_END_S)
         return None

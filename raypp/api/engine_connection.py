@@ -38,11 +38,12 @@ class ConnectionUser(Protocol):
             error: What it died of; None: it is replaced on purpose, or nobody has said.
         """
 
-    def on_back(self, in_flight: Collection[int] | None) -> None:
+    def on_back(self, in_flight: Collection[int] | None, *, is_explained: bool) -> None:
         """Take in that the engine runs again, knowing nothing of what it was asked for before.
 
         Args:
             in_flight: The handles that were in a step when the last one died; None if nobody was left to tell.
+            is_explained: Whether it is known that it died of no request.
         """
 
     def on_dead(self, error: RayppError) -> None:
@@ -94,9 +95,9 @@ class EngineConnection:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
         self._call(lambda: self._hear_of_loss(error))
 
-    def engine_back(self, client_address: str) -> None:
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
         """Take in, in any thread, that the engine runs again, at this address."""
-        self._call(lambda: self._return_to(client_address))
+        self._call(lambda: self._return_to(client_address, is_explained=is_explained))
 
     def engine_dead(self, error: RayppError) -> None:
         """Take in, in any thread, that the engine died for good."""
@@ -130,7 +131,7 @@ class EngineConnection:
         if self._client is not None:
             self._client.was_heard()  # the driver's last words, maybe of what was in flight
         if self._client is not None:
-            self._lose(error, None if error is not None else ())
+            self._lose(error, None)
 
     def _lose(self, error: RayppError | None, in_flight: Collection[int] | None) -> None:
         self._disconnect()
@@ -138,13 +139,13 @@ class EngineConnection:
             self._in_flight = in_flight
             self._user.on_lost(error)
 
-    def _return_to(self, address: str) -> None:
+    def _return_to(self, address: str, *, is_explained: bool) -> None:
         if self._has_ended or (self._client is not None and address == self._address):
             return  # it was connected to when it was back already
         if self._client is not None:
             self._lose(None, None)
         self._connect(address)
-        self._user.on_back(self._in_flight)
+        self._user.on_back(self._in_flight, is_explained=is_explained)
 
     def _end(self, error: RayppError) -> None:
         if self._client is not None:
@@ -173,8 +174,9 @@ class EngineConnection:
                 got=f"no message for {silent_s:.1f} s",
                 expected=f"a heartbeat within {faults.silence_timeout_s:g} s",
                 hint="its process is stopped or starved",
+                silent_s=silent_s,
             )
             self._lose(error, None)
-            self._handle.report_death(error, self._address, silent_s=silent_s)
+            self._handle.report_death(error, self._address)
         else:
             self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)

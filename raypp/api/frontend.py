@@ -215,19 +215,18 @@ class Frontend:
             if not reply.done():
                 reply.set_result(None)
 
-    def on_back(self, in_flight: Collection[int] | None) -> None:
+    def on_back(self, in_flight: Collection[int] | None, *, is_explained: bool) -> None:
         """Hand over what is unfinished: the engine runs again."""
-        back_s, convicted, self._waiting_room = time.monotonic(), self._judge(in_flight), None
+        back_s, self._waiting_room = time.monotonic(), None
+        convicted = self._judge(in_flight, is_explained=is_explained)
         unfinished = {h: len(c.token_ids) for h, (request, c) in self._completions.items() if request is not convicted}
         num_requests = len({id(self._completions[handle][0]) for handle in unfinished})
         self._send_begun(self._trials.begin(unfinished))
-        paused_s = self._recoveries.end(num_requests, back_s)
-        _log.info("%d requests go on after %.1f s", num_requests, paused_s)
+        self._recoveries.end(num_requests, back_s)
         if convicted is not None:
             self._fail(convicted, conviction(convicted.request_id))
         self._go_on_with_trials()
-        if hold_s := self._trials.hold_s:
-            self._loop.call_later(hold_s, self._go_on_with_trials)
+        self._loop.call_later(self._trials.hold_s, self._go_on_with_trials)
 
     def on_dead(self, error: RayppError) -> None:
         """End all requests: the engine died for good."""
@@ -245,13 +244,14 @@ class Frontend:
             if not reply.done():
                 reply.set_exception(copy.copy(error))
 
-    def _judge(self, in_flight: Collection[int] | None) -> RunningRequest | None:
+    def _judge(self, in_flight: Collection[int] | None, *, is_explained: bool) -> RunningRequest | None:
         """Take in that the engine may have died of a request; return the one that it surely died of."""
         had = {handle: self._completions[handle] for handle in self._had if handle in self._completions}
         verdict = self._trials.note_death(
             in_flight,
             {handle: len(completion.token_ids) for handle, (_, completion) in had.items()},
             is_only_request=len({request.request_id for request, _ in had.values()}) == 1,
+            is_explained=is_explained,
         )
         if verdict.num_excused:
             self._engine.handle.excuse_restarts(verdict.num_excused)

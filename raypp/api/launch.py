@@ -59,7 +59,7 @@ class EngineHandle(Protocol):
         misses nothing.
         """
 
-    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+    def report_death(self, error: RayppError, client_address: str) -> None:
         """Take in what a client finds out: that the engine has died, or says nothing. From any thread.
 
         It is ignored while the engine is restarting or closed, and of an earlier life than the present one.
@@ -67,7 +67,6 @@ class EngineHandle(Protocol):
         Args:
             error: What it died of.
             client_address: Where the client was connected; it names the life that has died.
-            silent_s: How long nothing had been heard. Seconds.
         """
 
     def excuse_restarts(self, count: int) -> None:

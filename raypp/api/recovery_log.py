@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from raypp.supervision.recovery import Recovery
+
+_log = logging.getLogger(__name__)
 
 
 class RecoveryLog:
@@ -34,8 +37,8 @@ class RecoveryLog:
         if self._began_s is None:
             self._began_s = self._clock()
 
-    def end(self, num_requests: int, back_s: float) -> float:
-        """Take in that requests go on; return how long they paused, in seconds.
+    def end(self, num_requests: int, back_s: float) -> None:
+        """Take in that requests go on.
 
         Args:
             num_requests: How many were unfinished.
@@ -47,7 +50,7 @@ class RecoveryLog:
         self._paused_s += self._last_paused_s
         self._hand_over_s = now_s - back_s
         self._num_carried_over += num_requests
-        return self._last_paused_s
+        _log.info("%d requests go on after %.1f s", num_requests, self._last_paused_s)
 
     def figures(self, recoveries: Sequence[Recovery]) -> dict[str, Any]:
         """Return them as `stats()` has them.

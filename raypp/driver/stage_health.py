@@ -94,6 +94,7 @@ class StageHealth:
                 got=f"no sign of it for {silent_s[stage_index]:.1f} s",
                 expected=f"a heartbeat within {self._silence_timeout_s:g} s",
                 hint="its process is stopped or starved, or its machine cannot be reached",
+                silent_s=silent_s[stage_index],
             )
         if not is_busy:
             self._progress_s = self._clock()
@@ -107,6 +108,7 @@ class StageHealth:
             got=f"no progress for {stalled_s:.1f} s, no sign of the stage for {silent_s[stage_index]:.1f} s",
             expected=f"progress within step_timeout_s={self._step_timeout_s:g}",
             hint="raise step_timeout_s if steps of this model really take that long",
+            silent_s=stalled_s,
         )
 
     def _slowest(self, silent_s: list[float]) -> int:

@@ -33,6 +33,7 @@ class Recovery:
         end_s: Until nothing was left of the old engine. Seconds.
         start_s: Until a new one could be used, waiting for room and starts that failed included. Seconds.
         num_starts: How many starts it took.
+        num_lost_nodes: How many of the machines that it ran on were gone then.
         last_start: Parts of the last one.
     """
 
@@ -41,6 +42,7 @@ class Recovery:
     end_s: float
     start_s: float
     num_starts: int = 1
+    num_lost_nodes: int = 0
     last_start: StartTimes = StartTimes()
 
     @property
@@ -59,8 +61,13 @@ class EngineWatcher(Protocol):
             error: What it died of; None: it is replaced on purpose.
         """
 
-    def engine_back(self, client_address: str) -> None:
-        """Hear that it runs again, at this address."""
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
+        """Hear that it runs again, at this address.
+
+        Args:
+            client_address: Of its driver.
+            is_explained: Whether it is known that it died of no request: it was replaced on purpose, or lost a node.
+        """
 
     def engine_dead(self, error: RayppError) -> None:
         """Hear that it is gone for good: its restarts are used up, or it cannot start. Nothing follows."""

@@ -61,9 +61,9 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         """Tell somebody, from another thread, what becomes of the engine from now on."""
         self._supervisor.watch(watcher)
 
-    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+    def report_death(self, error: RayppError, client_address: str) -> None:
         """Take in that the engine at an address has died, from a client that found it out. From any thread."""
-        self._supervisor.report_death(error, client_address, silent_s=silent_s)
+        self._supervisor.report_death(error, client_address)
 
     def excuse_restarts(self, count: int) -> None:
         """Count the latest restarts no longer: what caused them will not come again."""

@@ -36,6 +36,9 @@ class Life(Protocol):
     def start_times(self) -> StartTimes:
         """How long its start took, by part."""
 
+    def num_lost_nodes(self) -> int:
+        """Return how many of the machines that it was started on are gone by now."""
+
     def watch(self, on_death: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when it dies; also if it has died already."""
 
@@ -132,10 +135,11 @@ class Supervisor(Generic[LifeT]):
             elif self._death is not None:
                 watcher.engine_lost(self._death.error)
 
-    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+    def report_death(self, error: RayppError, client_address: str) -> None:
         """Take in that a life has died, from whoever finds it out; see `raypp.api.launch.EngineHandle`."""
         with self._lock:
             if self._death is None and client_address == self._life.client_address and not self.is_closing.is_set():
+                silent_s = error.silent_s if isinstance(error, EngineDeadError) else 0.0
                 self._death = _Death(error, self._clock() - silent_s)
                 self._reported.notify_all()
 
@@ -242,8 +246,10 @@ class Supervisor(Generic[LifeT]):
             started_s = self._clock()
             self._go_on(
                 life,
+                death,
                 Recovery(
                     str(death),
+                    num_lost_nodes=self._life.num_lost_nodes(),
                     notice_s=noticed_s - death.last_sign_s,
                     end_s=ended_s - noticed_s,
                     start_s=started_s - ended_s,
@@ -254,7 +260,8 @@ class Supervisor(Generic[LifeT]):
             return None
         return None
 
-    def _go_on(self, life: LifeT, recovery: Recovery) -> None:
+    def _go_on(self, life: LifeT, death: _Death, recovery: Recovery) -> None:
+        is_explained = death.error is None or recovery.num_lost_nodes > 0
         with self._lock:
             is_wanted = not self.is_closing.is_set()
             if is_wanted:
@@ -262,16 +269,18 @@ class Supervisor(Generic[LifeT]):
                 self._recoveries.append(recovery)
                 logger.warning(
                     "the engine runs again after %.1f s (notice %.1f s, end %.1f s, start %.1f s, starts: %d, "
-                    "stages that kept their weights: %d): %s",
+                    "stages that kept their weights: %d, "
+                    "lost nodes: %d): %s",
                     recovery.total_s,
                     recovery.notice_s,
                     recovery.end_s,
                     recovery.start_s,
                     recovery.num_starts,
                     recovery.last_start.num_kept_stages,
+                    recovery.num_lost_nodes,
                     recovery.died,
                 )
-                self._tell(lambda watcher: watcher.engine_back(life.client_address))
+                self._tell(lambda watcher: watcher.engine_back(life.client_address, is_explained=is_explained))
                 self._reported.notify_all()
         if is_wanted:
             self._watch(life)

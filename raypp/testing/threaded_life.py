@@ -93,6 +93,10 @@ class ThreadedLife:
         """Nothing of it was measured."""
         return StartTimes()
 
+    def num_lost_nodes(self) -> int:
+        """Return 0: it is on this machine."""
+        return 0
+
     def watch(self, on_death: Callable[[RayppError], None]) -> None:
         """Call back, from another thread, when it dies; also if it has died already."""
         with self._lock:

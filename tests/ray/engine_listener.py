@@ -21,7 +21,7 @@ class EngineListener:
     def engine_lost(self, error: RayppError) -> None:
         self._note("lost", error)
 
-    def engine_back(self, client_address: str) -> None:
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
         self._note("back", None)
 
     def engine_dead(self, error: RayppError) -> None:

@@ -262,7 +262,7 @@ class _Engine:
         self.lost_s = time.monotonic()
         self.num_lost += 1
 
-    def engine_back(self, client_address: str) -> None:
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
         self.back_s = time.monotonic()
         self.num_back += 1
 

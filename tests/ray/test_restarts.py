@@ -101,9 +101,9 @@ def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest
         check_served(engine)
         driver = pids_of(engine)[0]
         os.kill(driver, signal.SIGSTOP)  # which only a client notices
-        frozen = EngineDeadError("the driver is frozen")
+        frozen = EngineDeadError("the driver is frozen", silent_s=1.5)
         address = engine.client_address
-        listener.hears("lost", "back", after=lambda: engine.report_death(frozen, address, silent_s=1.5))
+        listener.hears("lost", "back", after=lambda: engine.report_death(frozen, address))
         engine.report_death(frozen, address)  # of a client that is late
         check_served(engine)
         recoveries = engine.recoveries()
@@ -111,6 +111,7 @@ def test_what_dies_or_stands_still_is_replaced(folder: Path, monkeypatch: pytest
     assert [recovery.num_starts for recovery in recoveries] == [1] * 3
     assert "the driver died" in recoveries[0].died
     assert "stage 0 is frozen" in recoveries[1].died
+    assert recoveries[1].notice_s >= 1.0
     assert recoveries[2].notice_s >= 1.5
     assert listener.words == ["lost", "back"] * 3
     assert not meeting_places(folder)

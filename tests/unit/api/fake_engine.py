@@ -69,6 +69,7 @@ class FakeEngine:
         self.num_clients_left = 0
         self.num_deaths = self.num_excused = 0
         self.is_back = self.opens_gate = True
+        self.died_of_no_request = False  # whether that is known
         self.num_closed = 0
         self.stage_factory: object = None
         self._gate_is_open = True
@@ -107,7 +108,7 @@ class FakeEngine:
     def watch(self, watcher: EngineWatcher) -> None:
         self._watchers.append(watcher)
 
-    def report_death(self, error: RayppError, client_address: str, *, silent_s: float = 0.0) -> None:
+    def report_death(self, error: RayppError, client_address: str) -> None:
         if client_address == self.client_address and self.is_back:
             self._tell_of_death(error)
             if self.recovers_by_itself:
@@ -208,7 +209,7 @@ class FakeEngine:
             self._known_clients.clear()
             self._gate_is_open, self._steps_granted, self.is_back = self.opens_gate, 0, True
             for watcher in self._watchers:
-                watcher.engine_back(self.client_address)
+                watcher.engine_back(self.client_address, is_explained=self.died_of_no_request)
 
     def _handle(self, client: bytes, frames: list[bytes]) -> None:
         self._known_clients.add(client)

@@ -150,7 +150,7 @@ def test_replies_round_trip() -> None:
     "error",
     [
         errors.RequestError("bad", request_id="r1", got=3, expected="less", hint="lower it"),
-        errors.StageDiedError("gone", stage_index=2),
+        errors.StageDiedError("gone", stage_index=2, silent_s=1.5),
         errors.ResourceError("full", got=[1, 2]),
         errors.EngineDeadError("dead"),
     ],

@@ -284,3 +284,15 @@ def test_a_trial_waits_until_the_engine_is_older_than_those_that_have_died() -> 
     now_s += 0.61
     assert trials.hold_s == 0
     assert trials.next(tokens) == [0]
+
+
+def test_deaths_that_have_another_cause_are_nobodys_doing() -> None:
+    trials = Trials(8, lambda: 0.0)
+    tokens = begin_trial_of_first(trials, 0, 0)
+    for _ in range(5):
+        assert trials.note_death([0, 1], tokens, is_only_request=False, is_explained=True) == NOTHING
+        assert trials.begin(tokens) == [1]
+        trials.note_tokens([1])
+        assert trials.next(tokens) == [0], "it is still on trial"
+        tokens[1] += 1
+    assert trials.note_death([0, 1], tokens, is_only_request=False) == Verdict(0, 1), "and nobody else was to blame"

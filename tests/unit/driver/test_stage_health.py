@@ -75,6 +75,7 @@ def test_a_silent_stage_is_noticed_while_the_pipeline_is_idle():
     assert error is not None
     assert error.stage_index == 1
     assert 120.0 <= clock.now_s <= 121.0
+    assert 20.0 <= error.silent_s <= 21.0
 
 
 def test_time_in_which_nobody_looked_does_not_count():

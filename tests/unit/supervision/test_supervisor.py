@@ -21,7 +21,7 @@ class FakeLife:
 
     def __init__(self, number: int) -> None:
         self.client_address = f"inproc://{number}"
-        self.num_ends = 0
+        self.num_ends = self.lost = 0
         self.die: Callable[[RayppError], None] = lambda _: None
         self.died_at_once: RayppError | None = None
 
@@ -29,6 +29,9 @@ class FakeLife:
         self.die = on_death
         if self.died_at_once is not None:
             threading.Thread(target=on_death, args=(self.died_at_once,), daemon=True).start()
+
+    def num_lost_nodes(self) -> int:
+        return self.lost
 
     def end(self) -> None:
         self.num_ends += 1
@@ -39,12 +42,14 @@ class Listener:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, object]] = []
+        self.explained: list[bool] = []
         self._changed = threading.Condition()
 
     def engine_lost(self, error: RayppError) -> None:
         self._note("lost", error)
 
-    def engine_back(self, client_address: str) -> None:
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
+        self.explained.append(is_explained)
         self._note("back", client_address)
 
     def engine_dead(self, error: RayppError) -> None:
@@ -129,12 +134,25 @@ def test_the_next_life_has_its_own_address(own: Callable[..., Owner]) -> None:
 
 def test_what_is_said_of_an_earlier_life_is_ignored(own: Callable[..., Owner]) -> None:
     owner = own(FakeLife(1), max_engine_restarts=3)
-    owner.supervisor.report_death(stage_died(), "inproc://0", silent_s=1.5)
+    owner.supervisor.report_death(EngineDeadError("frozen", silent_s=1.5), "inproc://0")
     owner.listener.wait_for("lost", "back")
     owner.supervisor.report_death(stage_died(), "inproc://0")
     owner.first.die(stage_died())
     assert owner.supervisor.is_running
     assert owner.supervisor.recoveries()[0].notice_s == 1.5
+
+
+def test_who_uses_it_hears_whether_a_request_may_have_done_it(own: Callable[..., Owner]) -> None:
+    lives = [FakeLife(number) for number in (1, 2, 3)]
+    owner = own(*lives, max_engine_restarts=3)
+    owner.first.die(stage_died())
+    owner.listener.wait_for("lost", "back")
+    lives[0].lost = 1
+    lives[0].die(stage_died())
+    owner.listener.wait_for("lost", "back", "lost", "back")
+    owner.supervisor.restart()
+    assert owner.listener.explained == [False, True, True]
+    assert [recovery.num_lost_nodes for recovery in owner.supervisor.recoveries()] == [0, 1, 0]
 
 
 def test_restarts_are_counted_within_a_window(own: Callable[..., Owner]) -> None:

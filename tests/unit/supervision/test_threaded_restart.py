@@ -22,7 +22,7 @@ class Listener:
     def engine_lost(self, error: RayppError) -> None:
         self.errors.append(error)
 
-    def engine_back(self, client_address: str) -> None:
+    def engine_back(self, client_address: str, *, is_explained: bool) -> None:
         self.back.set()
 
     def engine_dead(self, error: RayppError) -> None:
