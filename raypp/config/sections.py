@@ -131,6 +131,10 @@ class SchedulerSection(Section):
     max_steps_per_cohort: int | None = Field(default=None, ge=2, le=4)
     """Decode steps of a cohort that may be in flight at a time; with prompts about, 2. None: 2, but 3 on GPUs where a
     step of the model is so short that the driver's next plan would come late, without speculation."""
+    max_itl_ms: float | None = Field(default=None, gt=0)
+    """How long a row may wait for its next token because of prompts, milliseconds: steps take no more of these than
+    their predicted time allows. Where decode rows alone take longer, prompts get their smallest chunks. None: beside
+    decode rows a step takes at most about eight times what its fixed costs are, or twice what these rows take."""
     max_waiting_bytes: int = Field(default=1 << 32, ge=1 << 16)
     """Memory that unfinished requests may take in the driver: 4 bytes per prompt token and 4 KiB per request, images
     apart. A request for which there is no room is refused with QueueFullError."""

@@ -5,6 +5,7 @@ Pure: reads the model's config.json and the machine's description, starts nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,7 @@ class EnginePlan:
             block_bytes=sum(stage.kv_cache_bytes for stage in self.stages) // self.num_blocks,
             enable_prefix_caching=self.config.cache.enable_prefix_caching,
             min_prefill_chunk_tokens=self.config.scheduler.min_prefill_chunk_tokens,
+            max_itl_ms=self.config.scheduler.max_itl_ms or math.inf,
             max_drafts=self.config.speculative.max_drafts,
             # A head's last guess never enters; the others do, behind the row's end.
             num_lookahead_tokens=0 if self.draft_head is None else self.config.speculative.max_drafts - 1,

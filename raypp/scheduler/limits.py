@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 STEPS_PER_COHORT = 2
@@ -36,6 +37,8 @@ class SchedulerLimits:
     """Of a KV block on all stages together; for reports alone."""
     min_prefill_chunk_tokens: int = 512
     """The smallest chunk of a prompt, unless rows decode, the step is full or the prompt ends with it."""
+    max_itl_ms: float = math.inf
+    """How long a decode row may wait for its next token because of prompts."""
     max_steps_per_cohort: int = STEPS_PER_COHORT
     """Steps of one cohort in flight while no prompt waits or is computed; else there are STEPS_PER_COHORT."""
     max_drafts: int = 0
@@ -60,6 +63,7 @@ class SchedulerLimits:
         assert self.max_copied_blocks >= 1
         assert not self.num_cpu_blocks or self.enable_prefix_caching, "blocks in CPU memory are found by their keys"
         assert self.min_prefill_chunk_tokens >= 1
+        assert self.max_itl_ms > 0
         assert self.max_steps_per_cohort >= STEPS_PER_COHORT
         assert self.max_drafts >= 0
         assert self.max_item_tokens >= 0

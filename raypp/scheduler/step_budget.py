@@ -6,6 +6,8 @@ a queue can bring into the pipeline now, since the others wait for a row to end.
 fixed costs worth paying, and at most what makes them small. While nothing decodes, prompts are cut by tokens alone, in
 multiples of the smallest chunk: docs/design/0135-chunks-in-whole-rounds.md. The spreading is gLLM's token throttling
 (arXiv:2504.14775), by time: docs/design/0194-steps-of-equal-time.md.
+
+`max_itl_ms` bounds the time of every step besides, of one stage too.
 """
 
 from __future__ import annotations
@@ -82,15 +84,16 @@ class StepBudget:
         self._least_chunk = limits.min_prefill_chunk_tokens
         pace = min(1.0, free_kv_share / SHORT_OF_KV_SHARE)
         self._takes_all_tokens = True
-        if limits.num_stages == 1:
-            pass
-        elif any_decodes:
+        if limits.num_stages > 1 and any_decodes:
             self._most_ms = self._most_beside_rows(waiting, pace / (SPREAD_PER_STAGE * limits.num_stages))
-            self._least_chunk = max(1, self._least_chunk // _PARTS_OF_CHUNK)
-        else:
+        elif limits.num_stages > 1:
             spread = spread_tokens(limits, waiting.num_tokens * pace)
             self._takes_all_tokens = spread >= self._num_tokens
             self._num_tokens = min(spread, self._num_tokens)
+        # A row has a step in every round, of one for each stage; also one whose first token is under way.
+        self._most_ms = min(self._most_ms, limits.max_itl_ms / limits.num_stages / _SLACK)
+        if math.isfinite(self._most_ms):
+            self._least_chunk = max(1, self._least_chunk // _PARTS_OF_CHUNK)
         self._has_chunks = False
 
     @property

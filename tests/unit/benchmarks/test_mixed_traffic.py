@@ -138,19 +138,29 @@ def test_an_engine_is_measured(capsys):
     assert num_first >= offline["output_tokens"]
 
 
+def _simulated(**limits):
+    times = [StageTimes(0.3, 0.6, 1.7, 0.001, 0.005, 2e-5, 5e-7)] * 2
+    settings = {
+        "num_stages": 2,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8192,
+        "max_model_len": 4096,
+        "block_size": 16,
+        "num_blocks": 8192,
+        "enable_prefix_caching": False,
+    }
+    traffic = parse_traffic("requests=120,input=uniform:16:3000,output=uniform:16:128")
+    return simulate(traffic, SchedulerLimits(**(settings | limits)), RooflineCost(180.0), times, host_ms=0.5)
+
+
 def test_simulated_steps_are_of_equal_time():
     """Prompts that come in lumps, as rows end, do not make stages wait for each other."""
-    times = [StageTimes(0.3, 0.6, 1.7, 0.001, 0.005, 2e-5, 5e-7)] * 2
-    limits = SchedulerLimits(
-        num_stages=2,
-        max_num_seqs=32,
-        max_num_batched_tokens=8192,
-        max_model_len=4096,
-        block_size=16,
-        num_blocks=8192,
-        enable_prefix_caching=False,
-    )
-    traffic = parse_traffic("requests=120,input=uniform:16:3000,output=uniform:16:128")
-    found = simulate(traffic, limits, RooflineCost(180.0), times, host_ms=0.5)
+    found = _simulated()
     assert min(found["busy"]) > 0.86, "0.73 when tokens alone bound a step"
     assert found["itl_ms"]["p99"] < 50, "100 likewise"
+
+
+def test_the_time_between_tokens_can_be_bounded():
+    found = _simulated(max_itl_ms=12.0)
+    assert found["itl_ms"]["median"] <= 12.5  # with the hosts' half a millisecond
+    assert found["itl_ms"]["p99"] <= 15, "a row that changes its cohort waits for a part of a round besides"

@@ -163,3 +163,17 @@ def test_rows_of_other_cohorts_count_as_rows_that_decode():
     beside = budget_for(10**6, any_decodes=True).chunk_tokens(0, 10**6)
     assert step_ms(StepWork(), 0, beside) == pytest.approx(8 * ONE_MS, rel=0.06)
     assert spread_tokens(LIMITS, 10**6) > beside
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("decoding", [NO_ROWS, ROWS])
+def test_a_bound_on_the_time_between_tokens_is_shared_by_the_steps_of_a_round(num_stages, decoding):
+    budget = budget_for(10**6, decoding=decoding, num_stages=num_stages, max_itl_ms=20.0, num_left=10_000)
+    num_tokens = budget.chunk_tokens(0, 10**6)
+    assert 0.8 * 20.0 < num_stages * step_ms(decoding, 0, num_tokens) <= 20.0
+
+
+def test_prompts_go_on_where_decode_rows_alone_take_longer_than_they_may():
+    budget = budget_for(10**6, decoding=ROWS, max_itl_ms=0.5)
+    assert budget.chunk_tokens(0, 10**6) == 512 // 8
+    assert budget_for(10**6, decoding=ROWS, max_itl_ms=0.5).chunk_tokens(0, 20) == 20
