@@ -12,6 +12,7 @@ from typing import Any
 
 from raypp.cli.engine_options import add_engine_options, engine_config
 from raypp.errors import ConfigError
+from raypp.plan.traffic_log import read_traffic
 
 
 def add_parser(commands: Any) -> None:
@@ -25,6 +26,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", metavar="FILE", default="tuned.toml", help="where to write it; - is stdout")
     parser.add_argument("--batch-size", metavar="R", type=int, help="rows of a step; default: the most it may hold")
     parser.add_argument("--context-len", metavar="C", type=int, help="tokens of a row; default: with half the KV cache")
+    parser.add_argument(
+        "--traffic",
+        metavar="FILE",
+        help="cut for the prompts of this log: a line per request with the usage of its answer, as JSON; the answers "
+        "themselves or the output of `raypp batch` will do",
+    )
     parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="of the sampling; 0 is greedy")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_options(parser)
@@ -38,10 +45,15 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is not a size", got=value, expected="1 or more")
     _check_folder(args.output)
+    config, context_len = engine_config(args), args.context_len
+    if args.traffic is not None:
+        traffic = read_traffic(Path(args.traffic))
+        config = config.with_settings(prompt_tokens_per_output=round(traffic.prompt_tokens_per_output, 3))
+        context_len = context_len or round(traffic.context_len)
     tuning = args.entry_points.tune(
-        engine_config(args),
+        config,
         num_rows=args.batch_size,
-        context_len=args.context_len,
+        context_len=context_len,
         temperature=args.temperature,
     )
     described = tuning.describe()
@@ -64,10 +76,7 @@ def _check_folder(output: str) -> None:
 
 def _lines(tuning: dict[str, Any]) -> Iterator[str]:
     measured = tuning["measured"]
-    yield (
-        f"{tuning['model']}, {tuning['num_stages']} stages; "
-        f"decode steps of {measured['num_rows']} rows of {measured['context_len']} tokens"
-    )
+    yield f"{tuning['model']}, {tuning['num_stages']} stages; {measured['step']}"
     yield ""
     for layer_ms, number in Counter(measured["layers_ms"]).items():
         yield f"  {'layer':20} {layer_ms:9.3f} ms, {number} of them"

@@ -100,6 +100,9 @@ class ParallelSection(Section):
     """Pipeline stages; each is one Ray actor."""
     layer_partition: list[int] | None = None
     """Layers per stage, in order. None: the partition that makes the slowest stage fastest, LM head included."""
+    prompt_tokens_per_output: float = Field(default=0.0, ge=0, le=1e5)
+    """Prompt tokens that are computed for every token of an answer in the traffic that layers are cut for: prompts make
+    layers slower, not the LM head. 0: for steps that only decode. `raypp tune --traffic` reads it off a log."""
     transport: TransportKind = "auto"
     """How tensors move between stages. `auto`, for each pair of neighbours: `ipc` on one node when each GPU reaches the
     other's memory, `nccl` between nodes and otherwise, `gloo` on CPUs. One stage is always `local`."""

@@ -5,7 +5,8 @@
 Costs are estimated, or measured; only their ratios matter for cutting the layers into stages. On a CPU a decode step
 costs what reading its weights does. On a GPU the gaps between small kernels and the start of each cost as much, however
 small the weights are: docs/design/0048-layers-of-a-gpu-stage.md. Layers with experts cost the more the more tokens a
-step has, since these read more of the experts: by default stages are cut for `DECODE_ROWS` rows.
+step has, since these read more of the experts: by default stages are cut for `DECODE_ROWS` rows. Prompts that a step
+computes besides make layers slower, and not the LM head: docs/design/0195-layers-for-traffic.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from itertools import accumulate, pairwise
 
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LayerSize, kv_bytes_per_token_per_layer, layer_sizes, lm_head_bytes
-from raypp.scheduler.step_cost import StageTimes
+from raypp.scheduler.step_cost import RooflineCost, StageTimes
+
+FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}
+"""Tokens that take as long to compute as to read what they are multiplied by, by device: measured, see
+docs/design/0051-how-many-drafts.md."""
 
 DECODE_ROWS = 32
 """Rows of a decode step that stages are cut for, where nobody measured: about what the constants below were, too."""
@@ -66,6 +71,7 @@ def estimated_costs(
     *,
     on_gpu: bool = False,
     num_rows: int = DECODE_ROWS,
+    num_prompt_tokens: float = 0,
     num_verified: float = 0,
     num_proposed: int = 0,
     drafting_bytes: int = 0,
@@ -79,13 +85,17 @@ def estimated_costs(
         model: Its sizes.
         dtype_bytes: Of a weight.
         on_gpu: Where it runs.
-        num_rows: Of the step; it matters where there are experts.
+        num_rows: Of the step that decode; it matters where there are experts, or prompts.
+        num_prompt_tokens: Of the step.
         num_verified: Drafts that each row verifies.
         num_proposed: Drafts that a head on the last stage makes for each row; 0 without one.
         drafting_bytes: What it reads for them.
     """
-    num_tokens = num_rows * (1 + num_verified)
-    layers = [size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
+    num_decode_tokens = num_rows * (1 + num_verified)
+    num_tokens = num_decode_tokens + num_prompt_tokens
+    roofline = RooflineCost(FREE_STEP_TOKENS["cuda" if on_gpu else "cpu"])
+    growth = roofline(num_tokens) / roofline(num_decode_tokens)
+    layers = [growth * size.reads.of(num_tokens) for size in layer_sizes(model, dtype_bytes)]
     head = float(lm_head_bytes(model, dtype_bytes) + drafting_bytes)
     if not on_gpu:
         return StepCosts(layers=layers, last_stage=head)

@@ -35,12 +35,14 @@ def layers_per_stage(
     """
     num_stages, explicit = config.parallel.num_stages, config.parallel.layer_partition
     if explicit is None:
+        num_rows = min(DECODE_ROWS, max_step_rows(config))
         num_proposed = 0 if head is None else config.speculative.max_drafts
         costs = estimated_costs(
             model,
             dtype_bytes,
             on_gpu=device == "cuda",
-            num_rows=min(DECODE_ROWS, max_step_rows(config)),
+            num_rows=num_rows,
+            num_prompt_tokens=prompt_tokens_of_step(config, num_rows),
             num_verified=config.speculative.usual_drafts,
             num_proposed=num_proposed,
             drafting_bytes=0 if head is None else head.drafting_bytes(num_proposed, dtype_bytes),
@@ -53,6 +55,12 @@ def layers_per_stage(
             expected=f"{model.num_layers} layers",
         )
     return list(explicit)
+
+
+def prompt_tokens_of_step(config: EngineConfig, num_rows: int) -> int:
+    """Return the prompt tokens of the mean step of so many decode rows, in the traffic that layers are cut for."""
+    wanted = round(num_rows * config.parallel.prompt_tokens_per_output)
+    return min(wanted, config.scheduler.max_num_batched_tokens - num_rows)
 
 
 def even_partition(num_layers: int, num_stages: int) -> list[int]:

@@ -3,8 +3,8 @@
 Real stages are run one after the other in this process: a first, a middle and a last one, with one layer each, and
 again with a few. What more layers take more is a layer's time; what is left is what each stage does besides. Layers
 that differ, dense ones and ones with experts or with other forms of weights, are measured apart. Weights are random,
-prompts are not computed: neither changes how long a decode step takes, but for the experts that tokens choose, which
-random weights spread.
+and the prompts of the rows that decode are not computed: neither changes how long a step takes, but for the experts
+that tokens choose, which random weights spread. A step may have a prompt besides, which is computed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _MAX_SECONDS = 10.0  # for the steps of one measurement; at least _MIN_STEPS are
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCosts:
-    """How long the parts of a decode step take, milliseconds."""
+    """How long the parts of a step take, milliseconds."""
 
-    num_rows: int  # of the step
+    num_rows: int  # of the step, that decode
     context_len: int  # tokens of each row
     num_steps: int  # that were timed
     layers_ms: tuple[float, ...]  # of each layer; those of one kind are measured once
@@ -57,7 +57,14 @@ class MeasuredCosts:
     every_stage_ms: float  # receiving, positions, block tables, sending
     first_stage_ms: float  # the embedding, and applying feedback
     last_stage_ms: float  # LM head and sampler, less the sending
+    num_prompt_tokens: int = 0  # of the step
     drafting_ms: float = 0.0  # of a draft head: estimated from its bytes and a layer's time
+
+    @property
+    def step_text(self) -> str:
+        """What the steps were made of, for people."""
+        prompts = f" and {self.num_prompt_tokens} tokens of a prompt" if self.num_prompt_tokens else ""
+        return f"steps of {self.num_rows} decode rows of {self.context_len} tokens{prompts}"
 
     @property
     def layer_text(self) -> str:
@@ -74,7 +81,9 @@ class MeasuredCosts:
         )
 
 
-def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: SamplingParams) -> MeasuredCosts:
+def measure_costs(
+    plan: EnginePlan, *, num_rows: int, context_len: int, params: SamplingParams, num_prompt_tokens: int = 0
+) -> MeasuredCosts:
     """Time the parts of the plan's model on the plan's device. Takes seconds.
 
     Args:
@@ -82,19 +91,25 @@ def measure_costs(plan: EnginePlan, *, num_rows: int, context_len: int, params: 
         num_rows: R, the rows of a decode step.
         context_len: Tokens of each row.
         params: How rows are sampled.
+        num_prompt_tokens: Of the prompt that each step computes besides; 0: it only decodes.
     """
     sizes = layer_sizes(plan.held_model, plan.dtype_bytes)
     kinds = {
-        size: _measure_kind(plan, sizes.index(size), num_rows=num_rows, context_len=context_len, params=params)
+        size: _measure_kind(plan, sizes.index(size), num_rows, context_len, params, num_prompt_tokens)
         for size in dict.fromkeys(sizes)
     }
     layer_ms = tuple(kinds[size].layers_ms[0] for size in sizes)
-    reads_per_ms = sum(size.reads.of(num_rows) for size in sizes) / sum(layer_ms)
+    reads_per_ms = sum(size.reads.of(num_rows + num_prompt_tokens) for size in sizes) / sum(layer_ms)
     return replace(kinds[sizes[0]], layers_ms=layer_ms, drafting_ms=_drafting_bytes(plan) / reads_per_ms)
 
 
 def _measure_kind(
-    plan: EnginePlan, layer_index: int, *, num_rows: int, context_len: int, params: SamplingParams
+    plan: EnginePlan,
+    layer_index: int,
+    num_rows: int,
+    context_len: int,
+    params: SamplingParams,
+    num_prompt_tokens: int,
 ) -> MeasuredCosts:
     """Time the parts of a model whose layers are all like that one."""
     few, more = (
@@ -104,6 +119,7 @@ def _measure_kind(
             num_rows=num_rows,
             context_len=context_len,
             params=params,
+            num_prompt_tokens=num_prompt_tokens,
         )
         for num_layers in (_FEW_LAYERS, _MORE_LAYERS)
     )
@@ -122,6 +138,7 @@ def _measure_kind(
     return MeasuredCosts(
         num_rows=num_rows,
         context_len=context_len,
+        num_prompt_tokens=num_prompt_tokens,
         num_steps=num_steps,
         layers_ms=(layer_ms,),
         embedding_ms=embedding_ms,
@@ -153,24 +170,37 @@ def _drafting_bytes(plan: EnginePlan) -> int:
 
 
 class _Rig:
-    """Three stages of a few layers each, and a scheduler that keeps `num_rows` requests decoding."""
+    """Three stages of a few layers each, and a scheduler that keeps `num_rows` requests decoding.
+
+    With `num_prompt_tokens` another request begins with every step, and ends with it.
+    """
 
     def __init__(
-        self, plan: EnginePlan, model: ModelConfig, *, num_rows: int, context_len: int, params: SamplingParams
+        self,
+        plan: EnginePlan,
+        model: ModelConfig,
+        *,
+        num_rows: int,
+        context_len: int,
+        params: SamplingParams,
+        num_prompt_tokens: int,
     ) -> None:
         num_layers = model.num_layers // _NUM_STAGES
         num_tokens = context_len + _MAX_STEPS + 4 * _WARM_UP_STEPS + 8
-        blocks_per_row = -(-num_tokens // plan.config.cache.block_size)
+        block_size, num_prompts = plan.config.cache.block_size, int(num_prompt_tokens > 0)
+        blocks_per_row, prompt_blocks = -(-num_tokens // block_size), -(-(num_prompt_tokens + 1) // block_size)
+        max_rows = num_rows + num_prompts
         common = replace(
             plan.stage_spec(0),
             num_stages=_NUM_STAGES,
             load_format="dummy",
             transport="local",
-            max_num_seqs=num_rows + NUM_PADDING_ROWS,
-            max_step_rows=num_rows,
-            max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows),
-            max_model_len=num_tokens,
-            num_blocks=1 + num_rows * blocks_per_row,
+            max_num_seqs=max_rows + NUM_PADDING_ROWS,
+            max_step_rows=max_rows,
+            max_step_tokens=max(plan.config.scheduler.max_num_batched_tokens, num_rows + num_prompt_tokens),
+            max_model_len=max(num_tokens, num_prompt_tokens + 1),
+            # The scheduler keeps a block free for each running request when it admits another one.
+            num_blocks=1 + num_rows * blocks_per_row + num_prompts * (prompt_blocks + max_rows),
             num_cpu_blocks=0,
             trace=False,
             max_drafts=0,
@@ -186,6 +216,8 @@ class _Rig:
         self._device = torch.device(common.device)
         self._dtype: torch.dtype = getattr(torch, common.dtype)
         self._num_rows, self._model_config = num_rows, model
+        self._num_prompt_tokens, self._num_prompts = num_prompt_tokens, 0
+        self._prompt: Request | None = None
         schemas = StageSchemas.of(common, model.hidden_size)
         links = open_local_links(
             _NUM_STAGES,
@@ -203,7 +235,7 @@ class _Rig:
         limits = replace(
             plan.scheduler_limits(),
             num_stages=1,
-            max_num_seqs=num_rows,
+            max_num_seqs=max_rows,
             max_num_batched_tokens=common.max_step_tokens,
             max_model_len=common.max_model_len,
             num_blocks=common.num_blocks,
@@ -214,20 +246,33 @@ class _Rig:
         self._start(context_len, replace(params, max_tokens=num_tokens - context_len, ignore_eos=True))
 
     def step(self) -> None:
-        """Run one decode step of all rows."""
+        """Run one step in which all rows decode."""
         num_before = self._stages.num_timed
         while self._stages.num_timed == num_before:
+            self._add_prompt()
             plan = self._scheduler.schedule()
             assert plan is not None, "the requests ended before the measurement"
             self._scheduler.update(self._stages.run(plan))
 
+    def _add_prompt(self) -> None:
+        """Have a prompt wait, if steps are to have one."""
+        if not self._num_prompt_tokens or (self._prompt is not None and not self._prompt.finish_reason):
+            return
+        number, vocab_size = self._num_prompts, self._model_config.vocab_size
+        token_ids = ((np.arange(self._num_prompt_tokens) + number) % vocab_size).astype(np.int32)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        self._prompt = Request(f"prompt-{number}", token_ids, params, seed=number)
+        self._num_prompts += 1
+        self._scheduler.add(self._prompt)
+
     def stage_ms(self) -> list[float]:
-        """Return each stage's time of a decode step, milliseconds."""
+        """Return each stage's time of a step, milliseconds."""
         return [_typical_ms(times) for times in self._stages.seconds]
 
     def embedding_ms(self) -> float:
         """Return the time of the embedding of a step's tokens, milliseconds."""
-        token_ids = torch.arange(self._num_rows, device=self._device, dtype=torch.int32) % self._model_config.vocab_size
+        num_tokens = self._num_rows + self._num_prompt_tokens
+        token_ids = torch.arange(num_tokens, device=self._device, dtype=torch.int32) % self._model_config.vocab_size
         return self._time(lambda: self._models[0].embed(token_ids))
 
     def lm_head_ms(self) -> float:
@@ -251,7 +296,8 @@ class _Rig:
             # Rows differ, so that they do not all choose the same experts.
             prompt = np.full(context_len, number % self._model_config.vocab_size, np.int32)
             self._scheduler.add(Request(f"row-{number}", prompt, params, seed=number))
-        self._stages.num_rows = self._num_rows
+        self._stages.num_decode_rows = self._num_rows
+        self._stages.num_rows = self._num_rows + (self._num_prompt_tokens > 0)
         for model in self._models:
             model.skips = True
         self.step()
@@ -303,17 +349,18 @@ class _PromptSkipping:
 
 
 class _TimedStages:
-    """Runs the stages one after the other, and times the decode steps of all rows."""
+    """Runs the stages one after the other, and times the steps in which all rows decode."""
 
     def __init__(self, stages: Sequence[Stage], device: torch.device) -> None:
         self._stages = stages
         self._device = device
-        self.num_rows = 0
+        self.num_decode_rows = 0  # of the steps to be timed
+        self.num_rows = 0  # of them in all
         self.num_timed = 0
         self.seconds: list[list[float]] = [[] for _ in stages]
 
     def run(self, plan: StepPlan) -> StepResult:
-        is_timed = plan.num_decode_rows == self.num_rows
+        is_timed = (plan.num_decode_rows, len(plan.rows)) == (self.num_decode_rows, self.num_rows)
         with torch.inference_mode():
             for stage, seconds in zip(self._stages, self.seconds, strict=True):
                 stage.announce(plan)

@@ -13,7 +13,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.draft_head_config import DraftHeadConfig, load_draft_head_config
 from raypp.models.registry import resolve_draft_head_path
 from raypp.models.sizes import embedding_bytes, layer_sizes, lm_head_bytes, total_reads
-from raypp.plan.cost_model import step_duration
+from raypp.plan.cost_model import FREE_STEP_TOKENS, step_duration
 from raypp.plan.hardware import Hardware
 from raypp.scheduler.drafts import AdaptiveDrafts, DraftPolicy, FixedDrafts
 from raypp.scheduler.step_cost import RooflineCost
@@ -22,7 +22,6 @@ from raypp.stage.stage_spec import NUM_PADDING_ROWS, DraftHeadSpec
 
 _MAX_DEFAULT_WINDOW = 32768
 _LAYERS_PER_DRAFT = 2  # what a draft by a head costs at least: its layer, and joining, LM head and choice
-_FREE_STEP_TOKENS = {"cuda": 184, "cpu": 12}  # measured: docs/design/0051-how-many-drafts.md
 
 
 def ngram_window(config: EngineConfig, model: ModelConfig) -> int:
@@ -194,7 +193,7 @@ def draft_cost(model: ModelConfig, dtype_bytes: int, device: str, free_step_toke
 
     empty = duration(reads.always)
     return RooflineCost(
-        (free_step_tokens or _FREE_STEP_TOKENS[device]) * empty / duration(active_bytes),
+        (free_step_tokens or FREE_STEP_TOKENS[device]) * empty / duration(active_bytes),
         expert_time=(duration(reads.total) - empty) / empty,
         chosen_share=reads.chosen,
     )

@@ -16,7 +16,7 @@ from raypp.plan.stage_memory import stage_budget_bytes, stage_weight_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One way to cut the layers, and the time that it predicts for a decode step of each stage."""
+    """One way to cut the layers, and the time that it predicts for a step of each stage."""
 
     layers: tuple[int, ...]
     stage_ms: tuple[float, ...]
@@ -47,7 +47,7 @@ class Tuning:
         return {
             "model": self.config.model.model,
             "num_stages": self.config.parallel.num_stages,
-            "measured": asdict(self.measured),
+            "measured": asdict(self.measured) | {"step": self.measured.step_text},
             "max_layers": list(self.max_layers),
             "splits": [
                 {
@@ -66,8 +66,7 @@ class Tuning:
         """Return the configuration as TOML that `EngineConfig.from_toml` reads, with the figures as comments."""
         measured = self.measured
         comments = [
-            f"Layers per stage by `raypp tune`, for decode steps of {measured.num_rows} rows of "
-            f"{measured.context_len} tokens.",
+            f"Layers per stage by `raypp tune`, for {measured.step_text}.",
             f"Measured: layer {measured.layer_text} ms, embedding {measured.embedding_ms:.4g}, "
             f"LM head {measured.lm_head_ms:.4g}, sampler {measured.sampler_ms:.4g}.",
             f"Slowest stage {self.best.slowest_ms:.4g} ms; cut evenly, {list(self.even.layers)}, "

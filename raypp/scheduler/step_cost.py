@@ -25,7 +25,7 @@ class RooflineCost:
     expert_time: float = 0.0  # of reading all experts, as a multiple of what an empty step takes
     chosen_share: float = 1.0  # of a layer's experts, that one token chooses
 
-    def __call__(self, num_tokens: int) -> float:
+    def __call__(self, num_tokens: float) -> float:
         """Return the time of a step of that many tokens, as a multiple of that of an empty one."""
         reading = 1.0
         if self.expert_time:

@@ -63,11 +63,20 @@ def test_json_and_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layer_partition = [4, 2]" in out
 
 
+def test_traffic_is_read_off_a_log(tmp_path: Path) -> None:
+    log, path, measuring = tmp_path / "log.jsonl", tmp_path / "tuned.toml", Measuring()
+    log.write_text('{"prompt_tokens": 800, "completion_tokens": 160}')
+    assert _tune(measuring, "--traffic", str(log), "--output", str(path)) == 0
+    assert measuring.options["context_len"] == 880
+    assert EngineConfig.from_toml(path).parallel.prompt_tokens_per_output == 5.0
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--batch-size", "0"], "--batch-size is not a size"),
         (["--context-len", "-3"], "--context-len is not a size"),
+        (["--traffic", "no/such/log"], "log of traffic cannot be read"),
         (["--output", "no/such/folder/x.toml"], "cannot be written where it is wanted"),
         (["--num-stages", "7", "--output", "-"], "more stages than layers"),
     ],
