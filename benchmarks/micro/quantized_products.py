@@ -1,11 +1,16 @@
 """Products of quantized weights: each form against its reference, then its time by rows, beside 16 bits and the floor.
 
     python benchmarks/micro/quantized_products.py                       checks, times, candidates; about two minutes
-    python benchmarks/micro/quantized_products.py --skip checks         without one of `checks`, `times`, `candidates`
+    python benchmarks/micro/quantized_products.py --skip checks         without one of `checks`, `errors`, `times`, ...
+    python benchmarks/micro/quantized_products.py --skip checks errors times --forms "fp8 blocks" --tried-rows 1 8 16 32
+                                                                        which cuts, and up to how many rows x is rounded
+                                                                        (FP8), or normalized (INT4), by each program
 
 Times are those of CUDA graphs over so many weights that none is in a cache when it is read again. `layer` is all four
 products of a layer of Qwen3-8B one after the other, without attention. The floor is the weights' bytes at 4.3 TB/s.
-What is compiled is compiled before, by as many processes as there are processors. The last line is JSON.
+Candidates are the best cuts of each way: `inside` has no launch before the product, `before` has one for x; then a
+layer with the best of each. What is compiled is compiled before, by as many processes as there are processors. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from raypp.ops.cuda import scaled_library
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.int4_products import Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.projection import Tuning
+from raypp.ops.cuda.projection import MOST_ROUNDING_ROWS, Tuning
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight
@@ -49,6 +54,7 @@ FORMS: dict[str, tuple[str, tuple[int, int]]] = {
     "fp8 outputs": ("fp8", (1, 0)),
     "int4 128": ("int4", (1, 128)),
 }
+AHEAD = (0, 8, 99)  # pieces of 128 inputs asked for early: none, some, as many as a program reads
 WORKSPACE_FLOATS = 16 << 20
 BYTES_OF_ALL = 400 << 20
 
@@ -156,14 +162,23 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
         if num_rows > 64:
             yield None
         splits = (1, 2, 3, 4) if num_rows <= 128 else (1,)
+        if num_rows <= MOST_ROUNDING_ROWS:
+            cuts = ((64, 4, 3), (64, 4, 5), (128, 8, 3)) if num_rows <= 16 else ((64, 8, 4), (128, 8, 3))
+            for (outputs, warps, stages), num_splits, ahead in itertools.product(cuts, splits, AHEAD):
+                yield Tuning(outputs, 128, num_splits, warps, stages, rounds_x=True, num_ahead=ahead)
         tiles = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (64, 8, 4), (128, 8, 3)) if num_rows <= 64 else ()
+        tiles = tiles[:3:2] if num_rows <= MOST_ROUNDING_ROWS else tiles
         wide = ((64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3))
         for (outputs, warps, stages), num_splits in itertools.product(tiles or wide, splits):
             yield Tuning(outputs, 128, num_splits, warps, stages)
     elif num_rows <= 64:
         rounds = ((1, 4, False), (1, 4, True), (2, 3, False), (4, 2, False))
-        for strips, num_splits, (pieces, stages, folds) in itertools.product((1, 2), (1, 2, 4), rounds):
-            yield Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
+        rounds = rounds[::2] if num_rows <= MOST_ROUNDING_ROWS else rounds
+        ways = (True, False) if shape.has_norm and num_rows <= MOST_ROUNDING_ROWS else (False,)
+        for strips, num_splits, (pieces, stages, folds), norms_x in itertools.product((1, 2), (1, 2, 4), rounds, ways):
+            for ahead in AHEAD if num_rows <= MOST_ROUNDING_ROWS else (0,):
+                cut = Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
+                yield replace(cut, norms_x=norms_x, num_ahead=2 * ahead)
     else:
         yield None
         splits = (1, 2, 3) if num_rows <= 128 else (1,)
@@ -262,8 +277,10 @@ def _kernels() -> CudaKernels:
     return CudaKernels(torch.device("cuda"), BF16, block_size=16, max_query_len=1, num_ring_entries=1)
 
 
-def layer_calls(layers: list[list[Any]], num_rows: int) -> list[Callable[[], object]]:
+def layer_calls(all_products: list[Products], num_rows: int) -> list[Callable[[], object]]:
     """Return calls of all products of some layers, one after the other."""
+    num_layers = max(2, min(len(products.calls) for products in all_products))
+    layers = [[products.calls[i % len(products.calls)] for products in all_products] for i in range(num_layers)]
     hidden = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
     attended = torch.randn(num_rows, 4096, device="cuda", dtype=BF16)
 
@@ -286,13 +303,10 @@ def print_times(figures: dict[str, Any]) -> None:
             floor = products.num_bytes / BYTES_PER_US
             figures[f"{form} {products.shape.name}"] = times
             print(f"   {form} {products.shape.name} (floor {floor:.1f}): {_row(times)}", flush=True)
-        num_layers = min(len(products.calls) for products in all_products)
-        num_layers = max(2, num_layers)
-        layers = [[products.calls[i % len(products.calls)] for products in all_products] for i in range(num_layers)]
-        times = {num_rows: try_us(layer_calls(layers, num_rows)) for num_rows in ROWS}
+        times = {num_rows: try_us(layer_calls(all_products, num_rows)) for num_rows in ROWS}
         figures[f"{form} layer"] = times
         print(f"   {form} layer (floor {total / BYTES_PER_US:.1f}): {_row(times)}", flush=True)
-        del all_products, layers
+        del all_products
         torch.cuda.empty_cache()
     for num_rows in (1, 8, 32, 128, 2048):
         device, found = Device.of(torch.device("cuda")), []
@@ -317,27 +331,53 @@ def _row(times: dict[int, Any]) -> str:
 
 
 def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: Sequence[int]) -> None:
-    """Print the best cuts of each product."""
+    """Print the best cuts of each product, by way, and the time of a layer with the best of each way."""
     for form in forms:
-        for shape in SHAPES:
-            products = Products(form, shape)
-            for num_rows in tried_rows:
-                owner = getattr(products.calls[0], "__self__", products.calls[0])
-                chosen = owner._tunings.get(num_rows)
-                results = []
-                for tuning in dict.fromkeys((chosen, *candidates(form, shape, num_rows))):
-                    products.set_tuning(num_rows, tuning)
-                    us = try_us(products.bound(num_rows))
-                    if isinstance(us, str):
-                        print(f"      {form} {shape.name} {num_rows} {tuning}: {us}", flush=True)
-                        continue
-                    results.append((us, _name(tuning) + (" (chosen)" if tuning == chosen else "")))
-                results.sort()
-                figures[f"{form} {shape.name} {num_rows} rows"] = results
-                best = [f"{us} {name}" for us, name in results if us in dict(results[:8]) or "chosen" in name]
-                print(f"   {form} {shape.name} {num_rows} rows: {'; '.join(best)}", flush=True)
-            del products
-            torch.cuda.empty_cache()
+        all_products = [Products(form, shape) for shape in SHAPES]
+        for num_rows in tried_rows:
+            best: dict[str, list[Any]] = {"inside": [], "before": []}
+            for products in all_products:
+                results = _timed_cuts(form, products, num_rows)
+                figures[f"{form} {products.shape.name} {num_rows} rows"] = [(us, _name(cut)) for us, cut, _ in results]
+                for way, cuts in best.items():
+                    of_way = [result for result in results if _way(result[1], products.shape) in (way, "either")]
+                    cuts.append(of_way[0][1] if of_way else None)
+                    shown = [f"{us} {_name(cut)}{mark}" for us, cut, mark in of_way]
+                    shown = shown[:6] + [text for text in shown[6:] if "chosen" in text]
+                    print(f"   {form} {products.shape.name} {num_rows} rows, {way}: {'; '.join(shown)}", flush=True)
+            times = {}
+            for way, cuts in best.items():
+                if None not in cuts:
+                    for products, cut in zip(all_products, cuts, strict=True):
+                        products.set_tuning(num_rows, cut)
+                    times[way] = try_us(layer_calls(all_products, num_rows))
+            figures[f"{form} layer {num_rows} rows"] = times
+            print(f"   {form} layer of the best cuts, {num_rows} rows: {times}", flush=True)
+        del all_products, products
+        torch.cuda.empty_cache()
+
+
+def _timed_cuts(form: str, products: Products, num_rows: int) -> list[tuple[float, Any, str]]:
+    """Return times, cuts and whether they are the chosen ones, the fastest first."""
+    owner = getattr(products.calls[0], "__self__", products.calls[0])
+    chosen, results = owner._tunings.get(num_rows), []
+    for tuning in dict.fromkeys((chosen, *candidates(form, products.shape, num_rows))):
+        products.set_tuning(num_rows, tuning)
+        us = try_us(products.bound(num_rows))
+        if isinstance(us, str):
+            print(f"      {form} {products.shape.name} {num_rows} {tuning}: {us}", flush=True)
+        else:
+            results.append((us, tuning, " (chosen)" if tuning == chosen else ""))
+    products.set_tuning(num_rows, chosen)
+    return sorted(results, key=lambda result: result[0])
+
+
+def _way(tuning: Tuning | Int4Tuning | None, shape: Shape) -> str:
+    """Return where x is normalized or rounded."""
+    if isinstance(tuning, Int4Tuning) and not shape.has_norm:
+        return "either"
+    is_inside = tuning is not None and (tuning.norms_x if isinstance(tuning, Int4Tuning) else tuning.rounds_x)
+    return "inside" if is_inside else "before"
 
 
 def _name(tuning: Tuning | Int4Tuning | None) -> str:
@@ -345,8 +385,10 @@ def _name(tuning: Tuning | Int4Tuning | None) -> str:
         return "library"
     if isinstance(tuning, Int4Tuning):
         cut = f"{64 * tuning.strips}o {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st {tuning.pieces}p"
-        return cut + (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
-    return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
+        cut += (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
+    else:
+        cut = f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
+    return f"{cut} {tuning.num_ahead} ahead"
 
 
 def print_humming(folder: str, figures: dict[str, Any]) -> None:
@@ -388,7 +430,7 @@ def print_library() -> None:
 def main() -> None:
     """Check, time, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--skip", nargs="*", default=[], choices=["checks", "times", "candidates"])
+    parser.add_argument("--skip", nargs="*", default=[], choices=["checks", "errors", "times", "candidates"])
     parser.add_argument("--forms", nargs="*", default=list(FORMS)[1:], choices=list(FORMS)[1:], help="with candidates")
     parser.add_argument("--tried-rows", nargs="*", type=int, default=[1, 8, 32, 128], help="of candidates")
     parser.add_argument("--humming", metavar="FOLDER", help="of the unpacked wheel of humming-kernels, timed last")
@@ -403,8 +445,9 @@ def main() -> None:
             jobs += [Job(form, shape, num_rows) for num_rows in ROWS if "times" not in args.skip]
             if form in args.forms and "candidates" not in args.skip:
                 for num_rows in args.tried_rows:
-                    found = candidates(form, shape, num_rows)
-                    jobs += [Job(form, shape, num_rows, tuning) for tuning in found if tuning is not None]
+                    found = [tuning for tuning in candidates(form, shape, num_rows) if tuning is not None]
+                    found = [tuning for tuning in found if not tuning.num_ahead]  # which is no other kernel
+                    jobs += [Job(form, shape, num_rows, tuning) for tuning in (None, *found)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     figures: dict[str, Any] = {}
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
@@ -418,15 +461,17 @@ def main() -> None:
     with torch.inference_mode():
         for name in ("errors", "times", "candidates"):
             try:
+                if name in args.skip:
+                    continue
                 if name == "errors":
                     print("root mean square error / that of 16 bits with the dequantized weight:", flush=True)
                     kernel_errors()
-                elif name not in args.skip:
-                    print(f"{name}, us by rows:", flush=True)
-                    if name == "times":
-                        print_times(figures)
-                    else:
-                        print_candidates(figures, args.forms, args.tried_rows)
+                    continue
+                print(f"{name}, us by rows:", flush=True)
+                if name == "times":
+                    print_times(figures)
+                else:
+                    print_candidates(figures, args.forms, args.tried_rows)
             except Exception:
                 print(traceback.format_exc()[-1500:], flush=True)
             print(f"{name} until {time.monotonic() - began:.0f} s", flush=True)

@@ -13,10 +13,23 @@ import triton
 
 from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes
 from raypp.ops.cuda.kernel_launch import Device
+from raypp.ops.cuda.packed_int4 import TILE
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 
 MAX_ROWS = 64
 """With more rows, the library computes."""
+
+ROUNDING_ROWS = 16
+"""Up to so many rows, programs that multiply a weight in 8 bits round x themselves, without a launch before them."""
+
+NORMING_ROWS_OF_INT4 = 16
+"""Up to so many rows, programs that multiply a weight of 4 bits normalize x themselves."""
+
+EARLY_ROWS = 32
+"""Up to so many rows, part of a quantized weight is asked for early: with more, computing takes as long as reading."""
+
+_EARLY_BYTES = 24 << 20
+"""The most of a quantized weight that is asked for while the previous kernel runs: half of the second-level cache."""
 
 MAX_ROWS_IN_8_BITS = 64
 """With more rows, the library multiplies the weights that were not rounded."""
@@ -167,6 +180,8 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut of a product of 8 bits whose x, but for exact rows, has scales of its own."""
     if num_rows <= most_exact_rows_of_fp8(product):
         return _tune_fp8_row(product, device)
+    if num_rows <= ROUNDING_ROWS:
+        return _tune_rounding(num_rows, product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))
     if product.is_gated:
@@ -180,6 +195,19 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.num_inputs // 512))
     num_stages = 3 if product.has_blocks and num_rows <= 64 else 6 if num_rows <= 32 else 4
     tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=num_stages)
+    return _fitting(tuning, num_rows, product, device)
+
+
+def _tune_rounding(num_rows: int, product: Product, device: Device) -> Tuning:
+    """Return the cut where programs round x themselves.
+
+    A product waits for the rounding of its piece, so that every processor has three programs, if need be by splits.
+    """
+    inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
+    num_strips = triton.cdiv(product.num_outputs, 64)
+    num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.num_inputs // 512))
+    num_ahead = _EARLY_BYTES // (product.weight.num_outputs * inputs * num_splits)
+    tuning = Tuning(64, inputs, num_splits, num_stages=4, rounds_x=True, num_ahead=num_ahead)
     return _fitting(tuning, num_rows, product, device)
 
 
@@ -204,6 +232,9 @@ def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning
     num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, most_rows)
     num_splits = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
-    tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows)
+    norms_x = num_rows <= NORMING_ROWS_OF_INT4
+    tile_bytes = product.weight.padded_outputs * product.weight.num_parts * TILE // 2
+    num_ahead = _EARLY_BYTES // (tile_bytes * num_splits) if num_rows <= EARLY_ROWS else 0
+    tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows, norms_x=norms_x, num_ahead=num_ahead)
     most_stages = device.shared_bytes // int4_shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))

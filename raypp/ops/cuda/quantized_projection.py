@@ -1,8 +1,10 @@
 """Projections of quantized weights: which kernel computes them, by their form and the number of rows.
 
-fp8    1 or 2 rows   element by element, x in 16 bits, norm included
+fp8    1 row         of a scale per output: element by element, x in 16 bits, norm included
+       few           tensor cores in 8 bits; each program rounds what it reads of x, norm included
        more          x in 8 bits, with scales of its own; tensor cores, then the library
-int4   up to 256     tensor cores in 16 bits; codes are expanded in registers
+int4   few           tensor cores in 16 bits, norm included; codes are expanded in registers
+       up to 256     the same after the norm
        more          pieces of the weight in 16 bits, which the library multiplies
 """
 
@@ -122,15 +124,15 @@ class Fp8Projection(QuantizedProjection):
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
-            self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
+            self._workspace.reserve(partial_floats(num_rows, self._few, tuning))
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
-        if num_rows <= most_exact_rows_of_fp8(product):
-            return project(x, self._few, residual, self._tunings[num_rows], self._device, self._workspace)
+        tuning = self._tunings.get(num_rows)
+        if tuning is not None and (tuning.rounds_x or num_rows <= most_exact_rows_of_fp8(product)):
+            return project(x, self._few, residual, tuning, self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
         tokens = quantize_tokens(x, block, self._device, self._norm)
-        tuning = self._tunings.get(num_rows)
         if tuning is None and (self._library is None or x.dtype != torch.bfloat16):
             tuning = tune_fp8(num_rows, product, self._device)
         if tuning is not None:
@@ -147,6 +149,11 @@ class Int4Projection(QuantizedProjection):
 
     def _take(self, weight: Weight) -> None:
         self._product = Int4Product(pack(weight, 2 if self._is_gated else 1), self._bias, self._is_gated)
+        self._few = self._product
+        if self._norm is not None:
+            norm_weight, order = self._norm.weight, self._product.weight.order
+            norm_weight = norm_weight if order is None else norm_weight[order]
+            self._few = replace(self._product, norm_eps=self._norm.eps, norm_weight=norm_weight)
         self._tunings: dict[int, Int4Tuning] = {}
         for num_rows in range(1, MAX_OWN_ROWS_OF_INT4 + 1):
             self._tunings[num_rows] = tuning = tune_int4(num_rows, self._product, self._device)
@@ -154,11 +161,13 @@ class Int4Projection(QuantizedProjection):
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product, weight = len(x), self._product, self._product.weight
-        if self._norm is not None:
+        tuning = self._tunings.get(num_rows)
+        if tuning is not None and tuning.norms_x and x.dtype != torch.float16:
+            product = self._few
+        elif self._norm is not None:
             x = rms_norm(x, self._norm.weight, self._norm.eps, self._device)
         if weight.order is not None:
             x = x.index_select(1, weight.order)
-        tuning = self._tunings.get(num_rows)
         if tuning is not None:
             return project_int4(x, product, residual, tuning, self._device, self._workspace)
         y = torch.empty(num_rows, weight.num_outputs, dtype=x.dtype, device=x.device)

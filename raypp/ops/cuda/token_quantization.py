@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.between_products import narrowed, silu
+from raypp.ops.cuda.between_products import silu
 from raypp.ops.cuda.kernel_launch import Device, start
 
 _MULTIPLE = 4
@@ -82,6 +82,16 @@ def quantize_tokens(
 
 
 @triton.jit
+def in_8_bits(value):
+    """Return blocks in float8_e4m3fn, and what to multiply them by.
+
+    Shapes: value [n, m] float32; results [n, m], [n].
+    """
+    largest = tl.maximum(tl.max(tl.abs(value), 1), 448e-30)  # a block of zeros
+    return (value * (448.0 / largest)[:, None]).to(tl.float8e4nv), largest * (1.0 / 448.0)
+
+
+@triton.jit
 def _quantize_tokens(
     x,
     norm_weight,
@@ -111,8 +121,7 @@ def _quantize_tokens(
     if HAS_NORM:
         value *= tl.rsqrt(tl.sum(value * value, 0) / size + eps) * factor
     blocks = tl.reshape(value, (PIECE // BLOCK, BLOCK))
-    by_block = tl.maximum(tl.max(tl.abs(blocks), 1) / 448.0, 1e-30)  # a block of zeros
-    result = narrowed(blocks / by_block[:, None], y.dtype.element_ty)
+    result, by_block = in_8_bits(blocks)
     tl.store(y + row * size + column, tl.reshape(result, (PIECE,)), mask=inside)
     block = piece * (PIECE // BLOCK) + tl.arange(0, PIECE // BLOCK)
     tl.store(scale + block * num_padded + row, by_block, mask=block < num_blocks)

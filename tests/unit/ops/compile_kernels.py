@@ -88,14 +88,19 @@ def resources(kernel: Any) -> dict[str, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", printed)
     assert found, printed
     code = kernel.asm["ptx"]
-    has_loop_of_products = "wgmma.mma_async" in code and re.search(r"cp\.async\.wait_group \s*[1-9]", code) is not None
     return {
         "refills_too_early": refills_too_early(kernel.asm["ttgir"]),
         "registers": int(found[1]),
         "stack_bytes": int(found[2]),
         "shared_bytes": kernel.metadata.shared,
-        "lacks_fence": has_loop_of_products and "own fence" not in code,
+        "lacks_fence": lacks_fence(code),
     }
+
+
+def lacks_fence(code: str) -> bool:
+    """Return whether a loop multiplies what it loaded by cp.async without a fence between them."""
+    after_loads = (part.split("wgmma.mma_async") for part in re.split(r"cp\.async\.wait_group \s*[1-9]", code)[1:])
+    return any("fence.proxy.async" not in parts[0] for parts in after_loads if len(parts) > 1)
 
 
 def refills_too_early(code: str) -> bool:

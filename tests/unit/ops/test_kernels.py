@@ -214,20 +214,42 @@ def test_quantized_projections(kind, block):
         checks.check_quantized_projections(EXACT, weight, (1, 5), x_scale=1e4)
 
 
+@pytest.mark.parametrize("block", [(1, 0), (24, 64), (1, 32)])
+def test_products_that_round_their_input(block):
+    """Each number of rows; ends within a piece, a block and a strip; splits, of which one has nothing to do."""
+    random = checks.Kernels(EXACT)
+    inputs = min(block[1] or 32, 32)
+    cases = ((1, 1, 100), (2, 3, 100), (3, 4, 160), (8, 2, 33), (16, 1, 96), (32, 3, 64))
+    for num_rows, num_splits, num_inputs in cases:
+        weight = checks.quantized_weight(random, "fp8", 33, num_inputs, block)
+        cut = Tuning(16, inputs, num_splits, rounds_x=True, num_ahead=2)
+        checks.check_rounding(EXACT, weight, num_rows, cut, has_residual=True, has_norm=num_rows == 8)
+        weight = checks.quantized_weight(random, "fp8", 48, num_inputs, block)
+        checks.check_rounding(EXACT, weight, num_rows, cut, has_norm=True, is_gated=True, has_bias=True)
+
+
 @pytest.mark.parametrize("group", [32, 64])
 def test_cuts_of_int4(group):
     """Rounds of several pieces that end past the inputs, splits without a piece, gates in splits, folded scales."""
     random = checks.Kernels(EXACT)
     random.workspace.reserve(1 << 20)
     weight = checks.quantized_weight(random, "int4", 160, 192, (1, group), has_zeros=True)
-    x = random.normal(11, 192)
+    x, norm_weight = random.normal(11, 192), 1 + random.normal(192) / 10
     for is_gated in (False, True):
         product = Int4Product(pack(weight, 2 if is_gated else 1), is_gated=is_gated)
-        expected = reference.linear(x, weight.dequantized(EXACT), is_gated=is_gated)
-        for cut in (Int4Tuning(1, 3, pieces=2), Int4Tuning(2, 4, most_rows=8), Int4Tuning(2, 2, pieces=4, folds=True)):
-            for _ in range(2):  # the counters are at 0 again
-                y = project_int4(x, product, None, cut, random.device, random.workspace)
-                random.assert_close(y, expected, 4)
+        normed = replace(product, norm_eps=1e-5, norm_weight=norm_weight)
+        for read, given in ((x, product), (reference.rms_norm(x, norm_weight, 1e-5), normed)):
+            if given is normed and torch.float16 == EXACT:
+                continue
+            expected = reference.linear(read, weight.dequantized(EXACT), is_gated=is_gated)
+            for cut in (
+                Int4Tuning(1, 3, pieces=2, num_ahead=1),
+                Int4Tuning(2, 4, most_rows=8),
+                Int4Tuning(2, 2, pieces=4, folds=True),
+            ):
+                for _ in range(2 if given is product else 1):  # the counters are at 0 again
+                    y = project_int4(x, given, None, cut, random.device, random.workspace)
+                    random.assert_close(y, expected, 4)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])

@@ -37,6 +37,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_decode_attention",
         "_row_inputs",
         "project_few",
+        "project_rounding",
         "_project_rows",
         "_project_int4",
         "_dequantize_int4",
