@@ -26,12 +26,37 @@ class BlockStore(Protocol):
         """Copy blocks from CPU memory into the caches. Shapes: [n] both; `blocks` all differ."""
 
 
-def by_block(kv_caches: torch.Tensor) -> torch.Tensor:
-    """Return caches as rows of whole blocks, [num_blocks, 2 * L, words]: a view that can be copied by index.
+class BlockMover(Protocol):
+    """Copies between caches and pieces of whole blocks, on one device. P planes: keys and values of all layers."""
+
+    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy blocks into one piece each.
+
+        Shapes: planes [P, num_blocks, words]; blocks [n] int64; staged [n, P, words].
+        """
+
+    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy pieces back into blocks, which all differ. Shapes: as `gather`."""
+
+
+class TorchBlockMover:
+    """On any device."""
+
+    def gather(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy blocks into one piece each."""
+        torch.index_select(planes.transpose(0, 1), 0, blocks, out=staged)
+
+    def scatter(self, planes: torch.Tensor, blocks: torch.Tensor, staged: torch.Tensor) -> None:
+        """Copy pieces back into blocks."""
+        planes.transpose(0, 1).index_copy_(0, blocks, staged)
+
+
+def planes_of(kv_caches: torch.Tensor) -> torch.Tensor:
+    """Return caches as planes of blocks, [2 * L, num_blocks, words], in words that torch can copy.
 
     Shapes: kv_caches [L, 2, num_blocks, Hk, block_size, D].
     """
     num_layers, _, num_blocks, *block = kv_caches.shape
     num_bytes = math.prod(block) * kv_caches.element_size()
     words = next(word for word in _WORDS if num_bytes % word.itemsize == 0)
-    return kv_caches.view(num_layers * 2, num_blocks, -1).view(words).transpose(0, 1)
+    return kv_caches.view(num_layers * 2, num_blocks, -1).view(words)

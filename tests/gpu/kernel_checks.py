@@ -18,9 +18,11 @@ from scipy import stats
 
 from raypp.ops import vision
 from raypp.ops.attention import HeadNorm, Heads
+from raypp.ops.block_store import TorchBlockMover
 from raypp.ops.cuda import between_products
 from raypp.ops.cuda.adjust_kernel import LogitAdjuster, remember
 from raypp.ops.cuda.between_products import narrow, silu_and_mul
+from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
@@ -355,6 +357,24 @@ def poison(cache: torch.Tensor, seq_lens: Sequence[int], tables: torch.Tensor) -
     for table, length in zip(tables.tolist(), seq_lens, strict=True):
         for position in range(length, len(table) * block_size):
             cache[:, table[position // block_size], :, position % block_size] = next(bad)
+
+
+def check_block_moves(num_planes: int, num_blocks: int, num_words: int, num_moved: int, dtype: torch.dtype) -> None:
+    """Blocks in any order, gathered into one piece each, and scattered into other blocks."""
+    generator = torch.Generator().manual_seed(num_moved)
+    planes = torch.randint(0, 100, (num_planes, num_blocks, num_words), dtype=dtype, generator=generator)
+    blocks, others = (torch.randperm(num_blocks, generator=generator)[:num_moved] for _ in range(2))
+    found = []
+    for mover, device in ((TorchBlockMover(), torch.device("cpu")), (KernelBlockMover(), DEVICE)):
+        moved = planes.to(device, copy=True)
+        staged = torch.zeros(num_moved, num_planes, num_words, dtype=dtype, device=device)
+        mover.gather(moved, blocks.to(device), staged)
+        mover.scatter(moved, others.to(device), staged)
+        found.append((moved.cpu(), staged.cpu()))
+    (expected, pieces), (got, ours) = found
+    assert torch.equal(pieces, planes[:, blocks].transpose(0, 1))
+    assert torch.equal(ours, pieces)
+    assert torch.equal(got, expected)
 
 
 def check_row_inputs(num_rows: int, query_len: int, num_entries: int, width: int, *, has_prompts: bool) -> None:

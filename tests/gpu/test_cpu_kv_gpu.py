@@ -14,7 +14,7 @@ from hf_models import make_checkpoint
 from test_cpu_kv import MAX_LEN, converse, scarce
 
 from raypp.ops.cpu.torch_blocks import TorchBlockStore
-from raypp.ops.cuda.pinned_blocks import PinnedBlockStore
+from raypp.ops.device_kernels import open_block_store
 from raypp.ops.kv_cache import FP8, allocate_kv_caches
 from raypp.plan.hardware import Hardware
 
@@ -28,7 +28,7 @@ def test_blocks_move_as_on_a_cpu(dtype, num_staged):
     on_cpu = allocate_kv_caches(*shape, dtype, torch.device("cpu"))
     on_cpu.view(torch.uint8).copy_(torch.randint(0, 255, on_cpu.view(torch.uint8).shape, dtype=torch.uint8))
     on_gpu = on_cpu.cuda()
-    stores = [TorchBlockStore(on_cpu, NUM_CPU_BLOCKS), PinnedBlockStore(on_gpu, NUM_CPU_BLOCKS, num_staged)]
+    stores = [TorchBlockStore(on_cpu, NUM_CPU_BLOCKS), open_block_store(on_gpu, NUM_CPU_BLOCKS, num_staged)]
     rng = np.random.default_rng(0)
     for round_number in range(6):
         count = rng.integers(1, NUM_BLOCKS)
@@ -45,7 +45,7 @@ def test_blocks_move_as_on_a_cpu(dtype, num_staged):
 def test_memory_can_be_locked_again_when_its_owner_is_gone():
     caches = allocate_kv_caches(1, 8, 16, 2, 64, torch.bfloat16, torch.device("cuda"))
     for _ in range(3):
-        store = PinnedBlockStore(caches, 4096, 8)
+        store = open_block_store(caches, 4096, 8)
         blocks = np.arange(1, 8, dtype=np.int32)
         store.copy_out(blocks, blocks)
         torch.cuda.synchronize()

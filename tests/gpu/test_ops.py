@@ -19,6 +19,7 @@ import reference_ops as reference
 from raypp.ops.attention import AttentionBatch, HeadNorm, Heads
 from raypp.ops.cpu.paged_attention import paged_attention
 from raypp.ops.cpu.torch_kernels import TorchKernels
+from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels, CudaProjection
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape
@@ -157,6 +158,26 @@ def test_fp8_kv(dtype, heads, scales):
 def test_fp8_kv_cuts(num_splits, tile_tokens):
     tuning = DecodeTuning(num_splits, tile_tokens)
     checks.check_decode(BF16, [1000, 1, 64, 129], 1, *HEADS_8B, tuning, scales=(0.5, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+@pytest.mark.parametrize("sizes", [(36, 300, 4096, 27), (2, 500, 48, 499), (6, 5, 1030, 2)])
+def test_block_moves(sizes, dtype):
+    checks.check_block_moves(*sizes, dtype)
+
+
+def test_block_moves_beyond_32_bits():
+    """Caches of 6 GiB, of which the last blocks move."""
+    planes = torch.zeros(3, 1 << 18, 1024, dtype=torch.int64, device="cuda")
+    blocks, others = (torch.arange(first, 1 << 18, 2, device="cuda") for first in ((1 << 18) - 8, (1 << 18) - 7))
+    planes[:, blocks] = torch.randint(1, 1 << 60, (3, len(blocks), 1024), device="cuda")
+    staged = torch.empty(len(blocks), 3, 1024, dtype=torch.int64, device="cuda")
+    mover = KernelBlockMover()
+    mover.gather(planes, blocks, staged)
+    mover.scatter(planes, others, staged)
+    assert torch.equal(planes[:, others], planes[:, blocks])
+    assert int(planes[:, others].count_nonzero()) == planes[:, others].numel()
+    assert not planes[:, : (1 << 18) - 8].any()
 
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])

@@ -8,7 +8,6 @@ multiprocessor from the step that runs beside them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from raypp.messages import Int32s
-from raypp.ops.block_store import by_block
+from raypp.messages import NULL_BLOCK, Int32s
+from raypp.ops.block_store import BlockMover, planes_of
 from raypp.ops.cuda.locked_memory import locked_memory
 from raypp.ops.host_to_device import to_device
 
@@ -31,23 +30,28 @@ class PinnedBlockStore:
         kv_caches: [L, 2, num_blocks, Hk, block_size, D], on the GPU.
         num_cpu_blocks: Blocks that there is room for.
         num_staged: Blocks that the GPU holds on their way at a time.
+        mover: Of the GPU.
 
     Raises:
         ResourceError: there is not so much memory, or it cannot be page-locked.
     """
 
-    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int) -> None:
-        self._rows = by_block(kv_caches)
-        shape = (num_cpu_blocks, *self._rows.shape[1:])
-        num_bytes = math.prod(shape) * self._rows.element_size()
-        self._memory = locked_memory(num_bytes, self).view(self._rows.dtype).view(shape)
-        self._staging = self._rows.new_empty((num_staged, *self._rows.shape[1:]))
+    def __init__(self, kv_caches: torch.Tensor, num_cpu_blocks: int, num_staged: int, mover: BlockMover) -> None:
+        self._planes, self._mover = planes_of(kv_caches), mover
+        num_planes, _, num_words = self._planes.shape
+        num_bytes = num_cpu_blocks * num_planes * num_words * self._planes.element_size()
+        memory = locked_memory(num_bytes, self).view(self._planes.dtype)
+        self._memory = memory.view(num_cpu_blocks, num_planes, num_words)
+        self._staging = self._planes.new_empty(num_staged, num_planes, num_words)
+        nobodys = np.array([NULL_BLOCK], np.int32)  # kernels compile, and are loaded
+        self.copy_out(nobodys, nobodys)
+        self.copy_in(nobodys, nobodys)
 
     def copy_out(self, blocks: Int32s, cpu_blocks: Int32s) -> None:
         """Copy blocks of the caches to CPU memory."""
         for some_blocks, places in self._pieces(blocks, cpu_blocks):
             staged = self._staging[: len(places)]
-            torch.index_select(self._rows, 0, to_device(some_blocks, staged.device), out=staged)
+            self._mover.gather(self._planes, to_device(some_blocks, staged.device), staged)
             for start, end in runs(places):
                 first = int(places[start])
                 self._memory[first : first + end - start].copy_(staged[start:end], non_blocking=True)
@@ -59,7 +63,7 @@ class PinnedBlockStore:
             for start, end in runs(places):
                 first = int(places[start])
                 staged[start:end].copy_(self._memory[first : first + end - start], non_blocking=True)
-            self._rows.index_copy_(0, to_device(some_blocks, staged.device), staged)
+            self._mover.scatter(self._planes, to_device(some_blocks, staged.device), staged)
 
     def _pieces(self, blocks: Int32s, cpu_blocks: Int32s) -> Iterator[tuple[Places, Places]]:
         """Yield what the staging holds at a time, by the places in CPU memory: neighbours come together."""

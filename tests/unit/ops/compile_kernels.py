@@ -20,7 +20,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from raypp.ops.attention import HeadNorm, Heads
-from raypp.ops.cuda import between_products, decode_attention, heads, projection, row_inputs_kernel
+from raypp.ops.cuda import (
+    between_products,
+    block_kernels,
+    decode_attention,
+    heads,
+    projection,
+    row_inputs_kernel,
+)
 from raypp.ops.cuda.experts import CudaExperts
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
@@ -214,6 +221,9 @@ def call_all(workspace: Workspace) -> None:
     for most in (1, 1000):
         queries = (lengths, 32, most)
         row_inputs_kernel.row_inputs(tables, (integers, integers, integers), integers, lengths, queries, 16, 1000)
+    planes = torch.zeros(36, 4, 4096, dtype=torch.int64)
+    for move in (block_kernels.KernelBlockMover().gather, block_kernels.KernelBlockMover().scatter):
+        move(planes, torch.zeros(2, dtype=torch.int64), torch.zeros(2, 36, 4096, dtype=torch.int64))
     logits = torch.zeros(32, 5000)
     head = projection.Product(Weight(torch.empty(5000, 4096, dtype=BF16)), None, 1e-6)
     for rows in (1, 2):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from raypp.ops.block_store import BlockStore
+from raypp.ops.block_store import BlockStore, TorchBlockMover
 from raypp.ops.cpu.torch_blocks import TorchBlockStore
 from raypp.ops.cuda import pinned_blocks
 from raypp.ops.cuda.pinned_blocks import PinnedBlockStore, runs
@@ -33,7 +33,7 @@ def make_store(request, monkeypatch):
     def make(caches: torch.Tensor) -> BlockStore:
         if request.param == "torch":
             return TorchBlockStore(caches, NUM_CPU_BLOCKS)
-        return PinnedBlockStore(caches, NUM_CPU_BLOCKS, 4 if request.param == "pinned" else 1)
+        return PinnedBlockStore(caches, NUM_CPU_BLOCKS, 4 if request.param == "pinned" else 1, TorchBlockMover())
 
     return make
 

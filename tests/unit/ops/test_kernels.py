@@ -141,6 +141,12 @@ def test_decode_from_projection(query_len, has_norm):
     checks.check_fused_decode(EXACT, seq_lens[:2], query_len, 6, 2, 24, has_norm)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("sizes", [(4, 9, 16, 5), (6, 5, 1030, 2), (2, 3, 3, 1)])
+def test_block_moves(sizes, dtype):
+    checks.check_block_moves(*sizes, dtype)
+
+
 @pytest.mark.parametrize(
     ("num_rows", "query_len", "num_entries", "width", "has_prompts"),
     [(1, 1, 1, 5, False), (4, 3, 9, 20, False), (7, 1, 7, 3, False), (3, 1, 0, 4, False), (5, 3, 300, 90, True)],

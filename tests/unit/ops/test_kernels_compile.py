@@ -36,6 +36,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_append_heads",
         "_decode_attention",
         "_row_inputs",
+        "_move_words",
         "project_few",
         "project_rounding",
         "_project_rows",
