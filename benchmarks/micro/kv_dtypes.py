@@ -1,7 +1,7 @@
 """What a KV cache in 8 bits gains on a GPU: decode and prefill attention over both kinds of cache, in CUDA graphs.
 
     python benchmarks/micro/kv_dtypes.py                     decode rows of Qwen3-8B, half a minute
-    python benchmarks/micro/kv_dtypes.py --prefill           prefill rows; FlashInfer may compile for a minute first
+    python benchmarks/micro/kv_dtypes.py --prefill           prefill rows, both ways; FlashInfer may have to compile
 
 Figures are medians in microseconds per layer. Caches go round through more bytes than the second-level cache holds. The
 last line is JSON.
@@ -47,7 +47,16 @@ CUTS += [
     for splits, (cut, *bounds) in itertools.product((1, 2), (((64, 4, 2), 72, 80), ((128, 4, 2), 100, 112, 128)))
     for max_registers in bounds
 ]
-PREFILLS = [[(2048, 2048)], [(512, 512)] * 4, [(1024, 8192)]]
+PREFILLS = [
+    [(2048, 2048)],
+    [(512, 512)] * 4,
+    [(1024, 8192)],
+    [(256, 8192)],
+    [(512, 8192)],
+    [(2048, 16384)],
+    [(2048, 32768)],
+    [(4096, 32768)],
+]
 
 
 class Rows:
@@ -111,16 +120,15 @@ def measure_decode(rows: list[int], contexts: list[int], names: list[str]) -> di
     return figures
 
 
-def measure_prefill() -> dict[str, Any]:
-    """Return the times of prefill rows over both kinds of cache."""
+def measure_prefill(names: list[str]) -> dict[str, Any]:
+    """Return the times of prefill rows over both kinds of cache, block by block and over copies of keys and values."""
     figures, device = dict[str, Any](), torch.device("cuda")
     heads = Heads(*HEADS)
-    for prefill, (name, kv_dtype) in itertools.product(PREFILLS, KV_DTYPES.items()):
-        attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 1, device)
+    for prefill, name in itertools.product(PREFILLS, names):
         width = max(length for _, length in prefill) // BLOCK_SIZE
-        tables = torch.arange(1, 1 + width * len(prefill), dtype=torch.int32, device=device).view(len(prefill), width)
+        tables = torch.randperm(width * len(prefill), dtype=torch.int32, device=device).view(len(prefill), width) + 1
         cache = torch.randn(2, 1 + tables.numel(), HEADS[1], BLOCK_SIZE, HEADS[2], device=device, dtype=BF16)
-        cache, num_tokens = cache.to(kv_dtype), sum(count for count, _ in prefill)
+        cache, num_tokens = cache.to(KV_DTYPES[name]), sum(count for count, _ in prefill)
         batch = AttentionBatch(
             num_decode_rows=0,
             decode_query_len=1,
@@ -131,10 +139,14 @@ def measure_prefill() -> dict[str, Any]:
             prefill_seq_lens=[length for _, length in prefill],
         )
         q = torch.randn(num_tokens, HEADS[0], HEADS[2], device=device, dtype=BF16)
-        plan = attention.plan(batch, 0)
-        us = try_us([partial(attention.run, plan, q, cache, heads, torch.empty_like(q))] * 4)
-        print(f"prefill {prefill} {name} {us}", flush=True)
-        figures[f"{prefill} {name}"] = us
+        num_pairs = sum(count * length - count * (count - 1) // 2 for count, length in prefill)
+        for way, least_queries in (("blocks", math.inf), ("copies", 0)):
+            attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, cache.dtype, 1, device, least_queries)
+            plan = attention.plan(batch, 0)
+            us = try_us([partial(attention.run, plan, q, cache, heads, torch.empty_like(q))] * 4)
+            speed = f"{4 * num_pairs * HEADS[0] * HEADS[2] / us / 1e6:.0f} TFLOP/s" if isinstance(us, float) else ""
+            print(f"prefill {prefill} {name} {way} {us} {speed}", flush=True)
+            figures[f"{prefill} {name} {way}"] = us
     return figures
 
 
@@ -147,7 +159,9 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true")
     args = parser.parse_args()
     require_gpu()
-    figures = measure_prefill() if args.prefill else measure_decode(args.rows, args.contexts, args.kv_dtypes)
+    figures = (
+        measure_prefill(args.kv_dtypes) if args.prefill else measure_decode(args.rows, args.contexts, args.kv_dtypes)
+    )
     print_report("kv_dtypes", vars(args), figures)
 
 

@@ -26,7 +26,7 @@ from raypp.ops.cuda.block_kernels import KernelBlockMover
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.decode_attention import DecodeTuning, TritonDecode
 from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
-from raypp.ops.cuda.heads import append_heads, rotate_qk_, rotation_table
+from raypp.ops.cuda.heads import append_heads, gather_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
 from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, ROUNDING_ROWS, input_type_in_8_bits
@@ -223,6 +223,23 @@ def check_heads(
     scale = 8 if positions.max() > 10_000 else 4  # sines of large angles differ by more than a rounding
     kernels.assert_close(got, expected, scale)
     assert_cached(kernels, cache, expected_cache, scales)
+
+
+def check_gather(dtype: torch.dtype, seq_lens: list[int], num_kv_heads: int, scales: Scales | None = None) -> None:
+    """Rows' keys and values come out of shuffled blocks, one after the other, and nothing else comes."""
+    kernels = Kernels(dtype, seed=len(seq_lens))
+    block_size, head_dim = 16, 64
+    _, cache, _, tables = decode_step(kernels, seq_lens, 1, num_kv_heads, num_kv_heads, head_dim, block_size)
+    cache = cache if scales is None else cache.to(FP8)
+    starts = torch.tensor([0, *itertools.accumulate(seq_lens)], dtype=torch.int32, device=DEVICE)
+    out = torch.full((2, sum(seq_lens) + 3, num_kv_heads, head_dim), 7.0, dtype=dtype, device=DEVICE)
+    heads = Heads(num_kv_heads, num_kv_heads, head_dim, None, *(scales or ()))
+    gather_heads(cache, tables, starts, -(-max(seq_lens) // block_size), heads, out[0], out[1], kernels.device)
+    expected = torch.full_like(out, 7.0)
+    for row, (begin, length) in enumerate(zip(starts.tolist(), seq_lens, strict=False)):
+        read = as_read(cache[:, tables[row].long()], scales).transpose(2, 3).flatten(1, 2)
+        expected[:, begin : begin + length] = read[:, :length].to(dtype)
+    assert torch.equal(out, expected)
 
 
 def check_decode(

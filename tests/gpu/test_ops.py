@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import replace
 from importlib.util import find_spec
@@ -360,16 +361,16 @@ PREFILLS = [[(70, 70)], [(1, 1)], [(30, 100), (512, 512), (1, 300)], [(300, 1000
 
 
 @pytest.mark.parametrize("prefill", PREFILLS, ids=str)
-@pytest.mark.parametrize("library", [pytest.param("flashinfer", marks=needs_flashinfer), "torch"])
+@pytest.mark.parametrize("way", [*(pytest.param(way, marks=needs_flashinfer) for way in ("copy", "blocks")), "torch"])
 @pytest.mark.parametrize("scales", [None, (1.0, 1.0), (0.05, 2.0)], ids=["16 bits", "fp8_kv", "fp8_kv, scaled"])
-def test_prefill(library, prefill, scales):
+def test_prefill(way, prefill, scales):
     kernels = checks.Kernels(BF16)
     heads = Heads(*HEADS_8B, None, *(scales or ()))
     kv_dtype = BF16 if scales is None else FP8
     attention = (
-        FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA)
-        if library == "flashinfer"
-        else SdpaPrefill(BLOCK_SIZE)
+        SdpaPrefill(BLOCK_SIZE)
+        if way == "torch"
+        else FlashInferPrefill(heads, BLOCK_SIZE, BF16, kv_dtype, 3, CUDA, 0 if way == "copy" else math.inf)
     )
     batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
     cache = cache.to(kv_dtype)
@@ -390,11 +391,12 @@ def test_prefill(library, prefill, scales):
 
 
 @needs_flashinfer
-def test_plans_that_follow_each_other_in_one_entry():
+@pytest.mark.parametrize("least_queries", [0, math.inf], ids=["copy", "blocks"])
+def test_plans_that_follow_each_other_in_one_entry(least_queries):
     """The device is a good while behind the host, as when a stage runs its first steps with all kernels compiled."""
     kernels = checks.Kernels(BF16)
     heads = Heads(*HEADS_8B)
-    attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, BF16, 3, CUDA)
+    attention = FlashInferPrefill(heads, BLOCK_SIZE, BF16, BF16, 3, CUDA, least_queries)
     steps = []
     for prefill in (PREFILLS[2], PREFILLS[1], PREFILLS[3]):
         batch, cache = _prefill_batch(kernels, prefill, heads.num_kv_heads, heads.head_dim)
@@ -544,6 +546,11 @@ def test_decode_in_a_graph_follows_lengths_and_tables():
         tables.copy_(tables[torch.randperm(6, generator=generator)].clone())
         graph.replay()
         kernels.assert_close(out, reference.decode_attention(q, cache, lens, tables, 3, heads.scale))
+
+
+@pytest.mark.parametrize("scales", [None, (0.05, 2.0)])
+def test_keys_and_values_of_prompts_are_copied(scales):
+    checks.check_gather(BF16, [4000, 5, 16, 1, 900], 8, scales)
 
 
 def test_rotation_is_scaled():

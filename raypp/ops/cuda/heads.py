@@ -1,4 +1,6 @@
-"""Kernels that prepare heads for attention: norm (Qwen3), rotation and append to the cache; a vision tower's rotation.
+"""Kernels that prepare heads for attention: norm (Qwen3), rotation, append to the cache, copy out of it.
+
+And the rotation of a vision tower.
 
 Twins: `append_heads` of tests/gpu/reference_ops.py, `raypp.ops.vision.rotate_qk_`.
 """
@@ -95,6 +97,43 @@ def append_heads(
         **device.launch_options,
     )
     return q
+
+
+def gather_heads(
+    kv_cache: torch.Tensor,
+    tables: torch.Tensor,
+    starts: torch.Tensor,
+    most_blocks: int,
+    heads: Heads,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    device: Device,
+) -> None:
+    """Copy rows' keys and values out of their blocks; those in 8 bits come out times the layer's scales.
+
+    Shapes: kv_cache [2, num_blocks, Hk, block_size, D]; tables [rows or more, blocks or more] int32; starts [rows + 1]
+    int32, where each row's tokens begin; keys, values [tokens, Hk, D], of the queries' type. No row has more than
+    `most_blocks`.
+    """
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    is_fp8 = kv_cache.dtype == FP8
+    _gather_heads[(most_blocks, len(starts) - 1)](
+        kv_cache,
+        kv_cache.stride(0),
+        tables,
+        tables.stride(0),
+        starts,
+        heads.k_scale if is_fp8 else 1.0,
+        heads.v_scale if is_fp8 else 1.0,
+        keys,
+        values,
+        HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HEAD_DIM=head_dim,
+        IS_SCALED=is_fp8,
+        OVERLAPS=device.has_dependent_launch,
+        **device.launch_options,
+    )
 
 
 def rotate_qk_(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, device: Device) -> torch.Tensor:
@@ -227,3 +266,40 @@ def _rotate_qk(
     dtype = qkv.dtype.element_ty
     tl.store(cell, (first * c - second * s).to(dtype), mask=inside)
     tl.store(cell + HALF, (second * c + first * s).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts", "tables"])  # a few elements per program
+def _gather_heads(
+    kv_cache,
+    side_stride,
+    tables,
+    table_stride,
+    starts,
+    k_scale,
+    v_scale,
+    keys,
+    values,
+    HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    start(OVERLAPS)
+    row, first = tl.program_id(1), tl.program_id(0) * BLOCK_SIZE
+    begin = tl.load(starts + row)
+    token = first + tl.arange(0, BLOCK_SIZE)
+    inside = (token < tl.load(starts + row + 1) - begin)[:, None]
+    if begin + first < tl.load(starts + row + 1):
+        block = tl.load(tables + row * table_stride + tl.program_id(0)).to(tl.int64)
+        column = tl.arange(0, HEAD_DIM)
+        cell = kv_cache + block * (HEADS * BLOCK_SIZE * HEAD_DIM)
+        cell += tl.arange(0, BLOCK_SIZE)[:, None] * HEAD_DIM + column[None, :]
+        place = (begin + token).to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + column[None, :]
+        for head in tl.static_range(HEADS):
+            key = tl.load(cell + head * (BLOCK_SIZE * HEAD_DIM))
+            value = tl.load(cell + side_stride + head * (BLOCK_SIZE * HEAD_DIM))
+            if IS_SCALED:
+                key, value = key.to(tl.float32) * k_scale, value.to(tl.float32) * v_scale
+            tl.store(keys + place + head * HEAD_DIM, key.to(keys.dtype.element_ty), mask=inside)
+            tl.store(values + place + head * HEAD_DIM, value.to(values.dtype.element_ty), mask=inside)

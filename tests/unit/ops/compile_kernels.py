@@ -178,6 +178,9 @@ def call_all(workspace: Workspace) -> None:
         decode(q, cache_8, lens, tables, query_len, layer_heads, torch.empty_like(q))
     fresh, lens, tables = qkv[:16], torch.ones(16, dtype=torch.int32), torch.zeros(16, 64, dtype=torch.int32)
     decode.from_projection(fresh, layer_heads, by, integers, cache_8, lens, tables, 1, torch.empty_like(q[:16]))
+    copy, table = torch.empty(2, 64, 8, 128, dtype=BF16), torch.zeros(1, 4, dtype=torch.int32)
+    for blocks in (cache, cache_8):
+        heads.gather_heads(blocks, table, torch.zeros(2, dtype=torch.int32), 4, layer_heads, copy[0], copy[1], DEVICE)
     odd = torch.empty(896, 3072, dtype=BF16)
     small, large = torch.empty(4096, 1024, dtype=BF16), torch.empty(24576, 4096, dtype=BF16)
     for product in (

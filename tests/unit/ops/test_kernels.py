@@ -124,6 +124,11 @@ def test_fp8_kv(heads, scales):
         checks.check_fused_decode(EXACT, [33, query_len, 40], query_len, *heads, query_len == 1, tuning, scales)
 
 
+@pytest.mark.parametrize("scales", [None, (0.03, 2.0)])
+def test_keys_and_values_of_prompts_are_copied(scales):
+    checks.check_gather(EXACT, [40, 5, 16, 1], 3, scales)
+
+
 def test_rotation_is_scaled():
     checks.check_rotation(5, 24, 1.25)
     checks.check_rotation(1, 128, 1.0)
