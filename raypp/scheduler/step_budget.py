@@ -77,7 +77,9 @@ class StepBudget:
             free_kv_share: Free KV blocks in 0..1 of all.
             any_decodes: Whether any row of the pipeline decodes.
         """
-        self._predictor = predictor
+        # Without a bound in milliseconds ratios are all that matters: those of the estimates, which learn nothing. So
+        # prompts are cut alike in every run, and in every life of an engine.
+        self._ms_of = predictor.estimated_ms if math.isinf(limits.max_itl_ms) else predictor.ms
         self._work = decoding
         self._num_tokens = limits.max_num_batched_tokens - decoding.num_tokens
         self._most_ms = math.inf
@@ -126,11 +128,9 @@ class StepBudget:
         self._has_chunks = True
 
     def _most_beside_rows(self, waiting: Waiting, share: float) -> float:
-        predictor = self._predictor
-        one_ms = predictor.ms(_ONE_TOKEN)
-        decode_ms = predictor.ms(self._work)
+        one_ms, decode_ms = self._ms_of(_ONE_TOKEN), self._ms_of(self._work)
         prompts = StepWork(num_prompt_tokens=waiting.num_tokens, num_prompt_pairs=waiting.num_pairs)
-        spread_ms = (predictor.ms(prompts) - one_ms) * share
+        spread_ms = (self._ms_of(prompts) - one_ms) * share
         wanted_ms = decode_ms + max(spread_ms, _LEAST_STEPS * one_ms)
         return min(wanted_ms, max(_MOST_STEPS * one_ms, _MOST_DECODES * decode_ms))
 
@@ -150,7 +150,7 @@ class StepBudget:
         return math.isinf(self._most_ms) or self._ms(start, num_tokens) <= self._most_ms * _SLACK
 
     def _ms(self, start: int, num_tokens: int) -> float:
-        return self._predictor.ms(self._with(start, num_tokens))
+        return self._ms_of(self._with(start, num_tokens))
 
     def _with(self, start: int, num_tokens: int) -> StepWork:
         work = self._work

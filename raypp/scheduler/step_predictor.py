@@ -35,6 +35,7 @@ class StepPredictor:
             estimates: Of each stage, every part more than nothing; their ratios matter most.
         """
         self.roofline = roofline
+        self._estimates = tuple(estimates)
         self._stages = [_Learning(times) for times in estimates]
 
     @property
@@ -46,6 +47,11 @@ class StepPredictor:
         """Return how long a step will take on the stage that is slowest with it, milliseconds."""
         of_step = amounts(work, self.roofline)
         return max([step_ms(stage.times, of_step) for stage in self._stages])
+
+    def estimated_ms(self, work: StepWork) -> float:
+        """Return the same by the estimates alone: the same number in every run."""
+        of_step = amounts(work, self.roofline)
+        return max([step_ms(times, of_step) for times in self._estimates])
 
     def stage_ms(self, stage_index: int, work: StepWork) -> float:
         """Return how long a step will take on one stage, milliseconds."""

@@ -31,6 +31,7 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_narrow",
         "_rms_norm",
         "_join_norms",
+        "_gather_heads",
         "_silu_and_mul",
         "_rotation_table",
         "_append_heads",

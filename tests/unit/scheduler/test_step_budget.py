@@ -23,6 +23,7 @@ def budget_for(
     num_left: int = 2048,
     free_kv_share: float = 1.0,
     any_decodes: bool | None = None,
+    predictor: StepPredictor = PREDICTOR,
     **limits,
 ) -> StepBudget:
     """Return a step's budget; `num_left` are the tokens that its rows leave."""
@@ -33,7 +34,7 @@ def budget_for(
     }
     return StepBudget(
         make_limits(**(settings | limits)),
-        PREDICTOR,
+        predictor,
         decoding,
         Waiting(num_waiting, 0),
         free_kv_share=free_kv_share,
@@ -177,3 +178,15 @@ def test_prompts_go_on_where_decode_rows_alone_take_longer_than_they_may():
     budget = budget_for(10**6, decoding=ROWS, max_itl_ms=0.5)
     assert budget.chunk_tokens(0, 10**6) == 512 // 8
     assert budget_for(10**6, decoding=ROWS, max_itl_ms=0.5).chunk_tokens(0, 20) == 20
+
+
+def test_what_was_learned_changes_no_chunk_but_where_a_wait_is_bounded():
+    """In 16 bits another cut is another rounding: the same prompts are cut alike in every life of an engine."""
+    begun = StepPredictor(PREDICTOR.roofline, PREDICTOR.stages)
+    before = budget_for(10**6, decoding=ROWS, predictor=begun).chunk_tokens(0, 10**6)
+    bounded = budget_for(10**6, decoding=ROWS, predictor=begun, max_itl_ms=200.0).chunk_tokens(0, 10**6)
+    works = [ROWS._replace(num_prompt_tokens=tokens) for tokens in range(64, 1024, 64)]
+    begun.learn(0, works, [3 * PREDICTOR.ms(work) + 1 for work in works])
+    assert begun.ms(ROWS) > 2 * PREDICTOR.ms(ROWS)
+    assert budget_for(10**6, decoding=ROWS, predictor=begun).chunk_tokens(0, 10**6) == before
+    assert budget_for(10**6, decoding=ROWS, predictor=begun, max_itl_ms=200.0).chunk_tokens(0, 10**6) < bounded
