@@ -2,9 +2,10 @@
 
     python benchmarks/simulated_traffic.py --model qwen3-8b --layers 19 17 --traffic offline online-16 online-40
     python benchmarks/simulated_traffic.py --limits '{"max_num_batched_tokens": 2048}' '{"max_num_seqs": 128}'
+    python benchmarks/simulated_traffic.py --steps steps.json
 
-For the scheduler's choices, which need no GPU to be compared: seconds of traffic take a second. How near the estimates
-are to a machine says `mixed_traffic.py`; `--times` takes others, one list of `StageTimes` per stage. The scheduler
+For the scheduler's choices, which need no GPU to be compared: seconds of traffic take a second. With `--steps` stages
+take what they took where `mixed_traffic.py --steps` wrote that file: `StageTimes` are fitted to it. The scheduler
 begins with estimates that are half as long and learns, as an engine does. Hosts take `--host-ms` from a result to the
 plan that builds on it. The last line is JSON.
 """
@@ -17,7 +18,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from report import print_report
 from traffic import Traffic, parse_traffic
 from workload import exactly, model_settings
 
+from raypp.api.timeline import Forward
 from raypp.messages import StepPlan, StepResult
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
@@ -115,6 +117,24 @@ def _result(plan: StepPlan) -> StepResult:
     return StepResult(plan.step_id, np.full(shape, 7, np.int32), plan.samples.astype(np.int32))
 
 
+def times_of(
+    steps: Mapping[str, Sequence[Sequence[Any]]], roofline: RooflineCost, estimates: Sequence[StageTimes]
+) -> Any:
+    """Return what the parts of a step took on each stage, fitted to the forwards of some runs.
+
+    Args:
+        steps: The forwards of each run, as `mixed_traffic.py` keeps them.
+        roofline: How the time of products grows with a step's tokens.
+        estimates: To begin with.
+    """
+    fitted = StepPredictor(roofline, estimates)
+    forwards = [Forward.of_span(span) for of_run in steps.values() for span in of_run]
+    for index in range(len(estimates)):
+        of_stage = [forward for forward in forwards if forward.stage_index == index]
+        fitted.learn(index, [f.work for f in of_stage], [(f.end_us - f.start_us) / 1e3 for f in of_stage])
+    return fitted.stages
+
+
 def arrivals_of(traffic: Traffic, seed: int) -> list[tuple[float, Request]]:
     """Return the requests of traffic, with the moments at which they are due, ms."""
     rng, due_ms, found = random.Random(seed), 0.0, []
@@ -147,14 +167,19 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[19, 17], help="of each stage")
     parser.add_argument("--traffic", nargs="+", default=["offline", "online-16", "online-40"], help="see traffic.py")
     parser.add_argument("--limits", type=json.loads, nargs="+", default=[{}], help="of `SchedulerLimits`, by turns")
-    parser.add_argument("--times", type=json.loads, help="of `StageTimes`, a list per stage; default: estimates")
+    parser.add_argument("--steps", type=Path, help="of `mixed_traffic.py`: fit the stages' times to these")
+    parser.add_argument("--on-cpu", action="store_true", help="estimates of a CPU, to fit from")
     parser.add_argument("--host-ms", type=float, default=1.0)
     args = parser.parse_args()
     model = load_model_config(Path(resolve_model_path(model_settings(args.model)["model"])))
-    roofline = draft_cost(model, _DTYPE_BYTES, "cuda")
-    times = [StageTimes(*of_stage) for of_stage in args.times or ()] or estimated_times(
-        model, args.layers, _DTYPE_BYTES, _DTYPE_BYTES, free_tokens=roofline.free_tokens, on_gpu=True
+    roofline = draft_cost(model, _DTYPE_BYTES, "cpu" if args.on_cpu else "cuda")
+    times = estimated_times(
+        model, args.layers, _DTYPE_BYTES, _DTYPE_BYTES, free_tokens=roofline.free_tokens, on_gpu=not args.on_cpu
     )
+    if args.steps is not None:
+        times = times_of(json.loads(args.steps.read_text()), roofline, times)
+        for index, of_stage in enumerate(times):
+            print(f"stage {index}: {of_stage}")
     figures: dict[str, Any] = {"times": times}
     for name in args.traffic:
         for given in args.limits:

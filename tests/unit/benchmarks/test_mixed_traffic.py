@@ -8,7 +8,7 @@ import statistics
 import mixed_traffic
 import pytest
 from device_speed import DeviceSpeed
-from simulated_traffic import simulate
+from simulated_traffic import simulate, times_of
 from stage_limit import StageLimit
 from step_breakdown import breakdown, merged, table
 from traffic import TRAFFIC, Lengths, Traffic, parse_traffic
@@ -19,7 +19,7 @@ from raypp.messages import StepForm
 from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.scheduler.limits import SchedulerLimits
-from raypp.scheduler.step_cost import RooflineCost, StageTimes
+from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
 from raypp.scheduler.step_work import StepWork
 from raypp.testing import launch_in_threads
 
@@ -158,6 +158,22 @@ def test_simulated_steps_are_of_equal_time():
     found = _simulated()
     assert min(found["busy"]) > 0.86, "0.73 when tokens alone bound a step"
     assert found["itl_ms"]["p99"] < 50, "100 likewise"
+
+
+def test_times_are_fitted_to_the_steps_of_a_run():
+    truth = [StageTimes(0.4, 0.8, 1.2, 0.003, 0.02, 3e-5, 1e-6), StageTimes(0.2, 0.4, 0.9, 0.002, 0.03, 1e-5, 2e-6)]
+    roofline, rng = RooflineCost(180.0), random.Random(0)
+    spans = []
+    for step_id in range(300):
+        rows, tokens = rng.randint(0, 64), rng.choice([0, rng.randint(1, 2000)])
+        work = StepWork(rows, rows, rows * rng.randint(10, 2000), tokens, tokens, tokens * rng.randint(1, 4000), rows)
+        for index, times in enumerate(truth):
+            took_us = round(step_ms(times, amounts(work, roofline)) * 1e3)
+            spans.append([index, step_id, 0, took_us, 0, rows + 1, work.num_tokens, 0, list(work), 0])
+    estimates = [StageTimes(0.1, 0.1, 1.0, 0.001, 0.01, 1e-5, 1e-6)] * 2
+    found = times_of({"some run": spans[:300], "another": spans[300:]}, roofline, estimates)
+    for index, _, _, took_us, _, _, _, _, work, _ in spans:
+        assert step_ms(found[index], amounts(StepWork(*work), roofline)) == pytest.approx(took_us / 1e3, rel=0.25)
 
 
 def test_the_time_between_tokens_can_be_bounded():
