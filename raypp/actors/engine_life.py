@@ -23,7 +23,8 @@ from raypp.actors.placement import Placement, alive_nodes, reserve, reserve_when
 from raypp.actors.processes import ActorProcess, end_here, end_processes
 from raypp.actors.remote_errors import raypp_errors
 from raypp.actors.stage_pool import StagePool
-from raypp.errors import EngineDeadError, RayppError
+from raypp.actors.stopped_processes import StoppedProcesses
+from raypp.errors import EngineDeadError, RayppError, StageDiedError
 from raypp.plan.engine_plan import EnginePlan
 from raypp.supervision.recovery import StartTimes
 from raypp.tracing import write_chrome_trace
@@ -81,6 +82,7 @@ class EngineLife:
         self._driver_process: ActorProcess | None = None
         self._stage_processes: list[ActorProcess] = []  # as they were at the start
         self._encoder_processes: list[ActorProcess] = []
+        self._stopped: StoppedProcesses | None = None  # once there are processes
         self.start_times = StartTimes()
         self._watchers: list[threading.Thread] = []
         self._ending = threading.Event()
@@ -139,6 +141,7 @@ class EngineLife:
             )
         )
         owner = ActorProcess.of_this_process()
+        self._stopped = StoppedProcesses(owner.node_id, self._plan.config.faults.silence_timeout_s)
         self._driver_process = self._ask("process", deadline, owner)
         self._stage_processes = self._ask("place", deadline, self._pool.actors, owner, deadline.remaining_s)
         self._pool.note_processes(self._stage_processes)
@@ -225,6 +228,27 @@ class EngineLife:
         self._cluster.check()
         if not self._is_wanted():
             raise EngineDeadError("the engine was closed", hint="start a new engine")
+        self._check_stopped()
+
+    def _check_stopped(self) -> None:
+        """Raise for a stage or a driver that starts and stands still; one that runs is watched by others."""
+        if self._stopped is None or self._run is not None:
+            return
+        stages = self._pool.processes
+        driver = [] if self._driver_process is None else [self._driver_process]
+        if (found := self._stopped.first_of([*driver, *stages.values()])) is None:
+            return
+        process, stopped_s = found
+        said: dict[str, Any] = {
+            "got": f"process {process.pid} has been stopped for {stopped_s:.1f} s",
+            "expected": f"no process that is stopped for more than {self._plan.config.faults.silence_timeout_s:g} s",
+            "hint": "a signal stopped it (SIGSTOP, a debugger)",
+            "silent_s": stopped_s,
+        }
+        for index, of_stage in stages.items():
+            if of_stage == process:
+                raise StageDiedError(f"stage {index} is frozen while it starts", stage_index=index, **said)
+        raise EngineDeadError("the driver is frozen while it starts", **said)
 
     def _end_actors(self, *, in_order: bool) -> None:
         timeout_s = self._plan.config.faults.close_timeout_s

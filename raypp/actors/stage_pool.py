@@ -66,9 +66,9 @@ class StagePool:
         return [pooled.actor for pooled in self._pooled]
 
     @property
-    def processes(self) -> list[ActorProcess]:
-        """Those of the stages that are known, by index."""
-        return [pooled.process for pooled in self._pooled if pooled.process is not None]
+    def processes(self) -> dict[int, ActorProcess]:
+        """Those that are known, by stage index."""
+        return {pooled.spec.stage_index: pooled.process for pooled in self._pooled if pooled.process is not None}
 
     def placement_of(self, bundles: Sequence[Mapping[str, float]]) -> Placement | None:
         """Return where the engine ran, if it can run there again; else give the place up."""

@@ -64,6 +64,7 @@ class ThreadedLife:
         self.scheduler = Scheduler(plan.scheduler_limits(), plan.draft_policy(), predictor)
         """To look at once the engine is closed."""
         self._links: list[Any] = []
+        self._is_leaving = threading.Event()  # the driver's stop does not reach a stage that has not connected yet
         loops, encoder = self._stage_loops(channel, factory)
         self._server = DriverServer(
             Engine(
@@ -153,7 +154,7 @@ class ThreadedLife:
         def loop(index: int) -> Callable[[], None]:
             address = driver.stage_addresses[index]
             channel = StageChannel(index, address, driver.result_address, num_stages=num_stages)
-            return lambda: _run_stage(plan, index, stages[index], channel, tracers[index])
+            return lambda: _run_stage(plan, index, stages[index], channel, tracers[index], self._is_leaving)
 
         encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
         return [loop(index) for index in range(num_stages)], encoder
@@ -166,12 +167,15 @@ class ThreadedLife:
                 self._death, watcher = error, self._watcher
             watcher(error)
         finally:
+            self._is_leaving.set()
             self._pipeline.close()
             for links in self._links:
                 links.abort()
 
 
-def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel, tracer: Tracer) -> None:
+def _run_stage(
+    plan: EnginePlan, index: int, stage: Stage, channel: StageChannel, tracer: Tracer, is_leaving: threading.Event
+) -> None:
     has_last_words = False
     try:
         run_stage_loop(
@@ -181,6 +185,7 @@ def _run_stage(plan: EnginePlan, index: int, stage: Stage, channel: StageChannel
             heartbeat_s=plan.config.faults.heartbeat_s,
             silence_timeout_s=plan.config.faults.silence_timeout_s,
             forwards=tracer.forwards,
+            is_leaving=is_leaving,
         )
     except RayppError:
         has_last_words = True

@@ -151,6 +151,26 @@ def test_an_engine_is_closed_while_it_restarts() -> None:
     assert listener.words == ["lost"]
 
 
+@pytest.mark.skipif(not NUM_KILLS, reason="takes long; set RESTART_KILLS")
+def test_a_stage_that_is_stopped_while_it_starts_is_replaced() -> None:
+    listener = EngineListener()
+    with running(listener, max_engine_restarts=2, start_timeout_s=300.0) as engine:
+        before = raypp_processes()
+
+        def stop_the_next() -> None:
+            os.kill(pids_of(engine)[1], signal.SIGKILL)
+            pid = wait_for_process("StageActor", before)
+            while pid not in {process.pid for process in engine._pool.processes.values()}:
+                time.sleep(0.005)  # it has not said which process it is
+            os.kill(pid, signal.SIGSTOP)
+
+        began = time.monotonic()
+        listener.hears("lost", "back", after=stop_the_next)
+        check_served(engine)
+        print(f"\na stage is stopped while it starts: {time.monotonic() - began:.1f} s, {engine.recoveries()}")
+        assert [recovery.num_starts for recovery in engine.recoveries()] == [2]
+
+
 @pytest.mark.skipif(not NUM_KILLS, reason="RESTART_KILLS says how many")
 def test_deaths_at_random_moments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -96,7 +96,7 @@ def test_stages_that_stand_by_serve_again_and_others_are_replaced(ray: FakeRay) 
     pool.make(three)
     assert [actor.number for actor in pool.actors] == [3, 1, 4]
     assert pool.num_kept == 1
-    assert pool.processes == ["process 1"]
+    assert pool.processes == {1: "process 1"}
 
 
 def test_a_stopped_stage_is_not_asked(ray: FakeRay) -> None:

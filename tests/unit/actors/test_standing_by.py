@@ -43,13 +43,14 @@ class World:
         self.stages: list[FakeStage] = []
         self.is_running = threading.Event()
         self.loop_error: Exception | None = None
+        self.delivered: list[bool] = []  # of each channel that was closed, whether last messages got time to leave
         self.hangs = False
         monkeypatch.setattr(stage_actor, "log_to_stderr", lambda: None)
         monkeypatch.setattr(build_stage, "configure_torch", lambda *_: None)
         monkeypatch.setattr(build_stage, "build_stage_model", self._model)
         monkeypatch.setattr(build_stage, "build_stage", self._stage)
         monkeypatch.setattr(stage_loop, "run_stage_loop", self._loop)
-        monkeypatch.setattr("raypp.step_channel.StageChannel", lambda *_, **__: SimpleNamespace(close=lambda: None))
+        monkeypatch.setattr("raypp.step_channel.StageChannel", lambda *_, **__: SimpleNamespace(close=self._close))
         plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=1), Hardware(4))
         self.actor = StageActor(plan.stage_spec(0), plan.model, None)
 
@@ -66,6 +67,9 @@ class World:
     def _run(self) -> None:
         with contextlib.suppress(EngineDeadError, ValueError):
             self.actor.run(0.1, 1.0)
+
+    def _close(self, *, delivers: bool) -> None:
+        self.delivered.append(delivers)
 
     def _model(self, *_: object) -> object:
         self.num_models += 1
@@ -97,6 +101,7 @@ def test_it_keeps_its_weights_and_nothing_else(world: World) -> None:
         thread.join(WAIT_S)
         assert (world.num_models, len(world.stages)) == (1, life)
         assert world.stages[-1].is_closed
+    assert world.delivered == [False] * 3, "nobody is there who could take it"
     world.actor.run(0.1, 1.0)  # of a driver that is gone
     assert not world.is_running.wait(0.0) or not world.actor._connected
 
@@ -114,6 +119,7 @@ def test_a_neighbours_death_is_not_its_own(world: World) -> None:
     world.loop_error = EngineDeadError("stage 1 is gone")
     world.begin().join(WAIT_S)
     assert world.actor.stand_by(WAIT_S)
+    assert world.delivered == [True], "the driver wants to know"
 
 
 def test_who_failed_or_does_not_end_or_is_in_the_middle_is_not_kept(
