@@ -175,6 +175,8 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
         rounds = ((1, 4, False), (1, 4, True), (2, 3, False), (4, 2, False))
         rounds = rounds[::2] if num_rows <= MOST_ROUNDING_ROWS else rounds
         ways = (True, False) if shape.has_norm and num_rows <= MOST_ROUNDING_ROWS else (False,)
+        if num_rows <= 8:  # by products of a warp, for which codes move between threads
+            yield from (Int4Tuning(1, num_splits, most_rows=8) for num_splits in (1, 2, 4))
         for strips, num_splits, (pieces, stages, folds), norms_x in itertools.product((1, 2), (1, 2, 4), rounds, ways):
             for ahead in AHEAD if num_rows <= MOST_ROUNDING_ROWS else (0,):
                 cut = Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)

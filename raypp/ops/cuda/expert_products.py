@@ -26,7 +26,8 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import silu
 from raypp.ops.cuda.kernel_launch import Device, fence_shared, start
 from raypp.ops.cuda.projection import Tuning
-from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, in_8_bits, placed
+from raypp.ops.cuda.router_kernels import SCALED, Arranged, Inputs, Routed, placed
+from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.weight import Weight, WeightKind
 
 _SUMMED = 1024  # outputs of a program that adds

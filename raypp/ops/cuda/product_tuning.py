@@ -207,7 +207,8 @@ def _tune_rounding(num_rows: int, product: Product, device: Device) -> Tuning:
     num_strips = triton.cdiv(product.num_outputs, 64)
     num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.num_inputs // 512))
     num_ahead = _EARLY_BYTES // (product.weight.num_outputs * inputs * num_splits)
-    tuning = Tuning(64, inputs, num_splits, num_stages=4, rounds_x=True, num_ahead=num_ahead)
+    num_stages = 3 if product.is_gated else 4  # so that three of them fit
+    tuning = Tuning(64, inputs, num_splits, num_stages=num_stages, rounds_x=True, num_ahead=num_ahead)
     return _fitting(tuning, num_rows, product, device)
 
 

@@ -29,7 +29,7 @@ def _rounded(value, by_input, squares, HAS_NORM: tl.constexpr, ROWS: tl.constexp
     if HAS_NORM:
         squares += value * value
         value *= by_input.to(tl.float32)
-    codes, by_row = in_8_bits(value)
+    codes, by_row = in_8_bits(value, 1)
     return tiled(codes, ROWS), tl.trans(tiled(by_row[:, None], ROWS)), squares
 
 

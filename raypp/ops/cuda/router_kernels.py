@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from raypp.ops.cuda.between_products import narrowed
 from raypp.ops.cuda.kernel_launch import Device, Workspace, arrives_last, fence_shared, start
+from raypp.ops.cuda.token_quantization import in_8_bits
 from raypp.ops.routing import Routing
 from raypp.ops.weight import WeightKind
 
@@ -195,13 +195,6 @@ def _load(pointer, inside, IS_EVEN: tl.constexpr):
     if IS_EVEN:
         return tl.load(pointer)
     return tl.load(pointer, mask=inside, other=0.0)
-
-
-@triton.jit
-def in_8_bits(value, AXIS: tl.constexpr):
-    """Return float32 as float8_e4m3fn, and what to multiply it by: each line along the axis uses the whole range."""
-    scale = tl.maximum(tl.max(tl.abs(value), AXIS), 1e-30) / 448.0
-    return narrowed(value / tl.expand_dims(scale, AXIS), tl.float8e4nv), scale
 
 
 @triton.jit
