@@ -59,7 +59,10 @@ class GrammarBackend(Protocol):
         """Return what has been said since the last call."""
 
     def computing(self) -> list[tuple[int, float]]:
-        """Return the texts whose masks are being made, and for how many seconds each has been so far."""
+        """Return the texts whose masks are being made, and for how many seconds each has been so far.
+
+        None of a process that a signal has stopped: that is no text's doing.
+        """
 
     def fileno(self) -> int | None:
         """Return what a poller finds readable when there is something to receive, the same all the time; or None."""
@@ -129,8 +132,10 @@ class GrammarProcess:
         return messages
 
     def computing(self) -> list[tuple[int, float]]:
-        """Return what the process has noted, even if it is frozen."""
-        return [] if self._board is None else self._board.read()
+        """Return what the process has noted, even if it answers nothing; of one that was stopped, nothing."""
+        if self._board is None or (self._process is not None and _is_stopped(self._process)):
+            return []
+        return self._board.read()
 
     def restart(self) -> None:
         """End the process; the next order starts another one."""
@@ -216,6 +221,13 @@ class GrammarProcess:
         self._socket, self._board = MessageSocket(ours), board
         self._readable.register(self._socket, select.EPOLLIN)
         self._starts_until_s = time.monotonic() + _START_TIMEOUT_S
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a signal has stopped a child, which has not gone on since."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

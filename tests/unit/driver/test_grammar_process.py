@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,6 +89,23 @@ def test_a_send_never_waits_and_a_process_that_reads_nothing_is_given_up_once(
     assert "20 MiB" in caplog.text or "19 MiB" in caplog.text
     assert process.receive() == [GrammarProcessDied()]
     assert process.process_id is None
+    process.close()
+
+
+def test_of_a_process_that_is_stopped_no_text_is_to_blame() -> None:
+    process = make()
+    process.send(CloseGrammar(1))
+    process_id, board = process.process_id, process._board
+    assert process_id is not None
+    assert board is not None
+    process._board = SimpleNamespace(read=lambda: [(7, 30.0)], close=board.close)  # type: ignore[assignment]
+    assert process.computing() == [(7, 30.0)]
+    for number, expected in ((signal.SIGSTOP, []), (signal.SIGCONT, [(7, 30.0)])):
+        os.kill(process_id, number)
+        ends_s = time.monotonic() + WAIT_S
+        while process.computing() != expected and time.monotonic() < ends_s:
+            time.sleep(0.005)
+        assert process.computing() == expected
     process.close()
 
 
