@@ -9,8 +9,8 @@
 Times are those of CUDA graphs over so many weights that none is in a cache when it is read again. `layer` is all four
 products of a layer of Qwen3-8B one after the other, without attention. The floor is the weights' bytes at 4.3 TB/s.
 Candidates are the best cuts of each way: `inside` has no launch before the product, `before` has one for x; then a
-layer with the best of each. What is compiled is compiled before, by as many processes as there are processors. The last
-line is JSON.
+layer with the best of each, and as chosen. What is compiled is compiled before, by as many processes as there are
+processors. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -338,8 +338,10 @@ def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: 
         all_products = [Products(form, shape) for shape in SHAPES]
         for num_rows in tried_rows:
             best: dict[str, list[Any]] = {"inside": [], "before": []}
+            all_results = []
             for products in all_products:
                 results = _timed_cuts(form, products, num_rows)
+                all_results.append(results)
                 figures[f"{form} {products.shape.name} {num_rows} rows"] = [(us, _name(cut)) for us, cut, _ in results]
                 for way, cuts in best.items():
                     of_way = [result for result in results if _way(result[1], products.shape) in (way, "either")]
@@ -348,8 +350,10 @@ def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: 
                     shown = shown[:6] + [text for text in shown[6:] if "chosen" in text]
                     print(f"   {form} {products.shape.name} {num_rows} rows, {way}: {'; '.join(shown)}", flush=True)
             times = {}
-            for way, cuts in best.items():
-                if None not in cuts:
+            chosen = [result[1] for results in all_results for result in results if result[2]]
+            late = [cut if cut is None else replace(cut, num_ahead=0) for cut in best["inside"]]
+            for way, cuts in (best | {"inside, none ahead": late, "chosen": chosen}).items():
+                if None not in cuts and len(cuts) == len(all_products):
                     for products, cut in zip(all_products, cuts, strict=True):
                         products.set_tuning(num_rows, cut)
                     times[way] = try_us(layer_calls(all_products, num_rows))
