@@ -5,9 +5,9 @@
     python benchmarks/simulated_traffic.py --steps steps.json
 
 For the scheduler's choices, which need no GPU to be compared: seconds of traffic take a second. With `--steps` stages
-take what they took where `mixed_traffic.py --steps` wrote that file: `StageTimes` are fitted to it. The scheduler
-begins with estimates that are half as long and learns, as an engine does. Hosts take `--host-ms` from a result to the
-plan that builds on it. The last line is JSON.
+take what they took where `mixed_traffic.py --steps` wrote that file: `StageTimes` are fitted to it, and the scheduler
+begins with estimates and learns, as in an engine. Hosts take `--host-ms` from a result to the plan that builds on it.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
 from raypp.scheduler.step_predictor import StepPredictor
 from raypp.scheduler.step_work import StepWork, step_work
 
-_DTYPE_BYTES = 2
+_DTYPE_BYTES = {"cuda": 2, "cpu": 4}
 _VOCAB_SIZE = 1000
 _REPORT_STEPS = 12  # after so many steps the stages report
 
@@ -49,12 +49,18 @@ _REPORT_STEPS = 12  # after so many steps the stages report
 class SimulatedStages:
     """Stages that take a known time for a step, one after the other, and wait for the feedback that a plan requires."""
 
-    def __init__(self, limits: SchedulerLimits, roofline: RooflineCost, times: Sequence[StageTimes], host_ms: float):
-        self._roofline = roofline
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        times: Sequence[StageTimes],
+        predictor: StepPredictor,
+        host_ms: float,
+    ) -> None:
+        self._roofline = predictor.roofline
         self._times = times
         self._host_ms = host_ms
-        self._predictor = StepPredictor(roofline, [StageTimes(*(part / 2 for part in of_stage)) for of_stage in times])
-        self._scheduler = Scheduler(limits, predictor=self._predictor)
+        self._predictor = predictor
+        self._scheduler = Scheduler(limits, predictor=predictor)
         self._free_at = [0.0] * len(times)
         self._fed_back_at: list[float] = []  # of each step
         self._in_flight: deque[StepPlan] = deque()
@@ -146,10 +152,18 @@ def arrivals_of(traffic: Traffic, seed: int) -> list[tuple[float, Request]]:
 
 
 def simulate(
-    traffic: Traffic, limits: SchedulerLimits, roofline: RooflineCost, times: Sequence[StageTimes], host_ms: float
+    traffic: Traffic, limits: SchedulerLimits, times: Sequence[StageTimes], predictor: StepPredictor, host_ms: float
 ) -> dict[str, Any]:
-    """Return how long traffic takes and what its requests wait for."""
-    stages = SimulatedStages(limits, roofline, times, host_ms)
+    """Return how long traffic takes and what its requests wait for.
+
+    Args:
+        traffic: What arrives.
+        limits: Of the scheduler.
+        times: What the parts of a step take on each stage.
+        predictor: What the scheduler believes that they take.
+        host_ms: From a result to the plan that builds on it.
+    """
+    stages = SimulatedStages(limits, times, predictor, host_ms)
     requests, seconds = stages.run(arrivals_of(traffic, 0))
     return {
         "seconds": seconds,
@@ -172,12 +186,15 @@ def main() -> None:
     parser.add_argument("--host-ms", type=float, default=1.0)
     args = parser.parse_args()
     model = load_model_config(Path(resolve_model_path(model_settings(args.model)["model"])))
-    roofline = draft_cost(model, _DTYPE_BYTES, "cpu" if args.on_cpu else "cuda")
-    times = estimated_times(
-        model, args.layers, _DTYPE_BYTES, _DTYPE_BYTES, free_tokens=roofline.free_tokens, on_gpu=not args.on_cpu
+    device = "cpu" if args.on_cpu else "cuda"
+    dtype_bytes = _DTYPE_BYTES[device]
+    roofline = draft_cost(model, dtype_bytes, device)
+    estimates = estimated_times(
+        model, args.layers, dtype_bytes, dtype_bytes, free_tokens=roofline.free_tokens, on_gpu=not args.on_cpu
     )
+    times = estimates
     if args.steps is not None:
-        times = times_of(json.loads(args.steps.read_text()), roofline, times)
+        times = times_of(json.loads(args.steps.read_text()), roofline, estimates)
         for index, of_stage in enumerate(times):
             print(f"stage {index}: {of_stage}")
     figures: dict[str, Any] = {"times": times}
@@ -194,7 +211,8 @@ def main() -> None:
             }
             begun = time.perf_counter()
             limits = SchedulerLimits(**{**settings, **given})
-            found = simulate(parse_traffic(name), limits, roofline, times, args.host_ms)
+            predictor = StepPredictor(roofline, estimates)
+            found = simulate(parse_traffic(name), limits, times, predictor, args.host_ms)
             busy = [round(share, 3) for share in found["busy"]]
             figures[f"{name} {json.dumps(given)}"] = found
             print(

@@ -113,6 +113,7 @@ class _Device:
     """What a device is guessed to do, before anybody has seen it work; see `StepPredictor`."""
 
     bytes_per_ms: float
+    kv_bytes_per_ms: float
     attention_flops_per_ms: float
     step_ms: float  # of every step of a stage
     layer_ms: float  # of every layer: what starting its operations takes
@@ -128,20 +129,29 @@ class _Device:
             weights=weights,
             token=self.token_share * weights / free_tokens,
             logit=self.row_ms,
-            kv=kv_bytes / self.bytes_per_ms,
+            kv=kv_bytes / self.kv_bytes_per_ms,
             pair=pairs_flops / self.attention_flops_per_ms,
         )
 
 
 _GPU = _Device(
     bytes_per_ms=_GPU_BYTES_PER_MS,
+    kv_bytes_per_ms=_GPU_BYTES_PER_MS,
     attention_flops_per_ms=4.8e11,
     step_ms=_GPU_HEAD_MS,
     layer_ms=0.012,
     prompts_ms=0.03,
     row_ms=0.00025,
 )
-_CPU = _Device(bytes_per_ms=1e7, attention_flops_per_ms=2e7, step_ms=0.3, layer_ms=0.1, prompts_ms=0.05, row_ms=0.01)
+_CPU = _Device(  # fitted to steps of `tiny` on two cores
+    bytes_per_ms=2e7,
+    kv_bytes_per_ms=6e6,
+    attention_flops_per_ms=5e7,
+    step_ms=0.3,
+    layer_ms=0.1,
+    prompts_ms=0.06,
+    row_ms=0.015,
+)
 
 
 def estimated_times(

@@ -20,6 +20,7 @@ from raypp.models.config import load_model_config
 from raypp.models.registry import resolve_model_path
 from raypp.scheduler.limits import SchedulerLimits
 from raypp.scheduler.step_cost import RooflineCost, StageTimes, amounts, step_ms
+from raypp.scheduler.step_predictor import StepPredictor
 from raypp.scheduler.step_work import StepWork
 from raypp.testing import launch_in_threads
 
@@ -150,7 +151,9 @@ def _simulated(**limits):
         "enable_prefix_caching": False,
     }
     traffic = parse_traffic("requests=120,input=uniform:16:3000,output=uniform:16:128")
-    return simulate(traffic, SchedulerLimits(**(settings | limits)), RooflineCost(180.0), times, host_ms=0.5)
+    # The scheduler begins with other ideas of it.
+    predictor = StepPredictor(RooflineCost(180.0), [StageTimes(0.1, 0.2, 1.0, 0.001, 0.002, 1e-5, 3e-7)] * 2)
+    return simulate(traffic, SchedulerLimits(**(settings | limits)), times, predictor, host_ms=0.5)
 
 
 def test_simulated_steps_are_of_equal_time():
