@@ -239,9 +239,12 @@ async def measure_engine(args: argparse.Namespace, llm: AsyncLLM) -> dict[str, l
             num_prompt_tokens = after["num_prompt_tokens"] - before["num_prompt_tokens"]
             figures = request_figures(times, num_prompt_tokens, seconds)
             figures |= {counter: after[counter] - before[counter] for counter in _COUNTERS}
+            waited = zip(after["stages"], before["stages"], strict=True)
+            figures["copy_wait_s"] = [now["copy_wait_s"] - then["copy_wait_s"] for now, then in waited]
             found[name].append({**figures, "forwards": forwards})
             print_requests(f"{name}, run {run}", figures)
-            print(f"  {', '.join(f'{counter} {figures[counter]}' for counter in _COUNTERS)}", flush=True)
+            print(f"  {', '.join(f'{counter} {figures[counter]}' for counter in _COUNTERS)}")
+            print(f"  stages waited for copies, s: {', '.join(f'{s:.3f}' for s in figures['copy_wait_s'])}", flush=True)
     return found
 
 

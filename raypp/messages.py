@@ -235,6 +235,7 @@ class StageReport:
 
     num_steps: int  # executed since the start
     busy_ns: int  # time in forwards since the start
+    copy_wait_ns: int  # time that steps waited for KV blocks on their way to CPU memory or back, since the start
     step_ids: Int64s  # [S] of the forwards since the last report
     start_us: Int64s  # [S] microseconds since the epoch
     end_us: Int64s  # [S]

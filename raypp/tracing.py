@@ -46,6 +46,7 @@ class ForwardCounter:
         self._num_steps = 0
         self._num_told = 0
         self._busy_ns = 0
+        self._copy_wait_ns = 0
         self._new: deque[tuple[int, int, int, int]] = deque(maxlen=_MAX_UNREPORTED)
         self._num_unrecorded = np.zeros(len(Unrecorded), np.int64)
 
@@ -59,6 +60,10 @@ class ForwardCounter:
         self._busy_ns += end_ns - start_ns
         self._new.append((step_id, start_ns, end_ns, form))
         self._num_steps += 1  # last: whoever reports these sums reports the forward, too
+
+    def add_copy_wait(self, wait_ns: int) -> None:
+        """Count for how long a step waited for KV blocks that are copied."""
+        self._copy_wait_ns += wait_ns
 
     def add_unrecorded(self, why: Unrecorded) -> None:
         """Count a step that ran without a recording, before its forward is counted."""
@@ -78,6 +83,7 @@ class ForwardCounter:
         return StageReport(
             num_steps=num_steps,
             busy_ns=busy_ns,
+            copy_wait_ns=self._copy_wait_ns,
             step_ids=np.ascontiguousarray(columns[:, 0]),
             start_us=np.ascontiguousarray(times_us[:, 0]),
             end_us=np.ascontiguousarray(times_us[:, 1]),

@@ -265,10 +265,16 @@ class _EngineCollector(Collector):
                     yield family
         if "stages" not in stats:
             return
-        busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=(*_LABELS, "stage"))
+        labels = (*_LABELS, "stage")
+        busy = CounterMetricFamily("raypp_stage_busy_seconds", "Time in forwards", labels=labels)
+        copies = CounterMetricFamily(
+            "raypp_stage_copy_wait_seconds", "Time that steps waited for KV blocks on their way", labels=labels
+        )
         for index, stage in enumerate(stats["stages"]):
             busy.add_metric([*names, str(index)], stage["busy_s"])
+            copies.add_metric([*names, str(index)], stage["copy_wait_s"])
         yield busy
+        yield copies
         active = CounterMetricFamily("raypp_active_seconds", "Time with steps in flight", labels=_LABELS)
         active.add_metric(names, stats["active_s"])
         yield active

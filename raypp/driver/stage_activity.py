@@ -30,6 +30,7 @@ class _Span(NamedTuple):
 class _Stage:
     num_steps: int = 0
     busy_ns: int = 0
+    copy_wait_ns: int = 0
     graphs: dict[str, dict[str, float]] = field(default_factory=dict)
     num_unrecorded: dict[str, int] = field(default_factory=lambda: {why.name.lower(): 0 for why in Unrecorded})
     spans: deque[_Span] = field(default_factory=lambda: deque(maxlen=_MAX_SPANS))
@@ -95,6 +96,7 @@ class StageActivity:
         """Take in a stage's report."""
         stage = self._stages[stage_index]
         stage.num_steps, stage.busy_ns = report.num_steps, report.busy_ns
+        stage.copy_wait_ns = report.copy_wait_ns
         stage.num_unrecorded = {why.name.lower(): int(report.num_unrecorded[why]) for why in Unrecorded}
         times = None if self._predictor is None else self._predictor.stages[stage_index]
         columns = (report.step_ids, report.start_us, report.end_us, report.forms)
@@ -114,7 +116,7 @@ class StageActivity:
         )
 
     def sums(self) -> list[dict[str, Any]]:
-        """Return num_steps and busy_s of every stage, since the start, and what its graphs took.
+        """Return num_steps, busy_s and copy_wait_s of every stage, since the start, and what its graphs took.
 
         And num_unrecorded: how many steps of a stage that makes graphs ran without one, by the name of `Unrecorded`.
         """
@@ -122,6 +124,7 @@ class StageActivity:
             {
                 "num_steps": stage.num_steps,
                 "busy_s": stage.busy_ns / 1e9,
+                "copy_wait_s": stage.copy_wait_ns / 1e9,
                 "num_unrecorded": stage.num_unrecorded,
                 "graphs": stage.graphs,
             }

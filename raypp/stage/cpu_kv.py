@@ -10,6 +10,7 @@ No host waits. A recording holds none of it: the waits stand in the stream befor
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from raypp.messages import BlockCopies, StepPlan, unpack
 from raypp.ops.block_store import BlockStore
 from raypp.ops.device_kernels import open_block_store
 from raypp.stage.stage_spec import StageSpec
+from raypp.tracing import ForwardCounter, now_ns
 from raypp.transport.current_stream import CurrentStream
 
 
@@ -43,15 +45,23 @@ class NoCpuKv:
 
 
 class HostCpuKv:
-    """For a stage on a CPU: copies are done when the call returns."""
+    """For a stage on a CPU: copies are done when the call returns.
 
-    def __init__(self, stores: Sequence[BlockStore]) -> None:
+    Args:
+        stores: Of its caches.
+        counter: Counts how long that takes.
+    """
+
+    def __init__(self, stores: Sequence[BlockStore], counter: ForwardCounter) -> None:
         self._stores = stores
+        self._counter = counter
 
     def before_step(self, plan: StepPlan) -> None:
         """Copy."""
         if len(plan.block_copies):
+            began_ns = now_ns()
             _copy(self._stores, unpack(BlockCopies, plan.block_copies.data))
+            self._counter.add_copy_wait(now_ns() - began_ns)
 
     def after_step(self, plan: StepPlan) -> None:
         """It is done."""
@@ -64,13 +74,18 @@ class CudaCpuKv:
         stores: Of its caches.
         device: The GPU.
         num_ring_entries: Steps that may be in flight at a time: older ones are done when a plan arrives.
+        counter: Counts how long steps wait for copies.
     """
 
-    def __init__(self, stores: Sequence[BlockStore], device: torch.device, num_ring_entries: int) -> None:
+    def __init__(
+        self, stores: Sequence[BlockStore], device: torch.device, num_ring_entries: int, counter: ForwardCounter
+    ) -> None:
         self._stores = stores
+        self._counter = counter
         self._stream = torch.cuda.Stream(device)
         self._current = CurrentStream(device)
-        self._copied = torch.cuda.Event()
+        self._batches: deque[_Batch] = deque()
+        self._free: list[_Batch] = []
         self._stepped = [torch.cuda.Event() for _ in range(num_ring_entries)]
 
     def before_step(self, plan: StepPlan) -> None:
@@ -83,20 +98,45 @@ class CudaCpuKv:
             self._stream.wait_event(self._stepped[copies.after_step % num_entries])
         with torch.cuda.stream(self._stream):
             _copy(self._stores, copies)
-        self._copied.record(self._stream)
-        self._current.get().wait_event(self._copied)
+        steps, batch = self._current.get(), self._free.pop() if self._free else _Batch()
+        batch.copied.record(self._stream)
+        batch.asked.record(steps)
+        steps.wait_event(batch.copied)
+        self._batches.append(batch)
 
     def after_step(self, plan: StepPlan) -> None:
-        """Mark the end of the step in its stream."""
+        """Mark the end of the step in its stream, and count the waits that are over."""
         self._stepped[plan.step_id % len(self._stepped)].record(self._current.get())
+        while self._batches and self._batches[0].is_over:
+            batch = self._batches.popleft()
+            self._counter.add_copy_wait(batch.wait_ns)
+            self._free.append(batch)
 
 
-def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor]) -> CpuKv:
+class _Batch:
+    """Moments of a plan's copies."""
+
+    def __init__(self) -> None:
+        self.asked = torch.cuda.Event(enable_timing=True)  # when the steps come to where they wait
+        self.copied = torch.cuda.Event(enable_timing=True)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.asked.query() and self.copied.query())
+
+    @property
+    def wait_ns(self) -> int:
+        milliseconds: float = self.asked.elapsed_time(self.copied)
+        return max(0, round(milliseconds * 1e6))
+
+
+def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor], counter: ForwardCounter) -> CpuKv:
     """Return what copies a stage's blocks to CPU memory and back.
 
     Args:
         spec: Which stage.
         kv_caches: Each of layers of one shape, [L, 2, num_blocks, Hk, block_size, D].
+        counter: Counts how long steps wait for copies.
 
     Raises:
         ResourceError: the machine has not so much memory to spare.
@@ -105,7 +145,9 @@ def open_cpu_kv(spec: StageSpec, kv_caches: Sequence[torch.Tensor]) -> CpuKv:
         return NoCpuKv()
     stores = [open_block_store(caches, spec.num_cpu_blocks, spec.num_staged_blocks) for caches in kv_caches]
     device = torch.device(spec.device)
-    return CudaCpuKv(stores, device, spec.num_ring_entries) if device.type == "cuda" else HostCpuKv(stores)
+    if device.type != "cuda":
+        return HostCpuKv(stores, counter)
+    return CudaCpuKv(stores, device, spec.num_ring_entries, counter)
 
 
 def _copy(stores: Sequence[BlockStore], copies: BlockCopies) -> None:

@@ -103,7 +103,7 @@ class Stage:
         self._known_tokens = KnownTokens(self._device)
         self._drafts_by_head = spec.is_last and spec.draft_head is not None
         of_head = [] if self._speculation is None else self._speculation.head_kv_caches
-        self._cpu_kv = open_cpu_kv(spec, [kv_caches, *of_head])
+        self._cpu_kv = open_cpu_kv(spec, [kv_caches, *of_head], tracer.forwards)
         by_layer = kv_caches.unbind()
         if self._device.type == "cuda":
             with torch.inference_mode():

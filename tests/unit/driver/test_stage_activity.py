@@ -38,7 +38,9 @@ def _plan(step_id: int, cohort: int = 0, tokens: tuple[int, ...] = (1, 1)) -> St
 def _report(step_ids: list[int], ends_us: list[int], num_steps: int = 0, busy_ns: int = 0) -> StageReport:
     ends = np.array(ends_us, np.int64)
     unrecorded = np.arange(len(Unrecorded))
-    return StageReport(num_steps, busy_ns, np.array(step_ids, np.int64), ends - 10, ends, ends % 3, unrecorded)
+    return StageReport(
+        num_steps, busy_ns, busy_ns // 10, np.array(step_ids, np.int64), ends - 10, ends, ends % 3, unrecorded
+    )
 
 
 def test_a_tracer_counts_forwards_even_when_it_records_nothing() -> None:
@@ -82,10 +84,10 @@ def test_spans_are_those_after_a_time_and_know_their_step() -> None:
     ]
     assert [span[:4] for span in activity.spans_after(150)] == [[0, 1, 190, 200]]
     activity.note_recordings([{"full": {"num_graphs": 3}}, {}])
-    counts = {"rows": 0, "tokens": 1, "choice": 2}
+    counts, graphs = {"rows": 0, "tokens": 1, "choice": 2}, {"full": {"num_graphs": 3}}
     assert activity.sums() == [
-        {"num_steps": 2, "busy_s": 2e-5, "num_unrecorded": counts, "graphs": {"full": {"num_graphs": 3}}},
-        {"num_steps": 1, "busy_s": 1e-5, "num_unrecorded": counts, "graphs": {}},
+        {"num_steps": 2, "busy_s": 2e-5, "copy_wait_s": 2e-6, "num_unrecorded": counts, "graphs": graphs},
+        {"num_steps": 1, "busy_s": 1e-5, "copy_wait_s": 1e-6, "num_unrecorded": counts, "graphs": {}},
     ]
 
 

@@ -134,7 +134,7 @@ def test_shares_are_since_the_viewers_own_last_look() -> None:
         return registry.get_sample_value("raypp_bubble_ratio", {"model": "tiny", "replica": "a"})
 
     def stats(active_s: float, busy_s: float) -> dict[str, object]:
-        return {"active_s": active_s, "stages": [{"busy_s": busy_s}]}
+        return {"active_s": active_s, "stages": [{"busy_s": busy_s, "copy_wait_s": 0.0}]}
 
     first.look(stats(10, 10))
     second.look(stats(10, 10))

@@ -13,6 +13,7 @@ import torch
 from raypp.messages import NO_BYTES, NO_STEP, BlockCopies, Bytes, StepPlan, pack_inside
 from raypp.stage import cpu_kv
 from raypp.stage.cpu_kv import CudaCpuKv, HostCpuKv
+from raypp.tracing import ForwardCounter
 
 NUM_RING_ENTRIES = 4
 
@@ -38,6 +39,15 @@ class _Stream:
 
 class _Event:
     moment = "nothing"
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.has_passed = True
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 2.5 if other.moment.startswith("head") else -1.0
 
     def record(self, stream: _Stream) -> None:
         done = [what for what in stream.order.streams[stream.name] if not what.startswith("wait")]
@@ -95,9 +105,9 @@ def run(order: Order, kv: CudaCpuKv, of_plan: StepPlan) -> None:
     kv.after_step(of_plan)
 
 
-def make(order: Order) -> CudaCpuKv:
-    stores = [_Store(order, "layers"), _Store(order, "head")]
-    return CudaCpuKv(stores, torch.device("cuda:0"), NUM_RING_ENTRIES)
+def make(order: Order, counter: ForwardCounter | None = None, names: tuple[str, ...] = ("layers", "head")) -> CudaCpuKv:
+    stores = [_Store(order, name) for name in names]
+    return CudaCpuKv(stores, torch.device("cuda:0"), NUM_RING_ENTRIES, counter or ForwardCounter())
 
 
 def test_copies_come_behind_the_last_step_of_their_blocks_and_before_their_own(order):
@@ -134,8 +144,24 @@ def test_steps_without_copies_wait_for_nothing(order):
 
 
 def test_a_cpu_copies_at_once(order):
-    kv = HostCpuKv([_Store(order, "layers")])
+    counter = ForwardCounter()
+    kv = HostCpuKv([_Store(order, "layers")], counter)
     kv.before_step(plan(0))
     kv.before_step(plan(1, copies(0, {5: 0}, {})))
     kv.after_step(plan(1))
     assert order.streams["steps"] == ["layers: [5] to [0]"]
+    assert counter.report().copy_wait_ns > 0
+
+
+def test_it_counts_for_how_long_steps_wait(order, monkeypatch):
+    counter = ForwardCounter()
+    kv = make(order, counter)
+    for step_id in range(3):
+        run(order, kv, plan(step_id, copies(NO_STEP, {5: 0}, {})))
+    assert counter.report().copy_wait_ns == 3 * 2_500_000
+    on_time = make(order, counter, names=("layers",))  # copied before the step came to where it waits
+    run(order, on_time, plan(0, copies(NO_STEP, {5: 0}, {})))
+    assert counter.report().copy_wait_ns == 3 * 2_500_000
+    monkeypatch.setattr(_Event, "query", lambda event: False)
+    run(order, kv, plan(3, copies(NO_STEP, {5: 0}, {})))
+    assert counter.report().copy_wait_ns == 3 * 2_500_000, "nobody knows yet"
