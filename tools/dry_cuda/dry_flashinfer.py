@@ -81,3 +81,47 @@ class PagedPrefill:
         assert q.stride(-1) == keys.stride(-1) == out.stride(-1) == 1
         assert out.is_contiguous()
         return out
+
+
+class RaggedPrefill:
+    """Of `flashinfer.BatchPrefillWithRaggedKVCacheWrapper`."""
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
+        assert isinstance(float_workspace_buffer, DryTensor)
+        assert (kv_layout, backend) == ("NHD", "fa3")
+
+    def plan(
+        self,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        *,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype = torch.float16,
+        kv_data_type: torch.dtype | None = None,
+    ) -> None:
+        assert current_tape() is None, "planned while a graph is recorded"
+        assert causal
+        starts, key_starts = _on_host(qo_indptr, "qo_indptr"), _on_host(kv_indptr, "kv_indptr")
+        lengths = [end - start for start, end in pairwise(key_starts)]
+        queries = [end - start for start, end in pairwise(starts)]
+        assert all(query <= length for query, length in zip(queries, lengths, strict=True))
+        self._q_shape = (starts[-1], num_qo_heads, head_dim_qk)
+        self._kv_shape = (key_starts[-1], num_kv_heads, head_dim_qk)
+        self._types = (q_data_type, kv_data_type)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert current_tape() is None, "the work of prefill rows is planned: no graph can hold it"
+        assert q.shape == self._q_shape, (q.shape, self._q_shape)
+        assert k.shape == v.shape == self._kv_shape, (k.shape, self._kv_shape)
+        assert (q.dtype, k.dtype) == (q.dtype, v.dtype) == self._types
+        assert out is not None
+        assert out.shape == q.shape
+        assert all(x.is_cuda for x in (q, k, v, out))
+        assert out.is_contiguous()
+        return out

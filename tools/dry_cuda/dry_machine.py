@@ -49,9 +49,15 @@ def install_flashinfer() -> None:
     """Put attention in place that is imported when it is used."""
     package = _module("flashinfer")
 
-    def wrapper(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def paged(*args, **kwargs):  # type: ignore[no-untyped-def]
         import dry_flashinfer
 
         return dry_flashinfer.PagedPrefill(*args, **kwargs)
 
-    package.BatchPrefillWithPagedKVCacheWrapper = wrapper  # type: ignore[attr-defined]
+    def ragged(*args, **kwargs):  # type: ignore[no-untyped-def]
+        import dry_flashinfer
+
+        return dry_flashinfer.RaggedPrefill(*args, **kwargs)
+
+    package.BatchPrefillWithPagedKVCacheWrapper = paged  # type: ignore[attr-defined]
+    package.BatchPrefillWithRaggedKVCacheWrapper = ragged  # type: ignore[attr-defined]
