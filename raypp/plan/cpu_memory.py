@@ -16,6 +16,10 @@ _BYTES_PER_PLAN = 256 << 20
 mostly beside the steps before."""
 
 
+_MOST_OF_MEMORY = 0.85
+"""Of a machine's main memory: it stays locked, and Ray ends processes where more than 95 % is in use."""
+
+
 def num_cpu_blocks(config: EngineConfig, block_bytes: Sequence[int]) -> int:
     """Return the KV blocks of every stage in CPU memory.
 
@@ -61,13 +65,13 @@ def check_cpu_memory(config: EngineConfig, hardware: Hardware, cpu_kv_bytes: Seq
     """
     together = cpu_kv_bytes if _share_a_machine(config, hardware) else [max(cpu_kv_bytes)]
     needed, there = sum(together), hardware.memory_bytes
-    if not there or needed <= there:
+    if not there or needed <= _MOST_OF_MEMORY * there:
         return
     raise ResourceError(
         "the KV blocks in CPU memory do not fit the machine",
         got=f"{there / 2**30:.2f} GiB of main memory",
-        expected=f"{needed / 2**30:.2f} GiB for those of {len(together)} of {len(cpu_kv_bytes)} stages, and more for "
-        "what else runs there",
+        expected=f"{needed / 2**30:.2f} GiB for those of {len(together)} of {len(cpu_kv_bytes)} stages to be at most "
+        f"{_MOST_OF_MEMORY:.0%} of it",
         hint="lower cpu_kv_bytes; it is for each stage",
     )
 

@@ -69,12 +69,12 @@ def test_blocks_in_cpu_memory_are_as_many_as_the_largest_leave_room_for():
 @pytest.mark.parametrize(
     ("placement", "num_machines", "gib", "fits"),
     [
-        ("pack", 1, 60, True),
-        ("pack", 1, 70, False),
-        ("pack", 2, 70, True),
-        ("strict_pack", 2, 70, False),
-        ("strict_spread", 2, 70, True),
-        ("strict_spread", 2, 140, False),
+        ("pack", 1, 54, True),
+        ("pack", 1, 55, False),
+        ("pack", 2, 55, True),
+        ("strict_pack", 2, 55, False),
+        ("strict_spread", 2, 108, True),
+        ("strict_spread", 2, 110, False),
     ],
 )
 def test_stages_of_one_machine_share_its_main_memory(placement, num_machines, gib, fits):
