@@ -36,9 +36,14 @@ WAIT_S = 150.0
 NODE = {"num_cpus": 2, "object_store_memory": 80 << 20}
 SETTINGS: dict[str, tuple[float, Setting]] = {
     "n-grams": (0.4, text_engine("n-grams", speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": 3})),
-    "a head": (
+    "a head, KV in CPU memory": (
         0.35,
-        text_engine("a head", speculative={"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3}),
+        text_engine(
+            "a head, KV in CPU memory",
+            speculative={"method": "auto", "model": "tiny-eagle3", "num_speculative_tokens": 3},
+            num_kv_blocks=130,
+            cpu_kv_bytes=1 << 24,
+        ),
     ),
     "pictures": (0.25, picture_engine("pictures")),
 }
