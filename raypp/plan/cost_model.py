@@ -149,7 +149,7 @@ _CPU = _Device(  # fitted to steps of `tiny` on two cores
     attention_flops_per_ms=5e7,
     step_ms=0.3,
     layer_ms=0.1,
-    prompts_ms=0.06,
+    prompts_ms=0.15,
     row_ms=0.015,
 )
 
