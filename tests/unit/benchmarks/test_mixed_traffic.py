@@ -12,6 +12,7 @@ from simulated_traffic import simulate, times_of
 from stage_limit import StageLimit
 from step_breakdown import breakdown, merged, table
 from traffic import TRAFFIC, Lengths, Traffic, parse_traffic
+from traffic_page import request_table, seconds_table
 
 from raypp import AsyncLLM
 from raypp.api.timeline import Forward
@@ -111,6 +112,10 @@ def test_every_second_is_somewhere():
     assert figures["slowest_stages_s"] == pytest.approx(400e-6)
     assert figures["bubble_fraction"] == pytest.approx(1 - (200 + 300) / 1000)
     assert len(table(figures)) == 1 + 2 * 4
+    rows = list(seconds_table({"some": [{"steps": figures}]}))
+    assert len(rows) == 2 + 2 * (3 + 2 + 1)
+    assert len({row.count("|") for row in rows}) == 1
+    assert rows[2].startswith("| some | 0 | decode, recorded | 1 | 0.00 | 0.1 (0.1) | 3.0 | 0 |")
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
 
 
@@ -135,6 +140,9 @@ def test_an_engine_is_measured(capsys):
         assert figures["ttft_ms"]["median"] < figures["e2e_ms"]["median"]
         assert sum(work.num_prompt_tokens for work in works.values()) <= figures["prompt_tokens"]
         assert {forward.stage_index for forward in figures["forwards"]} == {0, 1}
+    rows = list(request_table(found))
+    assert len(rows) == 4
+    assert len({row.count("|") for row in rows}) == 1
     num_first = sum(work.num_logits for work in {f.step_id: f.work for f in offline["forwards"]}.values())
     assert num_first >= offline["output_tokens"]
 
