@@ -4,11 +4,11 @@
     python benchmarks/micro/quantized_products.py --skip checks         without one of `checks`, `errors`, `times`, ...
     python benchmarks/micro/quantized_products.py --skip checks errors times --forms "fp8 blocks" --tried-rows 1 8 16 32
                                                                         which cuts, and up to how many rows x is rounded
-                                                                        (FP8), or normalized (INT4), by each program
+                                                                        by each program
 
 Times are those of CUDA graphs over so many weights that none is in a cache when it is read again. `layer` is all four
 products of a layer of Qwen3-8B one after the other, without attention. The floor is the weights' bytes at 4.3 TB/s.
-Candidates are the best cuts of each way: `inside` has no launch before the product, `before` has one for x; then a
+Candidates are the best cuts of each way: `inside` has no launch that rounds x before the product, `before` has; then a
 layer with the best of each, and as chosen. What is compiled is compiled before, by as many processes as there are
 processors. The last line is JSON.
 """
@@ -174,13 +174,8 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
     elif num_rows <= 64:
         rounds = ((1, 4, False), (1, 4, True), (2, 3, False), (4, 2, False))
         rounds = rounds[::2] if num_rows <= MOST_ROUNDING_ROWS else rounds
-        ways = (True, False) if shape.has_norm and num_rows <= MOST_ROUNDING_ROWS else (False,)
-        if num_rows <= 8:  # by products of a warp, for which codes move between threads
-            yield from (Int4Tuning(1, num_splits, most_rows=8) for num_splits in (1, 2, 4))
-        for strips, num_splits, (pieces, stages, folds), norms_x in itertools.product((1, 2), (1, 2, 4), rounds, ways):
-            for ahead in AHEAD if num_rows <= MOST_ROUNDING_ROWS else (0,):
-                cut = Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
-                yield replace(cut, norms_x=norms_x, num_ahead=2 * ahead)
+        for strips, num_splits, (pieces, stages, folds) in itertools.product((1, 2), (1, 2, 4), rounds):
+            yield Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
     else:
         yield None
         splits = (1, 2, 3) if num_rows <= 128 else (1,)
@@ -344,14 +339,14 @@ def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: 
                 all_results.append(results)
                 figures[f"{form} {products.shape.name} {num_rows} rows"] = [(us, _name(cut)) for us, cut, _ in results]
                 for way, cuts in best.items():
-                    of_way = [result for result in results if _way(result[1], products.shape) in (way, "either")]
+                    of_way = [result for result in results if _rounds_inside(result[1]) == (way == "inside")]
                     cuts.append(of_way[0][1] if of_way else None)
                     shown = [f"{us} {_name(cut)}{mark}" for us, cut, mark in of_way]
                     shown = shown[:6] + [text for text in shown[6:] if "chosen" in text]
                     print(f"   {form} {products.shape.name} {num_rows} rows, {way}: {'; '.join(shown)}", flush=True)
             times = {}
             chosen = [result[1] for results in all_results for result in results if result[2]]
-            late = [cut if cut is None else replace(cut, num_ahead=0) for cut in best["inside"]]
+            late = [replace(cut, num_ahead=0) for cut in best["inside"] if cut is not None]
             for way, cuts in (best | {"inside, none ahead": late, "chosen": chosen}).items():
                 if None not in cuts and len(cuts) == len(all_products):
                     for products, cut in zip(all_products, cuts, strict=True):
@@ -378,12 +373,9 @@ def _timed_cuts(form: str, products: Products, num_rows: int) -> list[tuple[floa
     return sorted(results, key=lambda result: result[0])
 
 
-def _way(tuning: Tuning | Int4Tuning | None, shape: Shape) -> str:
-    """Return where x is normalized or rounded."""
-    if isinstance(tuning, Int4Tuning) and not shape.has_norm:
-        return "either"
-    is_inside = tuning is not None and (tuning.norms_x if isinstance(tuning, Int4Tuning) else tuning.rounds_x)
-    return "inside" if is_inside else "before"
+def _rounds_inside(tuning: Tuning | Int4Tuning | None) -> bool:
+    """Whether programs that multiply x round it, without a launch before them."""
+    return isinstance(tuning, Tuning) and tuning.rounds_x
 
 
 def _name(tuning: Tuning | Int4Tuning | None) -> str:
@@ -391,9 +383,8 @@ def _name(tuning: Tuning | Int4Tuning | None) -> str:
         return "library"
     if isinstance(tuning, Int4Tuning):
         cut = f"{64 * tuning.strips}o {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st {tuning.pieces}p"
-        cut += (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
-    else:
-        cut = f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
+        return cut + (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
+    cut = f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
     return f"{cut} {tuning.num_ahead} ahead"
 
 
@@ -451,8 +442,9 @@ def main() -> None:
             jobs += [Job(form, shape, num_rows) for num_rows in ROWS if "times" not in args.skip]
             if form in args.forms and "candidates" not in args.skip:
                 for num_rows in args.tried_rows:
-                    found = [tuning for tuning in candidates(form, shape, num_rows) if tuning is not None]
-                    found = [tuning for tuning in found if not tuning.num_ahead]  # which is no other kernel
+                    found = [cut for cut in candidates(form, shape, num_rows) if cut is not None]
+                    # What is asked for early makes no other kernel.
+                    found = [cut for cut in found if isinstance(cut, Int4Tuning) or not cut.num_ahead]
                     jobs += [Job(form, shape, num_rows, tuning) for tuning in (None, *found)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     figures: dict[str, Any] = {}

@@ -20,12 +20,11 @@ import triton.language as tl
 from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.packed_int4 import TILE, PackedInt4
-from raypp.ops.cuda.product_loads import fetch_early, load_vector, tiled
+from raypp.ops.cuda.product_loads import load_vector
 from raypp.ops.cuda.split_sums import sums_of_splits
 
 _MOST_ROWS_OF_A_TILE = 128
 _LEAST_ROWS_OF_A_TILE = 16  # for 8, Triton takes products of a warp, for which codes would move between threads
-_LEAST_ROWS_READ = 8  # of x, where a program normalizes it
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # it knows no assembler
 
 # Four bytes to four low halves and four high halves, each behind the bits of a larger number, which is then subtracted.
@@ -67,8 +66,6 @@ class Int4Product:
     weight: PackedInt4  # with a gate 2 N outputs in two parts
     bias: torch.Tensor | None = None  # [N], with a gate [2 N]
     is_gated: bool = False
-    norm_eps: float | None = None  # x is normalized first; not in float16
-    norm_weight: torch.Tensor | None = None  # [K] of that norm, in the weight's order
 
     @property
     def num_outputs(self) -> int:
@@ -88,8 +85,6 @@ class Int4Tuning:
         most_rows: Of a tile.
         pieces: Of up to 128 inputs in a round, at whose beginning the next one's scales are asked for.
         folds: Whether codes are multiplied by their scales before the product, not sums after it.
-        norms_x: Whether each program normalizes x, if there is a norm.
-        num_ahead: Tiles of a strip that a program asks for before the previous kernel has finished.
     """
 
     strips: int = 1
@@ -99,8 +94,6 @@ class Int4Tuning:
     most_rows: int = _MOST_ROWS_OF_A_TILE
     pieces: int = 1
     folds: bool = False
-    norms_x: bool = False
-    num_ahead: int = 0
 
 
 def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
@@ -109,8 +102,7 @@ def int4_partial_floats(num_rows: int, product: Int4Product, tuning: Int4Tuning)
         return 0
     padded, weight = _padded(num_rows, tuning), product.weight
     num_rows = int(triton.cdiv(num_rows, padded)) * padded
-    num_squares = weight.padded_outputs // TILE
-    return (weight.padded_outputs * weight.num_parts + num_squares) * tuning.num_splits * num_rows
+    return weight.padded_outputs * weight.num_parts * tuning.num_splits * num_rows
 
 
 def int4_shared_bytes(num_rows: int, product: Int4Product, tuning: Int4Tuning) -> int:
@@ -118,7 +110,7 @@ def int4_shared_bytes(num_rows: int, product: Int4Product, tuning: Int4Tuning) -
     tiles = _tiles_of_piece(product.weight)
     of_codes = 2048 * tiles * tuning.strips * (2 if product.is_gated else 1)
     of_x = _padded(num_rows, tuning) * TILE * tiles * 2
-    return ((of_codes + of_x) * tuning.num_stages + (of_x if tuning.norms_x else 0)) * tuning.pieces
+    return (of_codes + of_x) * tuning.pieces * tuning.num_stages
 
 
 def project_int4(
@@ -129,10 +121,7 @@ def project_int4(
     device: Device,
     workspace: Workspace,
 ) -> torch.Tensor:
-    """Return norm(x) W^T + b, its gate, or its sum with the residual stream, [T, N], of x's type.
-
-    Each program normalizes what it reads of x. The norm's weight meets x before 1 / rms(x) does, and the product may be
-    beyond float16's range: in float16, the norm is a launch of its own.
+    """Return x W^T + b, its gate, or its sum with the residual stream, [T, N], of x's type.
 
     Shapes: x [T, K] contiguous, in the weight's order; residual [T, N], left as it is.
     """
@@ -141,8 +130,7 @@ def project_int4(
     padded = _padded(num_rows, tuning)
     num_tiles, num_row_tiles = weight.codes.shape[1], triton.cdiv(num_rows, padded)
     assert int4_partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
-    assert product.norm_eps is None or x.dtype != torch.float16
-    tiles, read = _tiles_of_piece(weight), max(_LEAST_ROWS_READ, int(triton.next_power_of_2(num_rows)))
+    tiles = _tiles_of_piece(weight)
     options: dict[str, Any] = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages}
     _project_int4[(triton.cdiv(num_outputs, TILE * tuning.strips), tuning.num_splits, num_row_tiles)](
         x,
@@ -160,11 +148,7 @@ def project_int4(
         workspace.floats,
         workspace.counters,
         num_rows,
-        product.norm_eps or 0.0,
-        x if product.norm_weight is None else product.norm_weight,
-        min(tuning.num_ahead, triton.cdiv(num_tiles, tuning.num_splits)) * 2048,
         HAS_ZERO=weight.zero is not None,
-        HAS_NORM=product.norm_eps is not None,
         HAS_GATE=product.is_gated,
         HAS_BIAS=product.bias is not None,
         HAS_RESIDUAL=residual is not None,
@@ -173,7 +157,6 @@ def project_int4(
         CLAMPS=x.dtype == torch.float16,
         OVERLAPS=device.has_dependent_launch,
         ROWS=padded,
-        X_ROWS=padded if product.norm_eps is None else min(padded, read),
         STRIPS=tuning.strips,
         TILES=tiles,
         SPLITS=tuning.num_splits,
@@ -305,39 +288,14 @@ def _of_piece(found, piece: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _normed(value, by_input, squares, ROWS: tl.constexpr):
-    """Return a piece of x times the norm's weight, and the sums of squares with its own.
-
-    Shapes: value, by_input, squares [m, n] with ROWS or half as many rows; the first result [ROWS, n].
-    """
-    exact = value.to(tl.float32)
-    return tiled((exact * by_input.to(tl.float32)).to(value.dtype), ROWS), squares + exact * exact
+def _rows(x, column, num_inputs, IS_EVEN: tl.constexpr):
+    """Return a piece of a tile of x. Shapes: x [ROWS, 1] pointers; column [n]."""
+    if IS_EVEN:
+        return tl.load(x + column[None, :])
+    return tl.load(x + column[None, :], mask=(column < num_inputs)[None, :], other=0.0)
 
 
-@triton.jit
-def _all_by_input(
-    norm_rows, tile, column, num_inputs, HAS_NORM: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr
-):
-    """Return the norm's weight for the low and the high inputs of some pieces, once for each row of x."""
-    found = ()
-    if HAS_NORM:
-        for piece in tl.static_range(PIECES):
-            first = (tile + piece * TILES) * 64
-            found += (_rows(norm_rows, first + column, True, num_inputs, False),)
-            found += (_rows(norm_rows, first + 32 + column, True, num_inputs, False),)
-    return found
-
-
-@triton.jit
-def _rows(x, column, is_row, num_inputs, IS_EVEN: tl.constexpr):
-    """Return a piece of a tile of x, zeros past its rows. Shapes: x, is_row [m, 1]; column [n]."""
-    inside = is_row
-    if not IS_EVEN:
-        inside = is_row & (column < num_inputs)[None, :]
-    return tl.load(x + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_ahead"])  # one kernel for all that fit a tile
+@triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
 def _project_int4(
     x,
     codes,
@@ -354,11 +312,7 @@ def _project_int4(
     partial,
     counters,
     num_rows,
-    eps,
-    norm_weight,
-    num_ahead,
     HAS_ZERO: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     HAS_GATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -367,7 +321,6 @@ def _project_int4(
     CLAMPS: tl.constexpr,
     OVERLAPS: tl.constexpr,
     ROWS: tl.constexpr,
-    X_ROWS: tl.constexpr,
     STRIPS: tl.constexpr,
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -387,25 +340,15 @@ def _project_int4(
     zero += output
     half_column = tl.arange(0, 32 * TILES)
     column = half_column // 32 * 64 + half_column % 32  # of the low halves; the high ones lie 32 inputs behind
-    x_row = tl.program_id(2) * ROWS + tl.arange(0, X_ROWS)
-    x_rows, is_row = x + x_row.to(tl.int64)[:, None] * num_inputs, (x_row < num_rows)[:, None]
+    x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_inputs
     split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
     first = split * split_tiles
     last = tl.minimum(first + split_tiles, num_tiles)
     total = tl.zeros((64 * STRIPS, ROWS), tl.float32)
     up_total = total
-    squares = tl.zeros((X_ROWS, 32 * TILES), tl.float32)
-    if num_ahead > 0:
-        strips = codes + (strip * STRIPS + tl.arange(0, STRIPS)).to(tl.int64) * (num_tiles * 2048)
-        fetch_early(strips, first * 2048, last * 2048, num_ahead, 128, OVERLAPS)
-        if HAS_GATE:
-            strips += (padded_outputs // 64).to(tl.int64) * (num_tiles * 2048)
-            fetch_early(strips, first * 2048, last * 2048, num_ahead, 128, OVERLAPS)
     addend = load_vector(bias, output, num_outputs, HAS_BIAS)
     up_addend = addend
-    # Scales and the norm's weight are asked for one round ahead: unlike the codes, nobody else would.
-    norm_rows = norm_weight + tl.zeros_like(x_row)[:, None]
-    by_input = _all_by_input(norm_rows, first, column, num_inputs, HAS_NORM, TILES, PIECES)
+    # Scales are asked for one round ahead: unlike the codes, nobody else would.
     scales = _all_fetched(scale, first, num_groups, stride, True, GROUP, TILES, PIECES)
     zeros = _all_fetched(zero, first, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
     up_scales, up_zeros = scales, zeros
@@ -421,7 +364,6 @@ def _project_int4(
         before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
     for begin in range(first, last, TILES * PIECES):
         later = begin + TILES * PIECES
-        next_by_input = _all_by_input(norm_rows, later, column, num_inputs, HAS_NORM, TILES, PIECES)
         next_scales = _all_fetched(scale, later, num_groups, stride, True, GROUP, TILES, PIECES)
         next_zeros = _all_fetched(zero, later, num_groups, stride, HAS_ZERO, GROUP, TILES, PIECES)
         if HAS_GATE:
@@ -431,11 +373,8 @@ def _project_int4(
             )
         for index in tl.static_range(PIECES):
             tile = begin + index * TILES
-            low_x = _rows(x_rows, tile * 64 + column, is_row, num_inputs, IS_EVEN)
-            high_x = _rows(x_rows, tile * 64 + 32 + column, is_row, num_inputs, IS_EVEN)
-            if HAS_NORM:
-                low_x, squares = _normed(low_x, by_input[2 * index], squares, ROWS)
-                high_x, squares = _normed(high_x, by_input[2 * index + 1], squares, ROWS)
+            low_x = _rows(x_rows, tile * 64 + column, num_inputs, IS_EVEN)
+            high_x = _rows(x_rows, tile * 64 + 32 + column, num_inputs, IS_EVEN)
             if PIECES > 1:
                 tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
             piece = tl.load(tiles + tile * 2048)
@@ -446,24 +385,19 @@ def _project_int4(
                 piece = tl.load(up_tiles + tile * 2048)
                 by_up, by_zero = _of_piece(up_scales, index, PIECES), _of_piece(up_zeros, index, PIECES)
                 up_total = _multiplied(up_total, piece, low_x, high_x, by_up, by_zero, HAS_ZERO, FOLDS, TILES, STRIPS)
-        scales, zeros, by_input = next_scales, next_zeros, next_by_input
+        scales, zeros = next_scales, next_zeros
         if HAS_GATE:
             up_scales, up_zeros = next_up_scales, next_up_zeros
-    parts = (tl.trans(total),)
     if HAS_GATE:
-        parts += (tl.trans(up_total),)
-    if HAS_NORM:
-        parts += (tiled(tl.sum(squares, 1)[:, None], ROWS),)
-    totals, is_last = sums_of_splits(parts, partial, counters, SPLITS)
+        totals, is_last = sums_of_splits((tl.trans(total), tl.trans(up_total)), partial, counters, SPLITS)
+    else:
+        totals, is_last = sums_of_splits((tl.trans(total),), partial, counters, SPLITS)
     if is_last:
         if HAS_RESIDUAL and ROWS > 32:
             before = tl.load(residual + y_cell, mask=in_y, other=0.0).to(tl.float32)
-        of_row = 1.0
-        if HAS_NORM:
-            of_row = tl.rsqrt(totals[2 if HAS_GATE else 1] / num_inputs + eps)
-        result = totals[0] * of_row + addend[None, :]
+        result = totals[0] + addend[None, :]
         if HAS_GATE:
-            result = silu(result) * (totals[1] * of_row + up_addend[None, :])
+            result = silu(result) * (totals[1] + up_addend[None, :])
         tl.store(y + y_cell, as_stored(result + before, y, CLAMPS), mask=in_y)
 
 

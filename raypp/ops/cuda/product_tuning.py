@@ -13,23 +13,19 @@ import triton
 
 from raypp.ops.cuda.int4_products import Int4Product, Int4Tuning, int4_shared_bytes
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.packed_int4 import TILE
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 
 MAX_ROWS = 64
 """With more rows, the library computes."""
 
-ROUNDING_ROWS = 16
+ROUNDING_ROWS = 8
 """Up to so many rows, programs that multiply a weight in 8 bits round x themselves, without a launch before them."""
 
-NORMING_ROWS_OF_INT4 = 16
-"""Up to so many rows, programs that multiply a weight of 4 bits normalize x themselves."""
-
-EARLY_ROWS = 32
-"""Up to so many rows, part of a quantized weight is asked for early: with more, computing takes as long as reading."""
-
 _EARLY_BYTES = 24 << 20
-"""The most of a quantized weight that is asked for while the previous kernel runs: half of the second-level cache."""
+"""The largest weight that is asked for while the previous kernel runs: half of the second-level cache."""
+
+_FEW_ROWS_OF_INT4 = 16
+"""Up to so many rows, a program has little to multiply, and its rounds may be longer."""
 
 MAX_ROWS_IN_8_BITS = 64
 """With more rows, the library multiplies the weights that were not rounded."""
@@ -201,13 +197,15 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
 def _tune_rounding(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut where programs round x themselves.
 
-    A product waits for the rounding of its piece, so that every processor has three programs, if need be by splits.
+    A product waits for the rounding of its piece, so that every processor has three programs, if need be by splits. A
+    weight that the second-level cache holds is asked for early, as a whole; of others more pieces are under way.
     """
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     num_strips = triton.cdiv(product.num_outputs, 64)
     num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.num_inputs // 512))
-    num_ahead = _EARLY_BYTES // (product.weight.num_outputs * inputs * num_splits)
-    num_stages = 3 if product.is_gated else 4  # so that three of them fit
+    is_early = product.weight.data.nbytes <= _EARLY_BYTES
+    num_ahead = triton.cdiv(product.num_inputs, inputs) if is_early else 0
+    num_stages = 3 if product.is_gated else 4 if is_early else 5
     tuning = Tuning(64, inputs, num_splits, num_stages=num_stages, rounds_x=True, num_ahead=num_ahead)
     return _fitting(tuning, num_rows, product, device)
 
@@ -228,14 +226,16 @@ def _tune_fp8_row(product: Product, device: Device) -> Tuning:
 
 
 def tune_int4(num_rows: int, product: Int4Product, device: Device) -> Int4Tuning:
-    """Return the cut of a product of 4 bits: strips split along K until every processor has two or three programs."""
+    """Return the cut of a product of 4 bits: strips split along K until every processor has two or three programs.
+
+    With few rows, products with as many inputs as outputs or more take two pieces a round: fewer wait for scales.
+    """
     most_rows = 64 if product.is_gated else 128
     num_programs = triton.cdiv(product.num_outputs, 64) * triton.cdiv(num_rows, most_rows)
     num_splits = (3 if num_rows <= 32 else 2) * device.num_processors // num_programs
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.weight.num_inputs // 512))
-    norms_x = num_rows <= NORMING_ROWS_OF_INT4
-    tile_bytes = product.weight.padded_outputs * product.weight.num_parts * TILE // 2
-    num_ahead = _EARLY_BYTES // (tile_bytes * num_splits) if num_rows <= EARLY_ROWS else 0
-    tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows, norms_x=norms_x, num_ahead=num_ahead)
+    tuning = Int4Tuning(num_splits=num_splits, most_rows=most_rows)
+    if num_rows <= _FEW_ROWS_OF_INT4 and product.num_outputs <= product.weight.num_inputs:
+        tuning = replace(tuning, pieces=2, num_stages=3)
     most_stages = device.shared_bytes // int4_shared_bytes(num_rows, product, replace(tuning, num_stages=1))
     return replace(tuning, num_stages=max(1, min(tuning.num_stages, most_stages)))

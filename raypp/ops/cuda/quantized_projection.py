@@ -3,8 +3,7 @@
 fp8    1 row         of a scale per output: element by element, x in 16 bits, norm included
        few           tensor cores in 8 bits; each program rounds what it reads of x, norm included
        more          x in 8 bits, with scales of its own; tensor cores, then the library
-int4   few           tensor cores in 16 bits, norm included; codes are expanded in registers
-       up to 256     the same after the norm
+int4   up to 256     after the norm, tensor cores in 16 bits; codes are expanded in registers
        more          pieces of the weight in 16 bits, which the library multiplies
 """
 
@@ -149,11 +148,6 @@ class Int4Projection(QuantizedProjection):
 
     def _take(self, weight: Weight) -> None:
         self._product = Int4Product(pack(weight, 2 if self._is_gated else 1), self._bias, self._is_gated)
-        self._few = self._product
-        if self._norm is not None:
-            norm_weight, order = self._norm.weight, self._product.weight.order
-            norm_weight = norm_weight if order is None else norm_weight[order]
-            self._few = replace(self._product, norm_eps=self._norm.eps, norm_weight=norm_weight)
         self._tunings: dict[int, Int4Tuning] = {}
         for num_rows in range(1, MAX_OWN_ROWS_OF_INT4 + 1):
             self._tunings[num_rows] = tuning = tune_int4(num_rows, self._product, self._device)
@@ -162,9 +156,7 @@ class Int4Projection(QuantizedProjection):
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product, weight = len(x), self._product, self._product.weight
         tuning = self._tunings.get(num_rows)
-        if tuning is not None and tuning.norms_x and x.dtype != torch.float16:
-            product = self._few
-        elif self._norm is not None:
+        if self._norm is not None:
             x = rms_norm(x, self._norm.weight, self._norm.eps, self._device)
         if weight.order is not None:
             x = x.index_select(1, weight.order)

@@ -245,22 +245,14 @@ def test_cuts_of_int4(group):
     random = checks.Kernels(EXACT)
     random.workspace.reserve(1 << 20)
     weight = checks.quantized_weight(random, "int4", 160, 192, (1, group), has_zeros=True)
-    x, norm_weight = random.normal(11, 192), 1 + random.normal(192) / 10
+    x = random.normal(11, 192)
     for is_gated in (False, True):
         product = Int4Product(pack(weight, 2 if is_gated else 1), is_gated=is_gated)
-        normed = replace(product, norm_eps=1e-5, norm_weight=norm_weight)
-        for read, given in ((x, product), (reference.rms_norm(x, norm_weight, 1e-5), normed)):
-            if given is normed and torch.float16 == EXACT:
-                continue
-            expected = reference.linear(read, weight.dequantized(EXACT), is_gated=is_gated)
-            for cut in (
-                Int4Tuning(1, 3, pieces=2, num_ahead=1),
-                Int4Tuning(2, 4, most_rows=8),
-                Int4Tuning(2, 2, pieces=4, folds=True),
-            ):
-                for _ in range(2 if given is product else 1):  # the counters are at 0 again
-                    y = project_int4(x, given, None, cut, random.device, random.workspace)
-                    random.assert_close(y, expected, 4)
+        expected = reference.linear(x, weight.dequantized(EXACT), is_gated=is_gated)
+        for cut in (Int4Tuning(1, 3, pieces=2), Int4Tuning(2, 4, most_rows=8), Int4Tuning(2, 2, pieces=4, folds=True)):
+            for _ in range(2):  # the counters are at 0 again
+                y = project_int4(x, product, None, cut, random.device, random.workspace)
+                random.assert_close(y, expected, 4)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
