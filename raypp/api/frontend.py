@@ -266,8 +266,8 @@ class Frontend:
             self._send_begun(handles, goes_first=True)
 
     def _send_begun(self, handles: Iterable[int], *, goes_first: bool = False) -> None:
-        begun = (self._completions[handle] for handle in handles)
-        for message in messages_of_begun(begun, self._engine.eos_token_ids, goes_first=goes_first):
+        max_running, begun = self._engine.config.scheduler.max_num_seqs, (self._completions[h] for h in handles)
+        for message in messages_of_begun(begun, self._engine.eos_token_ids, max_running, goes_first=goes_first):
             self._connection.send(message)
 
     def _figures(self, of_engine: Mapping[str, Any] | None = None) -> dict[str, Any]:

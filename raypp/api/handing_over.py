@@ -27,29 +27,40 @@ def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int
 def messages_of_begun(
     completions: Iterable[tuple[RunningRequest, RunningCompletion]],
     eos_token_ids: tuple[int, ...],
+    max_running: int,
     *,
     goes_first: bool = False,
 ) -> Iterator[AddRequests]:
     """Yield what hands unfinished continuations to another engine, in order.
 
+    The first message has all that can run at once: an engine that computes nothing takes a message in as a whole, so
+    its first steps are the same each time the same requests are handed over.
+
     Args:
         completions: Each with its request.
         eos_token_ids: The model's.
+        max_running: The engine's rows.
         goes_first: Whether they are served before all others, whatever their priority.
     """
     for message in _messages(
-        [_to_add(r, c, r.begin_anew(c), eos_token_ids, lacks_prompt_logprobs=r.lacks_prompt_logprobs)]
-        for r, c in completions
+        (
+            [_to_add(r, c, r.begin_anew(c), eos_token_ids, lacks_prompt_logprobs=r.lacks_prompt_logprobs)]
+            for r, c in completions
+        ),
+        most_in_first=max(max_running, _REQUESTS_PER_MESSAGE),
     ):
         yield AddRequests([replace(r, priority=_FIRST) for r in message.requests]) if goes_first else message
 
 
-def _messages(groups: Iterable[Sequence[AddRequest]]) -> Iterator[AddRequests]:
+def _messages(
+    groups: Iterable[Sequence[AddRequest]], most_in_first: int = _REQUESTS_PER_MESSAGE
+) -> Iterator[AddRequests]:
     together: list[AddRequest] = []
+    most = most_in_first
     for group in groups:
-        if together and len(together) + len(group) > _REQUESTS_PER_MESSAGE:
+        if together and len(together) + len(group) > most:
             yield AddRequests(together)
-            together = []
+            together, most = [], _REQUESTS_PER_MESSAGE
         together += group
     if together:
         yield AddRequests(together)

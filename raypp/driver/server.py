@@ -3,7 +3,8 @@
 One thread owns every socket. Other threads reach it only through `stop` and `fail`, which wake it.
 
 One turn of the loop does a bounded part of what clients ask for: a message may hold many requests, and the steps of
-those that run must not wait for it. The rest of a message is done in the next turns, before the next message.
+those that run must not wait for it. The rest of a message is done in the next turns, before the next message. While no
+step is in flight nobody waits, and a message is taken in as a whole.
 
 A client that vanishes without a word is noticed by zmq, whose ROUTER then refuses what is sent to it: at the next
 output, or at the next heartbeat. Its requests are aborted.
@@ -203,9 +204,13 @@ class DriverServer:
             self._draft_log.note(self._engine.stats(), time.monotonic())
 
     def _work_for_clients(self) -> None:
-        """Do a part of what clients ask for; what is left keeps the poller from waiting."""
+        """Do a part of what clients ask for; what is left keeps the poller from waiting.
+
+        While no step would be kept waiting, what was begun is ended: a message's requests share their first steps, and
+        these do not depend on how many of them fit into a turn.
+        """
         room = _COST_PER_TURN
-        while room > 0:
+        while room > 0 or (self._work and not self._engine.is_busy):
             if self._work:
                 cost = next(self._work[0], None)
                 if cost is None:

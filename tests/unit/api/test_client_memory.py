@@ -56,7 +56,9 @@ def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, st
         trials.note_loss(0)
         trials.note_death(unfinished, unfinished, is_only_request=False)
         trials.begin(unfinished)
-        for message in messages_of_begun(((request, request.completions[0]) for request in requests), (0,)):
+        for message in messages_of_begun(
+            ((request, request.completions[0]) for request in requests), (0,), NUM_REQUESTS
+        ):
             encode_client_message(message)
 
     def kept_bytes(num_tokens: int) -> int:

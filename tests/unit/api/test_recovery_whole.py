@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -21,7 +22,9 @@ import torch
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.errors import EngineDeadError, FatalRequestError
+from raypp.messages import StepPlan
 from raypp.models.config import ModelConfig
+from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage_spec import StageSpec
 from raypp.structured_outputs import StructuredOutputs
 from raypp.testing import FakeStage, launch_in_threads
@@ -122,6 +125,70 @@ def test_requests_of_all_kinds_do_not_notice() -> None:
                     assert new.text.startswith(old.text)
 
     asyncio.run(asyncio.wait_for(body(), 60 + 5 * num_deaths))
+
+
+class HeldStage(FakeStage):
+    """A stage factory that waits until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__(step_ms=0)
+        self.may_start = threading.Event()
+        self.may_start.set()
+
+    def __call__(self, spec: StageSpec, config: ModelConfig) -> FakeModel:
+        assert self.may_start.wait(30)
+        return super().__call__(spec, config)
+
+
+def test_the_same_requests_are_computed_in_the_same_steps_whenever_they_are_handed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_requests, params = 40, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    lives: dict[Scheduler, list[tuple[int, list[int], list[int]]]] = {}
+    num_known: list[int] = []
+    schedule = Scheduler.schedule
+
+    def recorded(scheduler: Scheduler) -> StepPlan | None:
+        plan = schedule(scheduler)
+        if plan is not None:
+            if scheduler not in lives:
+                stats = scheduler.stats()
+                num_known.append(stats.num_running + stats.num_waiting)
+            lives.setdefault(scheduler, []).append(
+                (plan.cohort, plan.rows.tolist(), plan.num_scheduled_tokens.tolist())
+            )
+        return plan
+
+    async def one(llm: AsyncLLM, index: int) -> None:
+        await llm.complete([{"prompt_token_ids": [1] * (20 + 7 * index % 30)}], params)
+
+    async def hand_over(llm: AsyncLLM, may_start: threading.Event) -> None:
+        may_start.clear()
+        restart = asyncio.create_task(llm.restart())
+        while not llm.is_recovering:
+            await asyncio.sleep(0.001)
+        tasks = [asyncio.create_task(one(llm, index)) for index in range(num_requests)]
+        while (await llm.stats())["num_waiting"] < num_requests:
+            await asyncio.sleep(0.001)
+        may_start.set()
+        await asyncio.gather(restart, *tasks)
+
+    async def body() -> None:
+        settings = ENGINE | {"max_num_seqs": 64, "kv_cache_bytes": 1 << 26, "skip_tokenizer_init": True}
+        factory = HeldStage()
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            assert (await llm.stats())["recoveries"]["count"] == 0  # it is connected now, and hears of restarts
+            for _ in range(2):
+                await hand_over(llm, factory.may_start)
+            assert (await llm.stats())["recoveries"]["num_carried_over"] == 2 * num_requests
+
+    monkeypatch.setattr(Scheduler, "schedule", recorded)
+    asyncio.run(asyncio.wait_for(body(), 60))
+    assert num_known == [num_requests] * 2, "the first step knew of some only"
+    first, second = lives.values()
+    num_steps = 1 + max(index for index, (_, _, num_tokens) in enumerate(first) if max(num_tokens) > 1)
+    assert num_steps > 4, "more than are in flight at a time"
+    assert first[:num_steps] == second[:num_steps], "until then none ends"
 
 
 class PoisonedStage(FakeStage):

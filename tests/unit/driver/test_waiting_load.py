@@ -53,6 +53,18 @@ def test_a_flood_of_prompts_does_not_hold_up_a_step():
     assert max(np.diff(taken)) <= MOST_PER_TURN
 
 
+def test_an_engine_that_computes_nothing_takes_a_message_in_before_its_first_step():
+    rng = random.Random(0)
+    with loaded_driver(num_rows=2) as driver:
+        driver.abort(["row 0", "row 1"])
+        while driver.num_unfinished or driver.scheduler.num_in_flight:
+            driver.turn()
+        driver.add_at_once([make_request("text", number, rng) for number in range(100)])
+        while not driver.num_unfinished:
+            driver.turn()
+        assert driver.num_unfinished == 100
+
+
 def test_thousands_of_aborts_in_a_message_do_not_hold_up_a_step():
     rng = random.Random(0)
     with loaded_driver(num_rows=2) as driver:
