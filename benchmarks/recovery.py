@@ -7,8 +7,9 @@ that process gets SIGKILL when all streams have `--before` tokens. Printed: time
 first stream and of the last one, and the parts of the pause as the engine's owner has them.
 
 In 16 bits texts of two runs part sooner or later, since sums depend on what else is in a step. So after each kill the
-prompts are run twice more with the tokens that they had when they were handed over: how far a text goes on like the
-first of these two, in the mean over streams, after the kill and in the second. The last line is JSON.
+streams are handed over twice more on purpose, with the tokens that they had: an engine that is restarted without a
+fault gets prompts that end with them, in one go, as an engine gets streams after a death. How far texts go on alike, in
+the mean over streams: after the kill and in these two runs, and between the two. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -77,6 +78,19 @@ def begun(streams: Sequence[Stream], counts: Sequence[int]) -> list[Stream]:
     ]
 
 
+async def hand_over(llm: AsyncLLM, streams: Sequence[Stream]) -> None:
+    """Run streams that come while the engine restarts on purpose, so that it gets them all at once when it is back."""
+    before = (await llm.stats())["recoveries"]["num_carried_over"]
+    restart = asyncio.create_task(llm.restart())
+    async with asyncio.timeout(_DEADLINE_S):
+        while not llm.is_recovering and not restart.done():
+            await asyncio.sleep(0.001)
+        await run_all(llm, streams)
+        await restart
+    num_handed_over = (await llm.stats())["recoveries"]["num_carried_over"] - before
+    assert num_handed_over == len(streams), f"the engine was back after {num_handed_over} of {len(streams)} streams"
+
+
 def mean_common(texts: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
     """Return how many tokens texts have in common with others from their beginnings, in the mean."""
     return statistics.mean(
@@ -99,16 +113,18 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, victim: str) -> dict[
     await running
     counts = [stream.num_tokens_before_gap() for stream in streams]
     pauses = [stream.next_after_s(killed_s, count) for stream, count in zip(streams, counts, strict=True)]
+    last = (await llm.stats())["recoveries"]["last"]
     first, second = (begun(streams, counts) for _ in range(2))
     for again in (first, second):
-        await run_all(llm, again)
-    expected = [stream.token_ids for stream in first]
-    after_kill = mean_common([s.token_ids[n:] for s, n in zip(streams, counts, strict=True)], expected)
-    between = mean_common([stream.token_ids for stream in second], expected)
-    last = (await llm.stats())["recoveries"]["last"]
+        await hand_over(llm, again)
+    texts = [stream.token_ids[count:] for stream, count in zip(streams, counts, strict=True)]
+    one, two = ([stream.token_ids for stream in again] for again in (first, second))
+    after_kill = (mean_common(texts, one) + mean_common(texts, two)) / 2
+    between = mean_common(one, two)
     print(
         f"{victim} killed: next token after {min(pauses):.2f} to {max(pauses):.2f} s; {last}; in common after it "
-        f"{after_kill:.1f} tokens, {between:.1f} between two runs: {after_kill / max(between, 1e-9):.3f}x",
+        f"{after_kill:.1f} tokens, {between:.1f} between two that were handed over on purpose: "
+        f"{after_kill / max(between, 1e-9):.3f}x",
         flush=True,
     )
     return {
@@ -117,6 +133,7 @@ async def measure(llm: AsyncLLM, args: argparse.Namespace, victim: str) -> dict[
         "recovery": last,
         "common_after_kill": after_kill,
         "common_between_runs": between,
+        "common_ratio": after_kill / max(between, 1e-9),
     }
 
 
