@@ -288,11 +288,15 @@ def _of_piece(found, piece: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, column, num_inputs, IS_EVEN: tl.constexpr):
-    """Return a piece of a tile of x. Shapes: x [ROWS, 1] pointers; column [n]."""
-    if IS_EVEN:
-        return tl.load(x + column[None, :])
-    return tl.load(x + column[None, :], mask=(column < num_inputs)[None, :], other=0.0)
+def _rows(x, column, is_row, num_inputs, IS_EVEN: tl.constexpr):
+    """Return a piece of a tile of x, zeros past its rows. Shapes: x [ROWS, 1] pointers; is_row [ROWS, 1]; column [n].
+
+    Past the end nothing is read: many programs read x, and one row again and again is slow.
+    """
+    inside = is_row
+    if not IS_EVEN:
+        inside = is_row & (column < num_inputs)[None, :]
+    return tl.load(x + column[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # one kernel for all that fit a tile
@@ -340,7 +344,7 @@ def _project_int4(
     zero += output
     half_column = tl.arange(0, 32 * TILES)
     column = half_column // 32 * 64 + half_column % 32  # of the low halves; the high ones lie 32 inputs behind
-    x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_inputs
+    x_rows, is_row = x + row.to(tl.int64)[:, None] * num_inputs, (row < num_rows)[:, None]
     split_tiles = tl.cdiv(tl.cdiv(num_tiles, TILES * PIECES), SPLITS) * (TILES * PIECES)
     first = split * split_tiles
     last = tl.minimum(first + split_tiles, num_tiles)
@@ -373,8 +377,8 @@ def _project_int4(
             )
         for index in tl.static_range(PIECES):
             tile = begin + index * TILES
-            low_x = _rows(x_rows, tile * 64 + column, num_inputs, IS_EVEN)
-            high_x = _rows(x_rows, tile * 64 + 32 + column, num_inputs, IS_EVEN)
+            low_x = _rows(x_rows, tile * 64 + column, is_row, num_inputs, IS_EVEN)
+            high_x = _rows(x_rows, tile * 64 + 32 + column, is_row, num_inputs, IS_EVEN)
             if PIECES > 1:
                 tile = tl.minimum(tile, num_tiles - TILES)  # past the end x is zero
             piece = tl.load(tiles + tile * 2048)
