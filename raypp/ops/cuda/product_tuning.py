@@ -96,7 +96,7 @@ def _tune_strips(num_rows: int, product: Product, device: Device) -> Tuning | No
     if product.weight.scale is not None:
         return _tune_rows_in_8_bits(num_rows, product, device) if num_rows <= MAX_ROWS_IN_8_BITS else None
     if product.is_gated:
-        return Tuning(outputs=32, inputs=256, num_stages=2) if num_rows <= 16 else None
+        return Tuning(outputs=64, inputs=128, num_stages=3) if num_rows <= 8 else None
     if product.weight.data.nbytes >= _LARGE_WEIGHT_BYTES:
         return None
     if num_rows <= 32 or (num_rows <= MAX_ROWS and product.weight.data.nbytes <= _SMALL_WEIGHT_BYTES):

@@ -303,11 +303,12 @@ def _project_rows(
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     output = strip * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
-    # Past the end, rows and outputs are computed again, and not stored.
+    # Past the end, outputs are computed again, and not stored. Rows are not even read: many programs read x.
     real, real_row = tl.minimum(output, num_outputs - 1), tl.minimum(row, num_rows - 1)
+    is_row = (row < num_rows)[:, None]
     cell = real.to(tl.int64)[:, None] * num_inputs + column[None, :]
     up_offset = num_outputs.to(tl.int64) * num_inputs
-    x_cell = real_row.to(tl.int64)[:, None] * num_inputs + column[None, :]
+    x_cell = row.to(tl.int64)[:, None] * num_inputs + column[None, :]
     split_inputs = tl.cdiv(tl.cdiv(num_inputs, INPUTS), SPLITS) * INPUTS
     first = split * split_inputs
     last = tl.minimum(first + split_inputs, num_inputs)
@@ -325,7 +326,7 @@ def _project_rows(
         up_addend = load_vector(bias, num_outputs + output, 2 * num_outputs, HAS_BIAS)
         up_factor = load_scale(weight_scale, num_outputs + output, 2 * num_outputs, HAS_SCALE)
     start(OVERLAPS)
-    first_value = load(x + x_cell + first, inside, IS_EVEN)
+    first_value = tl.load(x + x_cell + first, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
     x_factor = tl.full((ROWS,), 1.0, tl.float32)
     if HAS_X_SCALE:
         x_factor = tl.load(x_scale + real_row)
@@ -352,7 +353,7 @@ def _project_rows(
             by_up = tl.load(up_scales + tl.minimum((first + INPUTS) // BLOCK_COLUMNS, last_block))
     for begin in range(first + INPUTS, last, INPUTS):
         inside = (begin + column < last)[None, :]
-        value = load(x + x_cell + begin, inside, IS_EVEN)
+        value = tl.load(x + x_cell + begin, mask=is_row if IS_EVEN else is_row & inside, other=0.0)
         piece = load(weight + cell + begin, inside, IS_EVEN)
         fence_shared(OVERLAPS)
         if HAS_BLOCKS:
