@@ -47,7 +47,7 @@ from raypp.models.registry import resolve_model_path
 from raypp.types import TokensPrompt
 
 _WARM_UP = Traffic(requests=16, input=Lengths("uniform", 16, 512), output=Lengths("uniform", 4, 16))
-_LOOK_S = 1.0  # how often the engine is asked for its steps; it keeps the last 2,048 of each stage
+_LOOK_S = 0.1  # how often the engine is asked for its steps: those of a whole second would hold its driver up for 20 ms
 _REPORTS_S = 2.0
 _BLOCK_SIZE = 16
 _ANY_VOCAB_SIZE = 1000  # how long texts are does not depend on it

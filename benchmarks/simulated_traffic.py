@@ -3,11 +3,13 @@
     python benchmarks/simulated_traffic.py --model qwen3-8b --layers 19 17 --traffic offline online-16 online-40
     python benchmarks/simulated_traffic.py --limits '{"max_num_batched_tokens": 2048}' '{"max_num_seqs": 128}'
     python benchmarks/simulated_traffic.py --steps steps.json
+    python benchmarks/simulated_traffic.py --traffic online-40 --prompts-ms 7 --seed 1
 
 For the scheduler's choices, which need no GPU to be compared: seconds of traffic take a second. With `--steps` stages
 take what they took where `mixed_traffic.py --steps` wrote that file: `StageTimes` are fitted to it, and the scheduler
-begins with estimates and learns, as in an engine. Hosts take `--host-ms` from a result to the plan that builds on it.
-The last line is JSON.
+begins with estimates and learns, as in an engine. Hosts take `--host-ms` from a result to the plan that builds on it,
+and at least `--prompts-ms` to start the operations of a step with prompts, which the scheduler is not told.
+`--pause-ms` stops the first stage once, in the middle of the arrivals. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from arrivals import RequestTimes, summarize
@@ -46,6 +48,17 @@ _VOCAB_SIZE = 1000
 _REPORT_STEPS = 12  # after so many steps the stages report
 
 
+class Hosts(NamedTuple):
+    """What hosts add to the stages' times, milliseconds."""
+
+    plan_ms: float = 1.0
+    """From a result to the plan that builds on it."""
+    prompts_ms: float = 0.0
+    """The least that a step with prompts takes: starting its operations."""
+    pause_ms: float = 0.0
+    """For which the first stage stops once."""
+
+
 class SimulatedStages:
     """Stages that take a known time for a step, one after the other, and wait for the feedback that a plan requires."""
 
@@ -54,11 +67,12 @@ class SimulatedStages:
         limits: SchedulerLimits,
         times: Sequence[StageTimes],
         predictor: StepPredictor,
-        host_ms: float,
+        hosts: Hosts,
     ) -> None:
         self._roofline = predictor.roofline
         self._times = times
-        self._host_ms = host_ms
+        self._hosts = hosts
+        self._pauses_at = math.inf
         self._predictor = predictor
         self._scheduler = Scheduler(limits, predictor=predictor)
         self._free_at = [0.0] * len(times)
@@ -78,6 +92,8 @@ class SimulatedStages:
         waiting = deque(sorted(arrivals, key=lambda arrival: arrival[0]))
         times = {request.request_id: RequestTimes(request.params.max_tokens or 0) for _, request in arrivals}
         due = {request.request_id: due_ms for due_ms, request in arrivals}
+        if self._hosts.pause_ms:
+            self._pauses_at = waiting[len(waiting) // 2][0]
         now = 0.0
         while True:
             while waiting and waiting[0][0] <= now:
@@ -97,13 +113,17 @@ class SimulatedStages:
                     times[request_id].pieces_s += [(told_at - due[request_id]) / 1e3] * len(update.new_token_ids)
 
     def _told_at(self, plan: StepPlan) -> float:
-        return self._fed_back_at[plan.step_id] + self._host_ms / 2
+        return self._fed_back_at[plan.step_id] + self._hosts.plan_ms / 2
 
     def _execute(self, plan: StepPlan, now: float) -> None:
         work = step_work(plan.num_decode_rows, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.samples)
         of_step, required = amounts(work, self._roofline), plan.requires_feedback_of
-        times_ms = [step_ms(of_stage, of_step) for of_stage in self._times]
-        at = max(now + self._host_ms / 2, self._fed_back_at[required] if required >= 0 else 0.0)
+        least_ms = self._hosts.prompts_ms if work.num_prompt_tokens else 0.0
+        times_ms = [max(least_ms, step_ms(of_stage, of_step)) for of_stage in self._times]
+        if now >= self._pauses_at:
+            self._free_at[0] = max(self._free_at[0], now) + self._hosts.pause_ms
+            self._pauses_at = math.inf
+        at = max(now + self._hosts.plan_ms / 2, self._fed_back_at[required] if required >= 0 else 0.0)
         for index, took_ms in enumerate(times_ms):
             at = max(at, self._free_at[index]) + took_ms
             self._free_at[index] = at
@@ -152,7 +172,12 @@ def arrivals_of(traffic: Traffic, seed: int) -> list[tuple[float, Request]]:
 
 
 def simulate(
-    traffic: Traffic, limits: SchedulerLimits, times: Sequence[StageTimes], predictor: StepPredictor, host_ms: float
+    traffic: Traffic,
+    limits: SchedulerLimits,
+    times: Sequence[StageTimes],
+    predictor: StepPredictor,
+    hosts: Hosts,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Return how long traffic takes and what its requests wait for.
 
@@ -161,10 +186,11 @@ def simulate(
         limits: Of the scheduler.
         times: What the parts of a step take on each stage.
         predictor: What the scheduler believes that they take.
-        host_ms: From a result to the plan that builds on it.
+        hosts: What they add.
+        seed: Of the traffic.
     """
-    stages = SimulatedStages(limits, times, predictor, host_ms)
-    requests, seconds = stages.run(arrivals_of(traffic, 0))
+    stages = SimulatedStages(limits, times, predictor, hosts)
+    requests, seconds = stages.run(arrivals_of(traffic, seed))
     return {
         "seconds": seconds,
         "num_steps": stages.num_steps,
@@ -183,8 +209,12 @@ def main() -> None:
     parser.add_argument("--limits", type=json.loads, nargs="+", default=[{}], help="of `SchedulerLimits`, by turns")
     parser.add_argument("--steps", type=Path, help="of `mixed_traffic.py`: fit the stages' times to these")
     parser.add_argument("--on-cpu", action="store_true", help="estimates of a CPU, to fit from")
-    parser.add_argument("--host-ms", type=float, default=1.0)
+    parser.add_argument("--host-ms", type=float, default=Hosts().plan_ms)
+    parser.add_argument("--prompts-ms", type=float, default=Hosts().prompts_ms)
+    parser.add_argument("--pause-ms", type=float, default=Hosts().pause_ms)
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    hosts = Hosts(args.host_ms, args.prompts_ms, args.pause_ms)
     model = load_model_config(Path(resolve_model_path(model_settings(args.model)["model"])))
     device = "cpu" if args.on_cpu else "cuda"
     dtype_bytes = _DTYPE_BYTES[device]
@@ -212,7 +242,7 @@ def main() -> None:
             begun = time.perf_counter()
             limits = SchedulerLimits(**{**settings, **given})
             predictor = StepPredictor(roofline, estimates)
-            found = simulate(parse_traffic(name), limits, times, predictor, args.host_ms)
+            found = simulate(parse_traffic(name), limits, times, predictor, hosts, args.seed)
             busy = [round(share, 3) for share in found["busy"]]
             figures[f"{name} {json.dumps(given)}"] = found
             print(

@@ -77,10 +77,10 @@ class PrefillChooser:
             num_rest = state.num_prefill_tokens - state.num_prefilled_tokens
             num_tokens += num_rest
             num_pairs += prompt_pairs(state.num_prefilled_tokens, num_rest)
-        num_queued = len(queue)
+        num_queued, num_free_rows = len(queue), self._running.num_free_rows
         if num_queued:
-            num_tokens += queue.num_tokens * min(num_queued, self._running.num_free_rows) // num_queued
-        return Waiting(num_tokens, num_pairs)
+            num_tokens += queue.num_tokens * min(num_queued, num_free_rows) // num_queued
+        return Waiting(num_tokens, num_pairs, some_lack_rows=num_queued > num_free_rows)
 
     def _continue(self, state: RequestState, budget: StepBudget) -> Chunk | None:
         start, end = state.num_prefilled_tokens, state.num_prefill_tokens

@@ -1,11 +1,13 @@
 """How much of the waiting prompts a step takes: so many tokens, and so many milliseconds on the slowest stage.
 
 While rows decode, each step costs all of them time, and the stages wait for each other by as much as steps that follow
-each other differ. So waiting prompts are spread over the steps to come, by their predicted time: those that rows and
-a queue can bring into the pipeline now, since the others wait for a row to end. A step takes at least what makes its
-fixed costs worth paying, and at most what makes them small. While nothing decodes, prompts are cut by tokens alone, in
-multiples of the smallest chunk: docs/design/0135-chunks-in-whole-rounds.md. The spreading is gLLM's token throttling
-(arXiv:2504.14775), by time: docs/design/0194-steps-of-equal-time.md.
+each other differ. So waiting prompts are spread over the steps to come, by their predicted time: those that rows and a
+queue can bring into the pipeline now, since the others wait for a row to end. They are spread over few steps while
+every prompt has a row, since somebody waits for each first token, and over more while prompts wait for rows, since
+then throughput is all that matters. A step takes at least what makes its fixed costs worth paying, and at most what
+makes them small. While nothing decodes, prompts are cut by tokens alone, in multiples of the smallest chunk:
+docs/design/0135-chunks-in-whole-rounds.md. The spreading is gLLM's token throttling (arXiv:2504.14775), by time:
+docs/design/0194-steps-of-equal-time.md.
 
 `max_itl_ms` bounds the time of every step besides, of one stage too.
 """
@@ -22,12 +24,16 @@ from raypp.scheduler.step_work import StepWork, prompt_pairs
 SPREAD_PER_STAGE = 4
 """Waiting prompts are spread over this many steps per stage: enough to fill the pipeline with a lone prompt."""
 
+_SPREAD_TO_FIRST_TOKENS = 2
+"""... over this many beside decode rows while no prompt waits for a row: fewer make steps differ too much."""
+
 SHORT_OF_KV_SHARE = 0.25
 """Below this share of free KV blocks prompts are slowed down, so that running requests can end first."""
 
-_LEAST_STEPS = 1.25
+_LEAST_STEPS = 1.75
 """The least time for prompts beside decode rows, in steps of a single prompt token. With less, whoever waits for a
-first token waits longer, and each chunk pays for its step again; with more, decode rows wait and steps differ."""
+first token waits longer, and each chunk pays for its step again, which may be more than is estimated where a host
+starts its operations; with more, decode rows wait and steps differ."""
 
 _MOST_STEPS = 8.0
 """The most time of a step beside decode rows, likewise: its fixed costs are an eighth of it. More gains little and
@@ -52,6 +58,8 @@ class Waiting(NamedTuple):
     num_tokens: int
     num_pairs: int
     """Of tokens and those that they attend to, as far as it is known."""
+    some_lack_rows: bool = False
+    """Whether there are others, which wait for a row."""
 
 
 class StepBudget:
@@ -87,11 +95,12 @@ class StepBudget:
         pace = min(1.0, free_kv_share / SHORT_OF_KV_SHARE)
         self._takes_all_tokens = True
         if limits.num_stages > 1 and any_decodes:
-            self._most_ms = self._most_beside_rows(waiting, pace / (SPREAD_PER_STAGE * limits.num_stages))
+            spread = SPREAD_PER_STAGE if waiting.some_lack_rows else _SPREAD_TO_FIRST_TOKENS
+            self._most_ms = self._most_beside_rows(waiting, pace / (spread * limits.num_stages))
         elif limits.num_stages > 1:
-            spread = spread_tokens(limits, waiting.num_tokens * pace)
-            self._takes_all_tokens = spread >= self._num_tokens
-            self._num_tokens = min(spread, self._num_tokens)
+            num_spread = spread_tokens(limits, waiting.num_tokens * pace)
+            self._takes_all_tokens = num_spread >= self._num_tokens
+            self._num_tokens = min(num_spread, self._num_tokens)
         # A row has a step in every round, of one for each stage; also one whose first token is under way.
         self._most_ms = min(self._most_ms, limits.max_itl_ms / limits.num_stages / _SLACK)
         if math.isfinite(self._most_ms):

@@ -8,7 +8,7 @@ import statistics
 import mixed_traffic
 import pytest
 from device_speed import DeviceSpeed
-from simulated_traffic import simulate, times_of
+from simulated_traffic import Hosts, simulate, times_of
 from stage_limit import StageLimit
 from step_breakdown import breakdown, merged, table
 from traffic import TRAFFIC, Lengths, Traffic, parse_traffic
@@ -147,7 +147,10 @@ def test_an_engine_is_measured(capsys):
     assert num_first >= offline["output_tokens"]
 
 
-def _simulated(**limits):
+HOSTS = Hosts(0.5)
+
+
+def _simulated(text="requests=120,input=uniform:16:3000,output=uniform:16:128", hosts=HOSTS, **limits):
     times = [StageTimes(0.3, 0.6, 1.7, 0.001, 0.005, 2e-5, 5e-7)] * 2
     settings = {
         "num_stages": 2,
@@ -158,10 +161,10 @@ def _simulated(**limits):
         "num_blocks": 8192,
         "enable_prefix_caching": False,
     }
-    traffic = parse_traffic("requests=120,input=uniform:16:3000,output=uniform:16:128")
+    traffic = parse_traffic(text)
     # The scheduler begins with other ideas of it.
     predictor = StepPredictor(RooflineCost(180.0), [StageTimes(0.1, 0.2, 1.0, 0.001, 0.002, 1e-5, 3e-7)] * 2)
-    return simulate(traffic, SchedulerLimits(**(settings | limits)), times, predictor, host_ms=0.5)
+    return simulate(traffic, SchedulerLimits(**(settings | limits)), times, predictor, hosts)
 
 
 def test_simulated_steps_are_of_equal_time():
@@ -169,6 +172,15 @@ def test_simulated_steps_are_of_equal_time():
     found = _simulated()
     assert min(found["busy"]) > 0.86, "0.73 when tokens alone bound a step"
     assert found["itl_ms"]["p99"] < 50, "100 likewise"
+
+
+def test_hosts_that_start_prompts_slowly_or_pause_keep_first_tokens_waiting():
+    text = "requests=60,rate=20,input=uniform:64:1500,output=uniform:8:64"
+    quick, slow, paused = (
+        _simulated(text, hosts)["ttft_ms"] for hosts in (Hosts(0.5), Hosts(0.5, 12.0), Hosts(0.5, pause_ms=300.0))
+    )
+    assert slow["mean"] > 1.2 * quick["mean"]
+    assert paused["p99"] > quick["p99"] + 150
 
 
 def test_times_are_fitted_to_the_steps_of_a_run():

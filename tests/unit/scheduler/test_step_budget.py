@@ -23,6 +23,7 @@ def budget_for(
     num_left: int = 2048,
     free_kv_share: float = 1.0,
     any_decodes: bool | None = None,
+    some_lack_rows: bool = False,
     predictor: StepPredictor = PREDICTOR,
     **limits,
 ) -> StepBudget:
@@ -36,7 +37,7 @@ def budget_for(
         make_limits(**(settings | limits)),
         predictor,
         decoding,
-        Waiting(num_waiting, 0),
+        Waiting(num_waiting, 0, some_lack_rows),
         free_kv_share=free_kv_share,
         any_decodes=bool(decoding.num_decode_rows) if any_decodes is None else any_decodes,
     )
@@ -105,13 +106,25 @@ def test_a_full_step_takes_a_chunk_of_any_size():
 
 def test_beside_decode_rows_a_step_takes_what_there_is_time_for():
     sizes = {}
-    for num_waiting in (400, 4_000, 16_000, 1_000_000):
+    for num_waiting in (600, 2_000, 8_000, 1_000_000):
         num_tokens = budget_for(num_waiting, decoding=ROWS).chunk_tokens(0, num_waiting)
         sizes[num_waiting] = step_ms(ROWS, 0, num_tokens)
     decode_ms = PREDICTOR.ms(ROWS)
-    assert sizes[400] == pytest.approx(decode_ms + 1.25 * ONE_MS, rel=0.1)
-    assert sizes[400] <= sizes[4_000] < sizes[16_000] < sizes[1_000_000]
+    assert sizes[600] == pytest.approx(decode_ms + 1.75 * ONE_MS, rel=0.1)
+    assert sizes[600] <= sizes[2_000] < sizes[8_000] < sizes[1_000_000]
     assert sizes[1_000_000] == pytest.approx(8 * ONE_MS, rel=0.06)
+
+
+def test_prompts_that_all_have_a_row_are_spread_over_fewer_steps():
+    """Somebody waits for each first token; where prompts wait for rows, throughput is all that matters."""
+    first_tokens, throughput = (
+        budget_for(12_000, decoding=ROWS, some_lack_rows=lack).chunk_tokens(0, 12_000) for lack in (False, True)
+    )
+    prompts_ms = PREDICTOR.ms(StepWork(num_prompt_tokens=12_000)) - ONE_MS
+    for num_tokens, num_steps in ((first_tokens, 2 * 4), (throughput, 4 * 4)):
+        beside_ms = step_ms(ROWS, 0, num_tokens) - PREDICTOR.ms(ROWS)
+        assert beside_ms == pytest.approx(max(prompts_ms / num_steps, 1.75 * ONE_MS), rel=0.15)
+    assert first_tokens > 1.5 * throughput
 
 
 def test_more_decode_rows_and_longer_contexts_leave_less_for_prompts():
