@@ -7,8 +7,9 @@
 A client hears of a death in up to three ways: from the driver, from whoever holds the engine, and by silence. What it
 finds out itself it reports to the holder, who alone decides whether the engine is started again.
 
-The old socket is read to its end and closed before a new one is opened. So a connection is to one engine, and what a
-client has got when it is told of the loss is all that it will ever get from that one.
+The driver's last message says what was in a step, and the holder may be quicker. So while a client waits, the old
+socket is still read: to that message, or until the engine runs again. A connection is to one engine: the old one is
+closed before a new one is opened.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ConnectionUser(Protocol):
     """Who is told what the connection brings. Called in its event loop."""
 
     def on_message(self, message: DriverMessage) -> None:
-        """Take in what the driver sends, but for the message that it dies."""
+        """Take in what the driver sends, but for the message that it dies; some may follow `on_lost`."""
 
     def on_lost(self, error: RayppError | None) -> None:
         """Take in that the engine died; nothing can be sent. It may come back, or it is told to be dead.
@@ -68,6 +69,7 @@ class EngineConnection:
         self._has_ended = False
         self._address = ""
         self._client: EngineClient | None = None
+        self._is_lost = False  # whether it is only read any more
         self._in_flight: Collection[int] | None = None
         self._num_silent_turns = 0
         self._watchdog: asyncio.TimerHandle | None = None
@@ -77,17 +79,18 @@ class EngineConnection:
     @property
     def is_open(self) -> bool:
         """Whether something can be sent."""
-        return self._client is not None
+        return self._client is not None and not self._is_lost
 
     def send(self, message: ClientMessage) -> None:
         """Send a message; does not wait. Only while it is open."""
         assert self._client is not None, "the engine is not there"
+        assert not self._is_lost, "the engine is not there"
         self._client.send(message)
 
     def close(self) -> None:
         """Leave."""
         self._has_ended = True
-        if self._client is not None:
+        if self._client is not None and not self._is_lost:
             self._client.send(CloseClient())
         self._disconnect(delivers=True)
 
@@ -109,7 +112,7 @@ class EngineConnection:
 
     def _connect(self, address: str) -> None:
         self._address = address
-        self._client = EngineClient(address, self._on_message)
+        self._client, self._is_lost = EngineClient(address, self._on_message), False
         self._num_silent_turns = 0
         self._watchdog = self._loop.call_later(self._faults.heartbeat_s, self._check_silence)
 
@@ -122,30 +125,35 @@ class EngineConnection:
 
     def _on_message(self, message: DriverMessage) -> None:
         if isinstance(message, EngineDead):
-            self._lose(message.error, message.in_flight)
+            self._in_flight = message.in_flight
+            self._disconnect()
+            self._lose(message.error)
             self._handle.report_death(message.error, self._address)
         else:
             self._user.on_message(message)
 
     def _hear_of_loss(self, error: RayppError | None) -> None:
         if self._client is not None:
-            self._client.was_heard()  # the driver's last words, maybe of what was in flight
-        if self._client is not None:
-            self._lose(error, None)
+            self._client.was_heard()  # what came before the end
+            self._lose(error)
 
-    def _lose(self, error: RayppError | None, in_flight: Collection[int] | None) -> None:
-        self._disconnect()
-        if not self._has_ended:
-            self._in_flight = in_flight
-            self._user.on_lost(error)
+    def _lose(self, error: RayppError | None) -> None:
+        """Send nothing any more, and tell of the loss, once."""
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if not self._is_lost:
+            self._is_lost = True
+            if not self._has_ended:
+                self._user.on_lost(error)
 
     def _return_to(self, address: str, *, is_explained: bool) -> None:
-        if self._has_ended or (self._client is not None and address == self._address):
+        if self._has_ended or (self.is_open and address == self._address):
             return  # it was connected to when it was back already
-        if self._client is not None:
-            self._lose(None, None)
+        self._hear_of_loss(None)
+        self._disconnect()
+        in_flight, self._in_flight = self._in_flight, None
         self._connect(address)
-        self._user.on_back(self._in_flight, is_explained=is_explained)
+        self._user.on_back(in_flight, is_explained=is_explained)
 
     def _end(self, error: RayppError) -> None:
         if self._client is not None:
@@ -163,7 +171,7 @@ class EngineConnection:
         if self._client is None:
             return
         was_heard = self._client.was_heard()
-        if self._client is None:
+        if self._is_lost:
             return  # what was heard was its end
         faults = self._faults
         self._num_silent_turns = 0 if was_heard else self._num_silent_turns + 1
@@ -176,7 +184,7 @@ class EngineConnection:
                 hint="its process is stopped or starved",
                 silent_s=silent_s,
             )
-            self._lose(error, None)
+            self._lose(error)
             self._handle.report_death(error, self._address)
         else:
             self._watchdog = self._loop.call_later(faults.heartbeat_s, self._check_silence)

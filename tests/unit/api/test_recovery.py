@@ -380,6 +380,32 @@ def test_what_may_have_killed_the_engine_is_handed_over_after_others(make_engine
     run(body())
 
 
+def test_what_a_driver_says_last_counts_if_its_holder_was_quicker(make_engine: MakeEngine) -> None:
+    engine = make_engine(count_up, recovers=True)
+
+    async def body() -> None:
+        async with await AsyncLLM.create("tiny", launch=engine.launch) as llm:
+            engine.set_gate(is_open=False)
+            readers = {name: Reader(llm, "a", PARAMS, name) for name in ("first", "x", "y")}
+            await until(lambda: len(engine.added) == 3)
+            await let_die(llm, engine, "die_unseen")
+            assert [r.request.request_id for r in engine._running] == ["first", "x", "y"]
+            del engine._running[2]  # the last has to wait for a row
+            engine.grant_steps(2)  # on their way when the holder told of the death
+            await until(lambda: readers["first"].num_tokens == 2)
+            frontend = llm._frontend_here()
+            engine.die_loudly(DIED)
+            await until(lambda: frontend._connection._client is None)
+            engine.come_back()
+            for reader in readers.values():
+                assert len((await reader.task).outputs[0].token_ids) == NUM_TOKENS
+        again = {request.request_id: request for request in engine.added[3:]}
+        assert {name: len(request.output_token_ids) for name, request in again.items()} == {"first": 2, "x": 2, "y": 0}
+        assert again["y"].priority == 0, "it was in no step, and cannot have done it"
+
+    run(body())
+
+
 @pytest.mark.parametrize("position", [0, 3, 7])
 def test_a_request_that_kills_engines_fails_alone(make_engine: MakeEngine, position: int) -> None:
     engine = make_engine(count_up, recovers_by_itself=True, kills=lambda request: request.request_id == "poison")
