@@ -3,14 +3,12 @@
     python benchmarks/micro/quantized_products.py                       checks, times, candidates; about two minutes
     python benchmarks/micro/quantized_products.py --skip checks         without one of `checks`, `errors`, `times`, ...
     python benchmarks/micro/quantized_products.py --skip checks errors times --forms "fp8 blocks" --tried-rows 1 8 16 32
-                                                                        which cuts, and up to how many rows x is rounded
-                                                                        by each program
+                                                                        which cuts are best
 
 Times are those of CUDA graphs over so many weights that none is in a cache when it is read again. `layer` is all four
 products of a layer of Qwen3-8B one after the other, without attention. The floor is the weights' bytes at 4.3 TB/s.
-Candidates are the best cuts of each way: `inside` has no launch that rounds x before the product, `before` has; then a
-layer with the best of each, and as chosen. What is compiled is compiled before, by as many processes as there are
-processors. The last line is JSON.
+Candidates are the best cuts; then a layer with the best of each product, and as chosen. What is compiled is compiled
+before, by as many processes as there are processors. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from raypp.ops.cuda import scaled_library
 from raypp.ops.cuda.cuda_kernels import CudaKernels
 from raypp.ops.cuda.int4_products import Int4Tuning
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.projection import MOST_ROUNDING_ROWS, Tuning
+from raypp.ops.cuda.projection import Tuning
 from raypp.ops.cuda.quantized_projection import Fp8Projection, Int4Projection
 from raypp.ops.cuda.token_quantization import QuantizedTokens, TokenNorm, quantize_tokens
 from raypp.ops.weight import Weight
@@ -54,7 +52,6 @@ FORMS: dict[str, tuple[str, tuple[int, int]]] = {
     "fp8 outputs": ("fp8", (1, 0)),
     "int4 128": ("int4", (1, 128)),
 }
-AHEAD = (0, 8, 99)  # pieces of 128 inputs asked for early: none, some, as many as a program reads
 WORKSPACE_FLOATS = 16 << 20
 BYTES_OF_ALL = 400 << 20
 
@@ -162,18 +159,12 @@ def candidates(form: str, shape: Shape, num_rows: int) -> Iterator[Tuning | Int4
         if num_rows > 64:
             yield None
         splits = (1, 2, 3, 4) if num_rows <= 128 else (1,)
-        if num_rows <= MOST_ROUNDING_ROWS:
-            cuts = ((64, 4, 3), (64, 4, 5), (128, 8, 3)) if num_rows <= 16 else ((64, 8, 4), (128, 8, 3))
-            for (outputs, warps, stages), num_splits, ahead in itertools.product(cuts, splits, AHEAD):
-                yield Tuning(outputs, 128, num_splits, warps, stages, rounds_x=True, num_ahead=ahead)
         tiles = ((64, 4, 3), (64, 4, 4), (64, 4, 6), (64, 8, 4), (128, 8, 3)) if num_rows <= 64 else ()
-        tiles = tiles[:3:2] if num_rows <= MOST_ROUNDING_ROWS else tiles
         wide = ((64, 4, 3), (64, 4, 4), (64, 8, 3), (64, 8, 4), (128, 8, 3))
         for (outputs, warps, stages), num_splits in itertools.product(tiles or wide, splits):
             yield Tuning(outputs, 128, num_splits, warps, stages)
     elif num_rows <= 64:
         rounds = ((1, 4, False), (1, 4, True), (2, 3, False), (4, 2, False))
-        rounds = rounds[::2] if num_rows <= MOST_ROUNDING_ROWS else rounds
         for strips, num_splits, (pieces, stages, folds) in itertools.product((1, 2), (1, 2, 4), rounds):
             yield Int4Tuning(strips, num_splits, 4, stages, pieces=pieces, folds=folds)
     else:
@@ -328,30 +319,24 @@ def _row(times: dict[int, Any]) -> str:
 
 
 def print_candidates(figures: dict[str, Any], forms: Sequence[str], tried_rows: Sequence[int]) -> None:
-    """Print the best cuts of each product, by way, and the time of a layer with the best of each way."""
+    """Print the best cuts of each product, and the time of a layer with them."""
     for form in forms:
         all_products = [Products(form, shape) for shape in SHAPES]
         for num_rows in tried_rows:
-            best: dict[str, list[Any]] = {"inside": [], "before": []}
-            all_results = []
+            best, chosen = [], []
             for products in all_products:
                 results = _timed_cuts(form, products, num_rows)
-                all_results.append(results)
+                best.append(results[0][1])
+                chosen += [cut for _, cut, mark in results if mark]
                 figures[f"{form} {products.shape.name} {num_rows} rows"] = [(us, _name(cut)) for us, cut, _ in results]
-                for way, cuts in best.items():
-                    of_way = [result for result in results if _rounds_inside(result[1]) == (way == "inside")]
-                    cuts.append(of_way[0][1] if of_way else None)
-                    shown = [f"{us} {_name(cut)}{mark}" for us, cut, mark in of_way]
-                    shown = shown[:6] + [text for text in shown[6:] if "chosen" in text]
-                    print(f"   {form} {products.shape.name} {num_rows} rows, {way}: {'; '.join(shown)}", flush=True)
+                shown = [f"{us} {_name(cut)}{mark}" for us, cut, mark in results]
+                shown = shown[:6] + [text for text in shown[6:] if "chosen" in text]
+                print(f"   {form} {products.shape.name} {num_rows} rows: {'; '.join(shown)}", flush=True)
             times = {}
-            chosen = [result[1] for results in all_results for result in results if result[2]]
-            late = [replace(cut, num_ahead=0) for cut in best["inside"] if cut is not None]
-            for way, cuts in (best | {"inside, none ahead": late, "chosen": chosen}).items():
-                if None not in cuts and len(cuts) == len(all_products):
-                    for products, cut in zip(all_products, cuts, strict=True):
-                        products.set_tuning(num_rows, cut)
-                    times[way] = try_us(layer_calls(all_products, num_rows))
+            for way, cuts in {"best": best, "chosen": chosen}.items():
+                for products, cut in zip(all_products, cuts, strict=True):
+                    products.set_tuning(num_rows, cut)
+                times[way] = try_us(layer_calls(all_products, num_rows))
             figures[f"{form} layer {num_rows} rows"] = times
             print(f"   {form} layer of the best cuts, {num_rows} rows: {times}", flush=True)
         del all_products, products
@@ -373,19 +358,13 @@ def _timed_cuts(form: str, products: Products, num_rows: int) -> list[tuple[floa
     return sorted(results, key=lambda result: result[0])
 
 
-def _rounds_inside(tuning: Tuning | Int4Tuning | None) -> bool:
-    """Whether programs that multiply x round it, without a launch before them."""
-    return isinstance(tuning, Tuning) and tuning.rounds_x
-
-
 def _name(tuning: Tuning | Int4Tuning | None) -> str:
     if tuning is None:
         return "library"
     if isinstance(tuning, Int4Tuning):
         cut = f"{64 * tuning.strips}o {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st {tuning.pieces}p"
         return cut + (" folds" if tuning.folds else "") + ("" if tuning.most_rows == 128 else f" {tuning.most_rows}r")
-    cut = f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
-    return f"{cut} {tuning.num_ahead} ahead"
+    return f"{tuning.outputs}x{tuning.inputs} {tuning.num_splits}s {tuning.num_warps}w {tuning.num_stages}st"
 
 
 def print_humming(folder: str, figures: dict[str, Any]) -> None:
@@ -443,8 +422,6 @@ def main() -> None:
             if form in args.forms and "candidates" not in args.skip:
                 for num_rows in args.tried_rows:
                     found = [cut for cut in candidates(form, shape, num_rows) if cut is not None]
-                    # What is asked for early makes no other kernel.
-                    found = [cut for cut in found if isinstance(cut, Int4Tuning) or not cut.num_ahead]
                     jobs += [Job(form, shape, num_rows, tuning) for tuning in (None, *found)]
     num_processes = max(1, min(14, (os.cpu_count() or 1) - 2))
     figures: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from raypp.ops.cuda.expert_tuning import ExpertCut, ExpertShape, choose_cut
 from raypp.ops.cuda.heads import append_heads, gather_heads, rotate_qk_, rotation_table
 from raypp.ops.cuda.kernel_launch import Device, Workspace
 from raypp.ops.cuda.kernel_token_choice import KernelTokenChoice
-from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, ROUNDING_ROWS, input_type_in_8_bits
+from raypp.ops.cuda.product_tuning import MAX_ROWS, MAX_ROWS_IN_8_BITS, input_type_in_8_bits
 from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, fold_norm, project, rounded_to_8_bits
 from raypp.ops.cuda.router_kernels import Routed, arrange, most_tiles, route
 from raypp.ops.cuda.row_inputs_kernel import row_inputs as row_inputs_kernel
@@ -54,7 +54,7 @@ from raypp.ops.sample.tables import (
     Widths,
 )
 from raypp.ops.sample.token_history import TokenHistory
-from raypp.ops.weight import Weight, WeightKind, by_output
+from raypp.ops.weight import Weight, WeightKind
 from raypp.specdec.table_bytes import row_tokens_width
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -583,7 +583,6 @@ def check_quantized_projections(
         if weight.kind == "fp8" and (num_rows > 1 or weight.block[1] < num_inputs):
             norm = TokenNorm(norm_weight, 1e-6) if has_norm else None
             block = min(weight.block[1], num_inputs)
-            block = min(block, 128) if num_rows <= ROUNDING_ROWS else block  # by the piece, if programs round x
             tokens = quantize_tokens(x, block, random.device, norm)
             columns = torch.arange(num_inputs, device=DEVICE) // block
             read = tokens.tokens.float() * tokens.scale.t()[:num_rows, columns]
@@ -602,51 +601,6 @@ def check_quantized_projections(
         # Tensor cores of compute capability 9.0 keep 14 bits of a sum of products in 8 bits.
         summed = 8 if weight.kind == "fp8" and num_rows > 1 else 4
         random.assert_close(got, expected, summed * max(1.0, x_scale))
-
-
-def check_rounding(
-    dtype: torch.dtype,
-    weight: Weight,
-    num_rows: int,
-    tuning: Tuning,
-    *,
-    has_norm: bool = False,
-    is_gated: bool = False,
-    has_bias: bool = False,
-    has_residual: bool = False,
-) -> None:
-    """A product whose programs round x, with NaN around what it may read; twice, with the same bits."""
-    random = Kernels(dtype, seed=num_rows)
-    random.workspace.reserve(1 << 22)
-    num_inputs, num_outputs = weight.num_inputs, weight.num_outputs // (2 if is_gated else 1)
-
-    def within_nan(*shape: int) -> torch.Tensor:
-        """Return a random tensor with other rows behind it."""
-        whole = torch.full((shape[0] + 40, *shape[1:]), torch.nan, dtype=dtype, device=DEVICE)
-        whole[: shape[0]] = random.normal(*shape)
-        return whole[: shape[0]]
-
-    x, norm_weight = within_nan(num_rows, num_inputs), 1 + within_nan(num_inputs) / 10
-    residual = within_nan(num_rows, num_outputs) if has_residual else None
-    bias = within_nan(weight.num_outputs) if has_bias else None
-    norm = TokenNorm(norm_weight, 1e-5) if has_norm else None
-    tokens = quantize_tokens(x, tuning.inputs, random.device, norm)
-    columns = torch.arange(num_inputs, device=DEVICE) // tuning.inputs
-    read = tokens.tokens.float() * tokens.scale.t()[:num_rows, columns]
-    expected = reference.linear(read, weight.dequantized(torch.float32), bias=bias, is_gated=is_gated)
-    expected = expected if residual is None else expected + residual.float()
-    if weight.block[1] >= num_inputs:
-        weight = by_output(weight)
-    assert weight.scale is not None
-    weight = replace(weight, scale=weight.scale.float().contiguous())
-    product = Product(weight, bias, 1e-5 if has_norm else None, is_gated, norm_weight if has_norm else None)
-    places = torch.full((2, num_rows + 40, num_outputs), torch.nan, dtype=dtype, device=DEVICE)
-    for place in places:
-        project(x, product, residual, tuning, random.device, random.workspace, out=place[:num_rows])
-        random.assert_close(place[:num_rows], expected.to(dtype), 8)
-        assert place[num_rows:].isnan().all()
-    assert torch.equal(*places[:, :num_rows])
-    assert not random.workspace.counters.any()
 
 
 def check_quantized_tokens(dtype: torch.dtype, num_tokens: int, size: int, block: int) -> None:

@@ -15,7 +15,7 @@ from raypp.ops.cpu.torch_experts import TorchExperts
 from raypp.ops.cpu.torch_kernels import TorchKernels
 from raypp.ops.cuda.expert_tuning import ExpertShape, choose_cut
 from raypp.ops.cuda.kernel_launch import Device
-from raypp.ops.cuda.product_tuning import ROUNDING_ROWS, most_exact_rows_of_fp8
+from raypp.ops.cuda.product_tuning import most_exact_rows_of_fp8
 from raypp.ops.cuda.projection import Product
 from raypp.ops.cuda.quantized_projection import MAX_OWN_ROWS_OF_INT4
 from raypp.ops.cuda.router_kernels import SCALED
@@ -91,8 +91,7 @@ class PlainLinear:
         """Return y [T, N]. Shapes: x [T, K]."""
         read, matrix = x.float(), self._matrix
         if len(x) > self._most_exact_rows:
-            block = min(self._block, 128) if len(x) <= ROUNDING_ROWS else self._block  # the piece of a program
-            read, matrix = (in_8_bits(read, block), matrix) if block else (read, matrix.to(x.dtype).float())
+            read, matrix = (in_8_bits(read, self._block), matrix) if self._block else (read, matrix.to(x.dtype).float())
         return F.linear(read, matrix, self._bias).to(x.dtype)
 
     def in_float32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -28,39 +28,3 @@ def load_scale(scale, index, size, IS_THERE: tl.constexpr):
     if IS_THERE:
         return tl.load(scale + index, mask=index < size, other=0.0)
     return tl.full(index.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def fetch_early(rows, first, last, num_bytes, PARTS: tl.constexpr, OVERLAPS: tl.constexpr):
-    """Ask for the beginning of what a program reads of some rows of bytes, into the second-level cache.
-
-    Before `start` the memory would be idle while the previous kernel ends. These are `num_bytes` of each row from byte
-    `first` on, as long as they are before `last`, in PARTS: one for each thread, at best. All are multiples of 16, and
-    `num_bytes` of 16 PARTS. Shapes: rows [n] pointers.
-    """
-    if OVERLAPS:
-        size = num_bytes // PARTS
-        begin = first + tl.arange(0, PARTS) * size
-        begin = tl.maximum(tl.minimum(begin, last - size), 0)
-        address = (rows[:, None] + begin[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-            "=r,l,r",
-            [address, tl.zeros_like(address).to(tl.int32) + size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
-def _stacked(above, below):
-    """Return rows above others. Shapes: above, below [n, m]; result [2 n, m]."""
-    pairs = tl.permute(tl.join(above, below), (2, 0, 1))
-    return tl.reshape(pairs, (2 * above.shape[0], above.shape[1]))
-
-
-@triton.jit
-def tiled(rows, ROWS: tl.constexpr):
-    """Return rows above zeros that fill a tile. Shapes: rows [n, m]; result [ROWS, m], with ROWS of n or 2 n."""
-    return rows if rows.shape[0] == ROWS else _stacked(rows, tl.zeros_like(rows))

@@ -18,12 +18,6 @@ from raypp.ops.cuda.projection import FEW_ROWS, Product, Tuning, shared_bytes
 MAX_ROWS = 64
 """With more rows, the library computes."""
 
-ROUNDING_ROWS = 8
-"""Up to so many rows, programs that multiply a weight in 8 bits round x themselves, without a launch before them."""
-
-_EARLY_BYTES = 24 << 20
-"""The largest weight that is asked for while the previous kernel runs: half of the second-level cache."""
-
 _FEW_ROWS_OF_INT4 = 16
 """Up to so many rows, a program has little to multiply, and its rounds may be longer."""
 
@@ -176,8 +170,6 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     """Return the cut of a product of 8 bits whose x, but for exact rows, has scales of its own."""
     if num_rows <= most_exact_rows_of_fp8(product):
         return _tune_fp8_row(product, device)
-    if num_rows <= ROUNDING_ROWS:
-        return _tune_rounding(num_rows, product, device)
     inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
     tile = min(128, int(triton.next_power_of_2(num_rows)))
     if product.is_gated:
@@ -191,22 +183,6 @@ def tune_fp8(num_rows: int, product: Product, device: Device) -> Tuning:
     num_splits = max(1, min(_MAX_SPLITS, num_splits, product.num_inputs // 512))
     num_stages = 3 if product.has_blocks and num_rows <= 64 else 6 if num_rows <= 32 else 4
     tuning = Tuning(outputs=64, inputs=inputs, num_splits=num_splits, num_stages=num_stages)
-    return _fitting(tuning, num_rows, product, device)
-
-
-def _tune_rounding(num_rows: int, product: Product, device: Device) -> Tuning:
-    """Return the cut where programs round x themselves.
-
-    A product waits for the rounding of its piece, so that every processor has three programs, if need be by splits. A
-    weight that the second-level cache holds is asked for early, as a whole; of others more pieces are under way.
-    """
-    inputs = min(128, product.weight.block[1]) if product.has_blocks else 128
-    num_strips = triton.cdiv(product.num_outputs, 64)
-    num_splits = max(1, min(_MAX_SPLITS, 3 * device.num_processors // num_strips, product.num_inputs // 512))
-    is_early = product.weight.data.nbytes <= _EARLY_BYTES
-    num_ahead = triton.cdiv(product.num_inputs, inputs) if is_early else 0
-    num_stages = 3 if product.is_gated else 4 if is_early else 5
-    tuning = Tuning(64, inputs, num_splits, num_stages=num_stages, rounds_x=True, num_ahead=num_ahead)
     return _fitting(tuning, num_rows, product, device)
 
 

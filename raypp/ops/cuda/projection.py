@@ -13,8 +13,7 @@ the norm's: the first way multiplies x by it as it is read.
 Of a weight in 8 bits each output has a scale, or each block of outputs and inputs; blocks only go the second way. The
 first way converts the weight element by element, exactly; tensor cores multiply it with x in 8 bits, since converting
 would take longer than reading. There, x may have scales as well: one per row, or as many as the weight has blocks of
-inputs. Or x comes in 16 bits, and each program rounds the pieces that it reads, its norm included: see
-`raypp.ops.cuda.rounding_kernel`.
+inputs.
 
 Twin: `linear` of tests/gpu/reference_ops.py.
 """
@@ -31,16 +30,12 @@ from raypp.ops.cuda.between_products import as_stored, silu
 from raypp.ops.cuda.few_rows_kernel import project_few
 from raypp.ops.cuda.kernel_launch import Device, Workspace, fence_shared, start
 from raypp.ops.cuda.product_loads import load, load_scale, load_vector
-from raypp.ops.cuda.rounding_kernel import project_rounding
 from raypp.ops.cuda.split_sums import sums_of_splits
 from raypp.ops.quantize import quantize_rows
 from raypp.ops.weight import Weight
 
 FEW_ROWS = 2
 """Up to so many rows are multiplied element by element, and may be normalized in the same launch."""
-
-MOST_ROUNDING_ROWS = 32
-"""Up to so many rows programs can round x themselves: one tile, and little to read again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +90,6 @@ class Tuning:
         num_splits: Parts of K; only with more than few rows and no gate.
         num_warps: Of a program.
         num_stages: Pieces under way from memory.
-        rounds_x: Whether x comes in 16 bits and each program rounds it to 8, a norm before it included.
-        num_ahead: Pieces that a program asks for before the previous kernel has finished, if it rounds x.
     """
 
     outputs: int
@@ -104,27 +97,21 @@ class Tuning:
     num_splits: int = 1
     num_warps: int = 4
     num_stages: int = 3
-    rounds_x: bool = False
-    num_ahead: int = 0
 
 
 def partial_floats(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return how many floats of the workspace `project` needs."""
     if tuning.num_splits == 1:
         return 0
-    sums_of_row = tuning.outputs * (2 if product.is_gated else 1) + 1  # and one of squares
-    num_strips = triton.cdiv(product.num_outputs, tuning.outputs)
+    num_outputs = triton.cdiv(product.num_outputs, tuning.outputs) * tuning.outputs * (2 if product.is_gated else 1)
     padded = _padded(num_rows, product)
-    return int(num_strips * sums_of_row * tuning.num_splits * triton.cdiv(num_rows, padded) * padded)
+    return int(num_outputs * tuning.num_splits * triton.cdiv(num_rows, padded) * padded)
 
 
 def shared_bytes(num_rows: int, product: Product, tuning: Tuning) -> int:
     """Return the shared memory of a program that multiplies by tensor cores, or a little more."""
-    element_bytes, x_bytes = product.weight.data.element_size(), _padded(num_rows, product) * tuning.inputs
-    weight_bytes = tuning.outputs * (2 if product.is_gated else 1) * tuning.inputs * element_bytes
-    if tuning.rounds_x:
-        return int((weight_bytes + 2 * x_bytes) * tuning.num_stages + x_bytes + weight_bytes)  # the first piece's
-    return int((weight_bytes + element_bytes * x_bytes) * tuning.num_stages)
+    num_rows_read = tuning.outputs * (2 if product.is_gated else 1) + _padded(num_rows, product)
+    return int(num_rows_read * tuning.inputs * product.weight.data.element_size() * tuning.num_stages)
 
 
 def project(
@@ -171,34 +158,6 @@ def project(
     }
     num_programs = triton.cdiv(num_outputs, tuning.outputs)
     block_rows, block_columns = product.weight.block
-    if tuning.rounds_x:
-        assert num_rows <= MOST_ROUNDING_ROWS, "one tile"
-        assert not product.has_blocks or block_columns % tuning.inputs == 0
-        assert partial_floats(num_rows, product, tuning) <= workspace.floats.numel(), "not reserved"
-        project_rounding[(num_programs, tuning.num_splits)](
-            x,
-            product.norm_eps or 0.0,
-            x if product.norm_weight is None else product.norm_weight,
-            weight,
-            scale,
-            *arguments,
-            workspace.floats,
-            workspace.counters,
-            num_rows,
-            _bytes_ahead(product, tuning),
-            HAS_NORM=product.norm_eps is not None,
-            HAS_BLOCKS=product.has_blocks,
-            BLOCK_ROWS=block_rows,
-            BLOCK_COLUMNS=block_columns if product.has_blocks else 1,
-            ROWS=_padded(num_rows, product),
-            X_ROWS=max(_LEAST_ROWS_READ, int(triton.next_power_of_2(num_rows))),
-            OUTPUTS=tuning.outputs,
-            INPUTS=tuning.inputs,
-            SPLITS=tuning.num_splits,
-            num_stages=tuning.num_stages,
-            **flags,
-        )
-        return y
     if num_rows <= FEW_ROWS and x_scale is None:
         assert not product.has_blocks, "tensor cores multiply blocks"
         project_few[(num_programs,)](
@@ -250,16 +209,7 @@ def project(
     return y
 
 
-def _bytes_ahead(product: Product, tuning: Tuning) -> int:
-    """Return how many bytes of a row of the weight a program asks for early: a multiple of 64."""
-    if product.num_inputs % 16 or product.weight.data.data_ptr() % 16:
-        return 0
-    pieces = triton.cdiv(triton.cdiv(product.num_inputs, tuning.inputs), tuning.num_splits)
-    return int(min(min(tuning.num_ahead, pieces) * tuning.inputs, product.num_inputs) // 64 * 64)
-
-
 _MOST_PADDED = 128
-_LEAST_ROWS_READ = 8  # of x, by programs that round it: half of the tile that tensor cores take
 
 
 def _padded(num_rows: int, product: Product) -> int:

@@ -1,7 +1,6 @@
 """Projections of quantized weights: which kernel computes them, by their form and the number of rows.
 
 fp8    1 row         of a scale per output: element by element, x in 16 bits, norm included
-       few           tensor cores in 8 bits; each program rounds what it reads of x, norm included
        more          x in 8 bits, with scales of its own; tensor cores, then the library
 int4   up to 256     after the norm, tensor cores in 16 bits; codes are expanded in registers
        more          pieces of the weight in 16 bits, which the library multiplies
@@ -128,7 +127,7 @@ class Fp8Projection(QuantizedProjection):
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
         tuning = self._tunings.get(num_rows)
-        if tuning is not None and (tuning.rounds_x or num_rows <= most_exact_rows_of_fp8(product)):
+        if tuning is not None and num_rows <= most_exact_rows_of_fp8(product):
             return project(x, self._few, residual, tuning, self._device, self._workspace)
         block = min(product.weight.block[1], product.num_inputs)
         tokens = quantize_tokens(x, block, self._device, self._norm)

@@ -225,20 +225,6 @@ def test_quantized_projections(kind, block):
         checks.check_quantized_projections(EXACT, weight, (1, 5), x_scale=1e4)
 
 
-@pytest.mark.parametrize("block", [(1, 0), (24, 64), (1, 32)])
-def test_products_that_round_their_input(block):
-    """Each number of rows; ends within a piece, a block and a strip; splits, of which one has nothing to do."""
-    random = checks.Kernels(EXACT)
-    inputs = min(block[1] or 32, 32)
-    cases = ((1, 1, 100), (2, 3, 100), (3, 4, 160), (8, 2, 33), (16, 1, 96), (32, 3, 64))
-    for num_rows, num_splits, num_inputs in cases:
-        weight = checks.quantized_weight(random, "fp8", 33, num_inputs, block)
-        cut = Tuning(16, inputs, num_splits, rounds_x=True, num_ahead=2)
-        checks.check_rounding(EXACT, weight, num_rows, cut, has_residual=True, has_norm=num_rows == 8)
-        weight = checks.quantized_weight(random, "fp8", 48, num_inputs, block)
-        checks.check_rounding(EXACT, weight, num_rows, cut, has_norm=True, is_gated=True, has_bias=True)
-
-
 @pytest.mark.parametrize("group", [32, 64])
 def test_cuts_of_int4(group):
     """Rounds of several pieces that end past the inputs, splits without a piece, gates in splits, folded scales."""

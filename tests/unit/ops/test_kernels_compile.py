@@ -39,7 +39,6 @@ def test_kernels_compile_for_hopper(tmp_path):
         "_row_inputs",
         "_move_words",
         "project_few",
-        "project_rounding",
         "_project_rows",
         "_project_int4",
         "_dequantize_int4",
