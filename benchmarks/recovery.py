@@ -145,7 +145,7 @@ async def run(args: argparse.Namespace) -> None:
     llm = await AsyncLLM.create(**settings)
     print(f"ready after {time.monotonic() - began:.1f} s", flush=True)
     config = resolved_config(llm)
-    figures = {victim: await measure(llm, args, victim) for victim in args.kill}
+    figures = {f"{number}: {victim}": await measure(llm, args, victim) for number, victim in enumerate(args.kill, 1)}
     await llm.close()
     print_report("recovery", vars(args), figures, config)
 
