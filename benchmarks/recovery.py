@@ -165,7 +165,12 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, default={}, help='others, e.g. {"mode": "none"}')
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    asyncio.run(run(parser.parse_args()))
+    args = parser.parse_args()
+    allowed = ["driver", *(str(index) for index in range(args.num_stages))]
+    for victim in args.kill:
+        if victim not in allowed:
+            parser.error(f"--kill {victim}: there is no such part; allowed are {', '.join(allowed)}")
+    asyncio.run(run(args))
 
 
 if __name__ == "__main__":

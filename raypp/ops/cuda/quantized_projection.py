@@ -122,7 +122,7 @@ class Fp8Projection(QuantizedProjection):
         self._tunings: dict[int, Tuning] = {}
         for num_rows in range(1, most_own_rows_of_fp8(self._product, self._device) + 1):
             self._tunings[num_rows] = tuning = tune_fp8(num_rows, self._product, self._device)
-            self._workspace.reserve(partial_floats(num_rows, self._few, tuning))
+            self._workspace.reserve(partial_floats(num_rows, self._product, tuning))
 
     def _computed(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         num_rows, product = len(x), self._product
