@@ -142,7 +142,8 @@ def test_every_line_is_answered_once_whatever_is_killed(campaign: Campaign) -> N
 
 def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -> None:
     write_prompts(tmp_path / "in.jsonl", (f"def f{i}(" for i in range(NUM_LONG_LINES)), max_tokens=1)
-    process = start_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", env=job_env)
+    often = ("--progress-interval", "0.1")  # 600 lines take less than a second
+    process = start_job(tmp_path / "in.jsonl", tmp_path / "out.jsonl", *often, env=job_env)
     _, said = process.communicate(timeout=DEADLINE_S + NUM_LONG_LINES / 50)
     assert process.returncode == 0, said
     print("\n" + "\n".join(said.splitlines()[-6:]))
