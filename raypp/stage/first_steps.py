@@ -1,7 +1,9 @@
 """The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
 
-`warm_up` runs the largest step that a plan may order, and small mixed ones. `compile_ahead` runs every decode step that
-will be recorded, side by side in threads: one after the other their kernels take a second each to compile.
+`warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens in every way that called
+steps do: else the first request that draws would have all others wait for its kernels. `compile_ahead` runs every
+decode step that will be recorded, side by side in threads: one after the other their kernels take a second each to
+compile.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from raypp.errors import ResourceError
 from raypp.messages import NULL_BLOCK
 from raypp.ops.attention import AttentionBatch
+from raypp.ops.row_inputs import NewEntries, Queries, row_inputs
+from raypp.ops.row_tokens import NewTokens
 from raypp.ops.sample.tables import Needs
 from raypp.stage.sampler import Sampler
 from raypp.stage.stage_model import StageModel
@@ -38,24 +43,41 @@ def padding_step(
     device, most = torch.device(spec.device), spec.max_model_len
     prefill_lens = [min(most, num_prefill_tokens - start) for start in range(0, num_prefill_tokens, most)]
     lens = [decode_query_len] * num_decode_rows + prefill_lens
-    positions = torch.cat([torch.arange(length, device=device) for length in lens])
+    # By the operation of real steps: the first prompt would wait for its kernel, too.
+    inputs = row_inputs(
+        torch.full((len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
+        NewEntries(*torch.empty(3, 0, dtype=torch.int64, device=device).unbind()),
+        torch.arange(len(lens), device=device),
+        torch.zeros(len(lens), dtype=torch.int32, device=device),
+        Queries(torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device), sum(lens), max(lens)),
+        block_size=spec.block_size,
+        max_len=spec.max_seq_len,
+    )
     attention = AttentionBatch(
         num_decode_rows=num_decode_rows,
         decode_query_len=decode_query_len,
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.full((len(lens), spec.blocks_per_row + 1), NULL_BLOCK, dtype=torch.int32, device=device),
-        slot_mapping=positions % spec.block_size,
+        seq_lens=inputs.seq_lens,
+        block_tables=inputs.block_tables,
+        slot_mapping=inputs.slot_mapping,
         prefill_query_lens=prefill_lens,
         prefill_seq_lens=prefill_lens,
     )
-    return PaddingStep(positions, attention)
+    return PaddingStep(inputs.positions, attention)
 
 
 _FEW_TOKENS = 16
 
 
-def warm_up(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor]) -> None:
+def warm_up(
+    spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], sampler: Sampler | None = None
+) -> None:
     """Run the largest prefill and small mixed steps, of padding alone; only the null block is written.
+
+    Args:
+        spec: Of the stage.
+        model: Its layers.
+        kv_caches: Theirs.
+        sampler: Of the last stage; None on others.
 
     Raises:
         ResourceError: the largest step does not fit the device's memory.
@@ -76,6 +98,19 @@ def warm_up(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor
             step = padding_step(spec, few_tokens, num_decode_rows=num_rows, decode_query_len=query_len)
             _run(spec, model, kv_caches, step)
             num_rows *= 2
+    if sampler is not None:
+        _choose(spec, sampler)
+
+
+def _choose(spec: StageSpec, sampler: Sampler) -> None:
+    """Choose a token for padding in every way that kernels differ in: greedy or drawn, from changed logits or not."""
+    device = torch.device(spec.device)
+    rows = torch.full((1,), spec.padding_row, dtype=torch.int64, device=device)
+    logits, positions = torch.zeros(1, spec.vocab_size, device=device), torch.zeros_like(rows)
+    for needs in (Needs.GREEDY, Needs.DRAW | Needs.TRUNCATE, Needs.CHANGES, Needs.ALL):
+        chosen = sampler.choose(logits, rows, positions, needs)
+        sampler.remember(NewTokens(rows, positions, chosen.to(torch.int32).unsqueeze(1)), needs, counts=True)
+    sampler.report(logits, rows, chosen)
 
 
 def _run(spec: StageSpec, model: StageModel, kv_caches: Sequence[torch.Tensor], step: PaddingStep) -> None:

@@ -107,7 +107,7 @@ class Stage:
         by_layer = kv_caches.unbind()
         if self._device.type == "cuda":
             with torch.inference_mode():
-                warm_up(spec, model, by_layer)
+                warm_up(spec, model, by_layer, self._sampler if spec.is_last else None)
         self._graphs = graphs or CudaGraphManager(
             graph_maker(self._device),
             debug_every=spec.graphs.debug_every,

@@ -1,4 +1,4 @@
-"""Steps never wait for the device, whatever their rows ask for: a host that waits keeps its neighbours waiting, too.
+"""Steps never wait for the device or a compiler, whatever rows ask for: a host that waits keeps its neighbours waiting.
 
 torch raises where a call would wait, a copy from ordinary memory among them. Events are no such calls: results are
 waited for by them, elsewhere.
@@ -7,7 +7,8 @@ waited for by them, elsewhere.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,33 @@ def waits_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run(engine: LocalEngine, seed: int) -> None:
+@contextmanager
+def kernels_made() -> Iterator[list[str]]:
+    """Yield a list that names every kernel that Triton compiles, or loads from its cache, until the end."""
+    names: list[str] = []
+    if (dry := sys.modules.get("dry_report")) is not None:
+        before = set(dry.VARIANTS)
+        yield names
+        names += [f"{kernel}: {variant}" for kernel, variant in dry.VARIANTS.keys() - before]
+        return
+    from triton import knobs
+
+    def hook(*, repr: str, **_: Any) -> None:
+        names.append(repr)
+
+    kept, knobs.runtime.jit_post_compile_hook = knobs.runtime.jit_post_compile_hook, hook
+    try:
+        yield names
+    finally:
+        knobs.runtime.jit_post_compile_hook = kept
+
+
+def run(engine: LocalEngine, seed: int, kinds: Sequence[dict[str, Any]] = KINDS) -> None:
     """Run requests of all kinds, half of which start while the others decode; the second half finds cached blocks."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(5, 300) for _ in range(rng.randint(2, 90))] for _ in KINDS] * 2
+    prompts = [[rng.randrange(5, 300) for _ in range(rng.randint(2, 90))] for _ in kinds] * 2
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=12 + index, seed=index, ignore_eos=True, **KINDS[index % len(KINDS)])
+        params = SamplingParams(max_tokens=12 + index, seed=index, ignore_eos=True, **kinds[index % len(kinds)])
         engine.submit(prompt, params)
         if index % 2:
             engine.step()
@@ -58,6 +80,8 @@ def run(engine: LocalEngine, seed: int) -> None:
         engine.step()
 
 
+# The log-probabilities of a prompt are of as many rows as it has tokens, which may take a product of its own.
+AT_ONCE = [kind for kind in KINDS if "prompt_logprobs" not in kind] + [{"temperature": 0.0, "logprobs": 3}]
 CPU_KV = {"cpu_kv_bytes": 64 << 20, "num_kv_blocks": 12, "max_model_len": 120}
 
 
@@ -82,6 +106,9 @@ def test_steps_wait_for_nothing(tmp_path: Path, mode: str, settings: dict[str, A
         **({"max_model_len": 512, "num_kv_blocks": 300} | settings),
     )
     engine = LocalEngine(plan_engine(config, Hardware(2, 1 << 34, 1, "this one", 16 << 30, (9, 0))))
+    with kernels_made() as kernels:
+        run(engine, 2, AT_ONCE)
+    assert mode == "none" or not kernels, "\n".join(kernels)  # recordings have all that called steps need
     run(engine, 0)  # what is made when it is first needed is made
     with waits_are_errors():
         run(engine, 1)

@@ -144,7 +144,8 @@ def _ban(changed, token, is_banned):
     tl.store(changed + token, tl.minimum(logit, _BANNED), mask=is_banned)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])  # one kernel for any number of rows
+# One kernel for any number of rows, wherever those begin of which a program touches an element.
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["rows", "positions", "mask_of"])
 def _adjust(
     logits,
     changed,
@@ -260,7 +261,10 @@ def _adjust(
                 _ban(out, ending, inside & (tl.min(fits.to(tl.int32), 1) != 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "num_valid", "needs"])  # an element per program
+@triton.jit(
+    do_not_specialize=["row_stride", "position_stride"],
+    do_not_specialize_on_alignment=["rows", "positions", "num_valid", "needs"],  # an element per program
+)
 def _remember(
     rows,
     row_stride,

@@ -188,6 +188,10 @@ def _tensors(logits: AdjustedLogits) -> tuple[torch.Tensor, torch.Tensor, torch.
     return logits.own, logits.changed, logits.is_changed
 
 
+_BY_ROW = ["rows", "positions"]
+"""Of which a program touches an element: where they begin is not worth a kernel of its own."""
+
+
 @triton.jit
 def _better(value, token, other_value, other_token):
     """Return the better of two tokens: the likelier, then the lower."""
@@ -270,7 +274,7 @@ def _truncation_of(of, temperature, top_k, top_p, vocab_size):
     return row_temperature, row_k, row_p, (row_temperature != 0.0) & ((row_k > 0) | (row_p < 1.0))
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["rows"])
 def _survey(
     logits,
     changed,
@@ -339,7 +343,7 @@ def _survey(
             tl.store(total_weights + row, tl.full((), 0, tl.int64))
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=_BY_ROW)
 def _gather(
     logits,
     changed,
@@ -464,7 +468,7 @@ def _draw_gathered(
     return is_enough
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def _finish(
     logits,
     changed,
@@ -505,7 +509,7 @@ def _finish(
                 tl.store(num_gathered + row, ROOM + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_BY_ROW)
 def _search(
     logits,
     changed,

@@ -89,7 +89,7 @@ def _take_best(values, tokens):
     return value, token, tl.where(is_it, -float("inf"), values), tl.where(is_it, _NO_TOKEN, tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "chosen"])  # an element per program
 def _report(
     logits,
     rows,

@@ -92,7 +92,10 @@ def hold(tokens: YieldedTokens, masks: StepMasks, last: torch.Tensor) -> torch.T
     return lengths
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "firsts"])  # an element per program
+@triton.jit(
+    do_not_specialize=["first_stride"],
+    do_not_specialize_on_alignment=["rows", "firsts"],  # an element per program
+)
 def _verify(
     token_ids,
     rows,
@@ -134,7 +137,10 @@ def _verify(
 _PER_PROGRAM = ["num_valid", "num_drafted", "num_matched", "rows", "positions", "num_masks", "mask_positions"]
 
 
-@triton.jit(do_not_specialize_on_alignment=[*_PER_PROGRAM, "mask_draft_ids"])  # an element per program
+@triton.jit(
+    do_not_specialize=["position_stride"],
+    do_not_specialize_on_alignment=[*_PER_PROGRAM, "mask_draft_ids"],  # an element per program
+)
 def _hold(
     token_ids,
     num_valid,
