@@ -21,6 +21,7 @@ FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
+    "tests/unit/ops/test_kernels_compile.py": {"TEST_KERNEL_ROWS": "all"},
     "tests/unit/api/test_recovery_whole.py": {"TEST_RECOVERIES": "6"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
     "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},
