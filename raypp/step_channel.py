@@ -175,7 +175,7 @@ class DriverChannel:
         """Tell every stage to stop. Does not wait: a stage whose queue is full has to be killed anyway."""
         for index, socket in enumerate(self._plan_sockets):
             if not _offer(socket, _HEADER.pack(_Kind.STOP, _ALL_STAGES)):
-                logger.warning("stage %d could not be told to stop", index)
+                logger.info("stage %d could not be told to stop", index)  # most often it is what has died
 
     def send_heartbeat(self) -> None:
         """Tell every stage that the driver is alive, unless its queue is full."""

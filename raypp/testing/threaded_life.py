@@ -65,7 +65,12 @@ class ThreadedLife:
         """To look at once the engine is closed."""
         self._links: list[Any] = []
         self._is_leaving = threading.Event()  # the driver's stop does not reach a stage that has not connected yet
-        loops, encoder = self._stage_loops(channel, factory)
+        try:
+            loops, encoder = self._stage_loops(channel, factory)
+        except BaseException:
+            self._pipeline.close()
+            self._close_sockets()  # a process with open ones does not end
+            raise
         self._server = DriverServer(
             Engine(
                 self.scheduler,
@@ -120,9 +125,12 @@ class ThreadedLife:
             if left := [thread.name for thread in self._threads if thread.is_alive()]:
                 raise DeadlineError("threads of the engine do not end", got=", ".join(left))  # with sockets in use
             self._server.close()
-            self._clients.close()
-            self._context.term()
-            shutil.rmtree(self._meeting_place, ignore_errors=True)
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._clients.close()
+        self._context.term()
+        shutil.rmtree(self._meeting_place, ignore_errors=True)
 
     def _stage_loops(
         self, driver: DriverChannel, factory: StageFactory | None
