@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
     "tests/parity/test_speculation.py": {"TEST_SPECULATION": "all"},
+    "tests/parity/test_engine_hf.py": {"TEST_ENGINE_SEEDS": "all"},
     "tests/parity/test_handed_over.py": {"TEST_HANDED_OVER": "20"},
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},

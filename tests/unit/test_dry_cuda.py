@@ -26,21 +26,25 @@ def run_dry(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @needs
 def test_steps_of_recordings_wait_for_nothing():
-    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_hidden_waits.py", "-k", "full_and_piecewise and (plain or drafts)")
+    chosen = "full_and_piecewise and (plain or drafts)"
+    done = run_dry("-m", "pytest", "-q", "tests/gpu/test_hidden_waits.py", "-k", chosen)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "2 passed" in done.stdout
 
 
 @needs
-@pytest.mark.parametrize("call", ["x.cpu()", "x.item()", "x.tolist()", "x[torch.zeros(1, dtype=torch.int64)]"])
-def test_a_wait_is_noticed(call):
-    program = f"""
+def test_a_wait_is_noticed():
+    program = """
 import torch
 with torch.inference_mode():
     x = torch.ones(1, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
-    {call}
+    for wait in (x.cpu, x.item, x.tolist, lambda: x[torch.zeros(1, dtype=torch.int64)]):
+        try:
+            wait()
+        except RuntimeError as error:
+            print(error)
 """
     done = run_dry("-c", program)
-    assert done.returncode == 1
-    assert "synchronizing CUDA operation" in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("synchronizing CUDA operation") == 4

@@ -53,10 +53,11 @@ def test_logits_are_those_of_plain_torch(monkeypatch, model, form):
     monkeypatch.setattr(plain_arithmetic, "in_8_bits", as_kernels_round)
     models = ThreeModels(replace(MODELS[model], quantization=FORMS[form]), torch.float32, checks.DEVICE)
     for num_rows, prompt_lens in ((1, ()), (2, (11,))):
-        # A number in 8 bits may be rounded the other way by chance, one step in forty: not in two steps.
-        found = [models.errors([models.step(num_rows, prompt_lens, seed=seed)]) for seed in (num_rows, num_rows + 10)]
-        errors = min(found, key=lambda errors: errors.between)
+        errors = models.errors([models.step(num_rows, prompt_lens, seed=num_rows)])
+        if errors.between >= 2e-6 + errors.plain / 50:
+            # A number in 8 bits may be rounded the other way by chance, one step in forty: not in two steps.
+            assert errors.between < 2e-6 + errors.plain / 8
+            errors = models.errors([models.step(num_rows, prompt_lens, seed=num_rows + 10)])
         assert errors.between < 2e-6 + errors.plain / 50
-        assert all(other.between < 2e-6 + other.plain / 8 for other in found)
         if form.startswith("fp8") and prompt_lens:
             assert errors.plain > 1e-3, "8 bits do not show"
