@@ -69,7 +69,7 @@ class EngineConnection:
         self._has_ended = False
         self._address = ""
         self._client: EngineClient | None = None
-        self._is_lost = False  # whether it is only read any more
+        self._is_lost = False  # whether it is only read from now on
         self._in_flight: Collection[int] | None = None
         self._num_silent_turns = 0
         self._watchdog: asyncio.TimerHandle | None = None
@@ -92,7 +92,7 @@ class EngineConnection:
         self._has_ended = True
         if self._client is not None and not self._is_lost:
             self._client.send(CloseClient())
-        self._disconnect(delivers=True)
+        self._disconnect(delivers=not self._is_lost)  # nobody takes what was sent to a dead driver
 
     def engine_lost(self, error: RayppError | None) -> None:
         """Take in, in any thread, that a part of the engine died, or None did, and that it is being started again."""
@@ -171,8 +171,8 @@ class EngineConnection:
         if self._client is None:
             return
         was_heard = self._client.was_heard()
-        if self._is_lost:
-            return  # what was heard was its end
+        if not self.is_open:
+            return  # what was heard was its end, or had the user close this
         faults = self._faults
         self._num_silent_turns = 0 if was_heard else self._num_silent_turns + 1
         silent_s = self._num_silent_turns * faults.heartbeat_s

@@ -34,7 +34,8 @@ def messages_of_begun(
     """Yield what hands unfinished continuations to another engine, in order.
 
     The first message has all that can run at once: an engine that computes nothing takes a message in as a whole, so
-    its first steps are the same each time the same requests are handed over.
+    its first steps are the same each time the same requests are handed over. Requests with images wait for encoders
+    anyway, and their pixels are large: they come in messages of a few.
 
     Args:
         completions: Each with its request.
@@ -58,6 +59,8 @@ def _messages(
     together: list[AddRequest] = []
     most = most_in_first
     for group in groups:
+        if any(request.items is not None for request in group):
+            most = _REQUESTS_PER_MESSAGE
         if together and len(together) + len(group) > most:
             yield AddRequests(together)
             together, most = [], _REQUESTS_PER_MESSAGE

@@ -50,7 +50,8 @@ from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
 
 _COST_PER_TURN = 12.0
-"""What one turn does for clients: 1 for a message, and for a request that comes or is aborted."""
+"""What one turn does for clients while steps are in flight: 1 for a message, for a request that comes, for one that is
+aborted."""
 
 _TOKENS_PER_COST = 16_384
 """Tokens that take as long to copy as a request takes otherwise."""

@@ -86,7 +86,7 @@ class StepBudget:
             any_decodes: Whether any row of the pipeline decodes.
         """
         # Without a bound in milliseconds ratios are all that matters: those of the estimates, which learn nothing. So
-        # prompts are cut alike in every run, and in every life of an engine.
+        # prompts that are all there before the first step are cut alike in every run, and in every life of an engine.
         self._ms_of = predictor.estimated_ms if math.isinf(limits.max_itl_ms) else predictor.ms
         self._work = decoding
         self._num_tokens = limits.max_num_batched_tokens - decoding.num_tokens

@@ -1,16 +1,16 @@
 """The first steps of a stage on a GPU, of padding alone: kernels compile, and memory is found to suffice.
 
-`warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens in every way that called
-steps do: else the first request that draws would have all others wait for its kernels. `compile_ahead` runs every
-decode step that will be recorded, side by side in threads: one after the other their kernels take a second each to
-compile.
+`warm_up` runs the largest step that a plan may order, and small mixed ones, and chooses tokens as called steps do:
+recordings, which also verify drafts and follow grammars, hold other kernels, and the first request that draws would
+have all others wait for these. `compile_ahead` runs every decode step that will be recorded, side by side in threads:
+one after the other their kernels take a second each to compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -82,34 +82,43 @@ def warm_up(
     Raises:
         ResourceError: the largest step does not fit the device's memory.
     """
+    if sampler is not None:  # before the largest step, which has to fit beside the buffers that this makes
+        with _in_memory(spec, "choosing tokens"):
+            _choose(spec, sampler)
     few_tokens = min(_FEW_TOKENS, spec.max_step_tokens)
     for step in (padding_step(spec, few_tokens), padding_step(spec, spec.max_step_tokens)):
-        try:
+        with _in_memory(spec, f"a step of {len(step.positions)} tokens"):
             _run(spec, model, kv_caches, step)
-        except torch.OutOfMemoryError as error:
-            raise ResourceError(
-                f"stage {spec.stage_index} has no memory for a step of {len(step.positions)} tokens",
-                got=str(error).split("\n", 1)[0],
-                hint="lower max_num_batched_tokens, gpu_memory_utilization or num_kv_blocks",
-            ) from error
     for num_drafts in spec.speculative.ladder:
         num_rows, query_len = 1, 1 + num_drafts
         while num_rows <= spec.max_step_rows and num_rows * query_len + few_tokens <= spec.max_step_tokens:
             step = padding_step(spec, few_tokens, num_decode_rows=num_rows, decode_query_len=query_len)
             _run(spec, model, kv_caches, step)
             num_rows *= 2
-    if sampler is not None:
-        _choose(spec, sampler)
+
+
+@contextmanager
+def _in_memory(spec: StageSpec, what: str) -> Iterator[None]:
+    """Say what there is no memory for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(
+            f"stage {spec.stage_index} has no memory for {what}",
+            got=str(error).split("\n", 1)[0],
+            hint="lower max_num_batched_tokens, gpu_memory_utilization or num_kv_blocks",
+        ) from error
 
 
 def _choose(spec: StageSpec, sampler: Sampler) -> None:
-    """Choose a token for padding in every way that kernels differ in: greedy or drawn, from changed logits or not."""
+    """Choose a token for padding: greedily and by a draw, of the model's own logits and of changed ones."""
     device = torch.device(spec.device)
     rows = torch.full((1,), spec.padding_row, dtype=torch.int64, device=device)
     logits, positions = torch.zeros(1, spec.vocab_size, device=device), torch.zeros_like(rows)
+    written = torch.full_like(rows, spec.scrap_row)
     for needs in (Needs.GREEDY, Needs.DRAW | Needs.TRUNCATE, Needs.CHANGES, Needs.ALL):
         chosen = sampler.choose(logits, rows, positions, needs)
-        sampler.remember(NewTokens(rows, positions, chosen.to(torch.int32).unsqueeze(1)), needs, counts=True)
+        sampler.remember(NewTokens(written, positions, chosen.to(torch.int32).unsqueeze(1)), needs, counts=True)
     sampler.report(logits, rows, chosen)
 
 

@@ -67,28 +67,11 @@ class ThreadedLife:
         self._is_leaving = threading.Event()  # the driver's stop does not reach a stage that has not connected yet
         try:
             loops, encoder = self._stage_loops(channel, factory)
-        except BaseException:
-            self._pipeline.close()
-            self._close_sockets()  # a process with open ones does not end
+            self._server = self._make_server(health, failures, encoder)
+        except BaseException:  # with sockets that are open a process does not end
+            self._close_pipeline()
+            self._close_sockets()
             raise
-        self._server = DriverServer(
-            Engine(
-                self.scheduler,
-                self._pipeline,
-                Tracer(DRIVER_LANE, enabled=False),
-                encoder,
-                GrammarProcess(plan.grammar_settings()),
-            ),
-            self._pipeline,
-            self._clients,
-            health,
-            failures,
-            OpenRequests(
-                max_bytes=plan.config.scheduler.max_waiting_bytes,
-                max_pixel_bytes=plan.config.encoder.max_waiting_pixel_bytes,
-            ),
-            heartbeat_s=faults.heartbeat_s,
-        )
         targets = [*loops, self._drive]
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
@@ -167,6 +150,21 @@ class ThreadedLife:
         encoder = LocalEncoder(plan, stages[0].items) if plan.encoders.num_encoders else None
         return [loop(index) for index in range(num_stages)], encoder
 
+    def _make_server(self, health: StageHealth, failures: FailureReports, encoder: LocalEncoder | None) -> DriverServer:
+        config = self._plan.config
+        tracer, grammars = Tracer(DRIVER_LANE, enabled=False), GrammarProcess(self._plan.grammar_settings())
+        return DriverServer(
+            Engine(self.scheduler, self._pipeline, tracer, encoder, grammars),
+            self._pipeline,
+            self._clients,
+            health,
+            failures,
+            OpenRequests(
+                max_bytes=config.scheduler.max_waiting_bytes, max_pixel_bytes=config.encoder.max_waiting_pixel_bytes
+            ),
+            heartbeat_s=config.faults.heartbeat_s,
+        )
+
     def _drive(self) -> None:
         try:
             self._server.serve()
@@ -176,9 +174,12 @@ class ThreadedLife:
             watcher(error)
         finally:
             self._is_leaving.set()
-            self._pipeline.close()
-            for links in self._links:
-                links.abort()
+            self._close_pipeline()
+
+    def _close_pipeline(self) -> None:
+        self._pipeline.close()
+        for links in self._links:
+            links.abort()
 
 
 def _run_stage(

@@ -455,3 +455,23 @@ def test_a_connection_to_a_dead_driver_is_closed_without_waiting(tmp_path: Path)
         assert time.monotonic() - started_s < 0.1, "all streams of the loop would stand still"
 
     run(body())
+
+
+def test_a_connection_that_is_lost_is_left_without_waiting(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, closed, close = make_engine(count_up, recovers=True), [], EngineClient.close
+
+    def noted(client: EngineClient, *, delivers: bool = True) -> None:
+        closed.append(delivers)
+        close(client, delivers=delivers)
+
+    monkeypatch.setattr(EngineClient, "close", noted)
+
+    async def body() -> None:
+        async with await AsyncLLM.create("tiny", launch=engine.launch) as llm:
+            await llm.stats()  # it is connected now
+            await let_die(llm, engine, "die_unseen")
+
+    run(body())
+    assert closed == [False]

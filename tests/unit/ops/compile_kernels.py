@@ -1,9 +1,8 @@
 """Compiles every kernel for compute capability 9.0, as models use it, without a GPU; prints what each takes, as JSON.
 
 A process of its own: a driver that only pretends to have a device takes the place of Triton's, and launches compile
-without running. The compiler and the assembler are those that a GPU's host has too. Products compile for the fewest and
-the most rows alone; with TEST_KERNEL_ROWS=all for all numbers that have kernels of their own, and attention for 16
-drafts.
+without running. The compiler and the assembler are those that a GPU's host has too. Products compile for some numbers
+of rows; with TEST_KERNEL_ROWS=all for all that have kernels of their own, and attention for 16 drafts.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ BF16 = torch.bfloat16
 IS_FULL = os.environ.get("TEST_KERNEL_ROWS") == "all"
 
 
-def numbers_of_rows(*numbers: int) -> tuple[int, ...]:
-    """Return for how many rows products compile."""
-    return numbers if IS_FULL else (numbers[0], numbers[-1])
+def numbers_of_rows(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+    """Return for how many rows products compile: for some, in full for others besides."""
+    return some + others if IS_FULL else some
 
 
 class PretendedDriver:
@@ -204,7 +203,7 @@ def call_all(workspace: Workspace) -> None:
         in_8_bits(24576, 4096, 1e-6, is_gated=True),
         in_8_bits(4096, 12288),
     ):
-        for rows in numbers_of_rows(1, 2, 3, 8, 9, 16, 32, 64):
+        for rows in numbers_of_rows((1, 3, 32), (2, 8, 9, 16, 64)):
             own = own_product(rows, product, DEVICE)
             if own is not None:
                 x_type = y_type = BF16
@@ -221,7 +220,7 @@ def call_all(workspace: Workspace) -> None:
     for is_even in (False, True):
         routing = Routing(8, normalizes=True, is_even=is_even)
         layer = CudaExperts(router[0], 1e-6, router, gate_up, down, routing, DEVICE, workspace)
-        for rows in (1,) if is_even else numbers_of_rows(1, 8, 512, 2048):
+        for rows in (1,) if is_even else numbers_of_rows((1, 512), (8, 2048)):
             layer(torch.empty(rows, 2048, dtype=BF16))
     routing = Routing(8, normalizes=True)
     for kind, scale_type, block in (("fp8", torch.float32, (128, 128)), ("int4", BF16, (1, 128))):
@@ -285,7 +284,7 @@ def call_quantized(workspace: Workspace) -> None:
     norm = TokenNorm(torch.ones(size, dtype=BF16), 1e-6)
     data, scale = torch.zeros(2 * size, size, dtype=torch.float8_e4m3fn), torch.ones(16, 8)
     for weight in (Weight(data, scale, block=(128, 128)), Weight(data, torch.ones(2 * size, 1), block=(1, size))):
-        for rows in numbers_of_rows(1, 2, 16, 64, 200):
+        for rows in numbers_of_rows((1, 16, 200), (2, 64)):
             x, residual = torch.zeros(rows, size, dtype=BF16), torch.zeros(rows, 2 * size, dtype=BF16)
             Fp8Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)
             Fp8Projection(weight, None, None, DEVICE, workspace).add(x, residual)
@@ -293,7 +292,7 @@ def call_quantized(workspace: Workspace) -> None:
     for group, has_zeros, dtype in ((128, False, BF16), (32, True, BF16), (64, True, torch.float16)):
         scale = torch.ones(2 * size, size // group, dtype=dtype)
         weight = Weight(codes, scale, scale.to(torch.uint8) if has_zeros else None, (1, group))
-        for rows in numbers_of_rows(1, 32, 64, 200, 300) if dtype == BF16 else (8, 300):
+        for rows in numbers_of_rows((1, 64, 200), (32, 300)) if dtype == BF16 else (8, 300):
             x, residual = torch.zeros(rows, size, dtype=dtype), torch.zeros(rows, 2 * size, dtype=dtype)
             norm = TokenNorm(torch.ones(size, dtype=dtype), 1e-6)
             Int4Projection(weight, None, norm, DEVICE, workspace, is_gated=True)(x)

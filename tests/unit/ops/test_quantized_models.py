@@ -54,7 +54,7 @@ def test_logits_are_those_of_plain_torch(monkeypatch, model, form):
     models = ThreeModels(replace(MODELS[model], quantization=FORMS[form]), torch.float32, checks.DEVICE)
     for num_rows, prompt_lens in ((1, ()), (2, (11,))):
         errors = models.errors([models.step(num_rows, prompt_lens, seed=num_rows)])
-        if errors.between >= 2e-6 + errors.plain / 50:
+        if form.startswith("fp8") and errors.between >= 2e-6 + errors.plain / 50:
             # A number in 8 bits may be rounded the other way by chance, one step in forty: not in two steps.
             assert errors.between < 2e-6 + errors.plain / 8
             errors = models.errors([models.step(num_rows, prompt_lens, seed=num_rows + 10)])

@@ -28,11 +28,17 @@ def test_only_the_null_block_is_written(stage_index):
     plan = plan_engine(config, Hardware(1))
     spec = plan.stage_spec(stage_index)
     kv_caches = allocate_kv_caches(spec, plan.model)
+    sampler = sampler_of(spec, CPU) if spec.is_last else None
     with torch.inference_mode():
-        warm_up(spec, build_stage_model(spec, plan.model, None), kv_caches)
+        warm_up(spec, build_stage_model(spec, plan.model, None), kv_caches, sampler)
     for kv_cache in kv_caches:
         assert kv_cache[:, NULL_BLOCK].any()
         assert not kv_cache[:, NULL_BLOCK + 1 :].any()
+    if sampler is not None:
+        history = sampler.history
+        for of_rows in (history.lengths, history.output_counts, history.tokens.table):
+            assert of_rows[spec.scrap_row].any() or of_rows is history.tokens.table  # where token 0 is written
+            assert not of_rows[: spec.scrap_row].any()
 
 
 @pytest.mark.parametrize("stage_index", [0, 1])

@@ -1,0 +1,34 @@
+"""Which requests are handed to another engine in one message."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raypp.api.handing_over import messages_of_begun
+from raypp.api.running_request import PreparedRequest, RunningRequest
+from raypp.prompt_items import EncoderItem, PromptItems
+from raypp.types import SamplingParams
+
+
+def handed_over(has_image: list[bool], max_running: int) -> list[int]:
+    """Return the requests per message."""
+    item = EncoderItem.of(np.zeros((4, 12), np.uint8), (1, 2, 2), num_tokens=1)
+    prompt, params = np.ones(4, np.int32), SamplingParams()
+    requests = []
+    for handle, has in enumerate(has_image):
+        items = PromptItems((item,), (1,), merge_size=2) if has else None
+        prepared = PreparedRequest(f"r{handle}", None, prompt, params, items=items)
+        requests.append(RunningRequest(prepared, [handle], None, stream=False, on_change=lambda _: None))
+    messages = list(messages_of_begun(((r, r.completions[0]) for r in requests), (0,), max_running))
+    handles = [request.handle for message in messages for request in message.requests]
+    assert handles == list(range(len(has_image))), "in order, each once"
+    return [len(message.requests) for message in messages]
+
+
+def test_what_can_run_at_once_is_one_message() -> None:
+    assert handed_over([False] * 70, max_running=40) == [40, 16, 14]
+
+
+def test_pixels_do_not_wait_for_those_of_all_others() -> None:
+    assert handed_over([True] * 40, max_running=40) == [16, 16, 8]
+    assert handed_over([False] * 30 + [True] * 10, max_running=40) == [30, 10]
