@@ -172,6 +172,7 @@ def _architecture(fields: ConfigFields) -> str:
         f"{fields.file}: raypp does not have this architecture",
         got=names if names else f"architectures={names!r}, model_type={fields.get('model_type')!r}",
         expected=f"one of {', '.join(FAMILIES)}",
+        hint="the head of a draft goes beside its model: --draft-model" if "agle" in str(names) else None,
     )
 
 

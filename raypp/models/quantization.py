@@ -141,13 +141,13 @@ class _Section(ConfigFields):
             self.check_pattern(name, one)
         return tuple(listed)
 
-    def check_pattern(self, name: str, module: str) -> None:
-        """Refuse a pattern that is none."""
-        if module.startswith(_PATTERN):
+    def check_pattern(self, name: str, module: str, mark: str = _PATTERN) -> None:
+        """Refuse a pattern, behind its mark, that is none."""
+        if module.startswith(mark):
             try:
-                re.compile(module.removeprefix(_PATTERN))
+                re.compile(module.removeprefix(mark))
             except re.error as error:
-                raise self.error(name, _said(module), f"a regular expression behind {_PATTERN} ({error})") from error
+                raise self.error(name, _said(module), f"a regular expression behind {mark} ({error})") from error
 
 
 def _said(value: object) -> str:
@@ -216,10 +216,9 @@ def _dynamic_skips(section: _Section) -> tuple[str, ...]:
     others = sorted(map(str, value)) if not isinstance(value, dict) else [one for one in value if one[:2] != "-:"]
     if others:
         raise section.error("dynamic", ", ".join(others), "patterns behind `-:` alone: all modules have the same bits")
-    skips = tuple(_PATTERN + one[2:] for one in value)
-    for one in skips:
-        section.check_pattern("dynamic", one)
-    return skips
+    for one in value:
+        section.check_pattern("dynamic", one, "-:")
+    return tuple(_PATTERN + one[2:] for one in value)
 
 
 def _read_compressed(section: _Section, model: ConfigFields) -> Quantization | None:

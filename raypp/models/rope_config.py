@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from raypp.errors import ModelLoadError
@@ -18,6 +19,26 @@ RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
 ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "dynamic", "yarn", "llama3")
 _ORIGINAL = "original_max_position_embeddings"
 _MAX = "max_position_embeddings"
+_SETTINGS = Path("the settings")
+"""What errors of a setting name in place of a file."""
+_FIELDS = (
+    "rope_type",
+    "type",
+    "factor",
+    _ORIGINAL,
+    "rope_theta",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "low_freq_factor",
+    "high_freq_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    "partial_rotary_factor",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +112,24 @@ def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> 
     """Return the fields with another `rope_scaling`.
 
     The base stays that of the file, unless it is given, and the original context is the file's, likewise.
+
+    Raises:
+        ModelLoadError: a field of the setting is unknown, missing or wrong.
     """
+    setting = _Scaling(ConfigFields(_SETTINGS, {}), "rope_scaling", rope_scaling)
+    for field, value in rope_scaling.items():
+        if field not in _FIELDS:
+            raise setting.error(field, repr(value), f"one of the fields {', '.join(_FIELDS)}")
+    if (setting.get("rope_type") or setting.get("type") or "default") != "default":
+        setting.number("factor")  # in a file YaRN's may follow from the contexts
     _, scaling = _scaling_section(fields)
     kept = {name: scaling.get(name) for name in ("rope_theta", "mrope_section", "mrope_interleaved")}
     original = scaling.get(_ORIGINAL) or fields.get(_ORIGINAL) or fields.get(_MAX)
     changed = {**kept, _ORIGINAL: original, **rope_scaling}
     others = {name: value for name, value in fields.values.items() if name not in ("rope_parameters", _ORIGINAL)}
-    return ConfigFields(fields.file, {**others, "rope_scaling": changed})
+    values = {**others, "rope_scaling": changed}
+    read_rope(ConfigFields(_SETTINGS, values), fields.integer(_MAX, 1))  # what is wrong is no fault of the file's
+    return ConfigFields(fields.file, values)
 
 
 def _scaling_section(fields: ConfigFields) -> tuple[str, ConfigFields]:

@@ -185,8 +185,14 @@ def test_another_scaling_can_be_asked_for(tmp_path, form):
     short = load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 2.0})
     assert short.max_position_embeddings == 81920, "the original positions are those of the file"
     assert load_model_config(path, rope_scaling={"rope_type": "default"}) == load_model_config(path)
-    with pytest.raises(ModelLoadError, match=r"rope_scaling.factor"):
-        load_model_config(path, rope_scaling={"rope_type": "yarn", "factor": 0})
+    for setting, said in (
+        ({"rope_type": "yarn", "factor": 0}, r"rope_scaling.factor.*0"),
+        ({"rope_type": "yarn"}, r"rope_scaling.factor.*nothing"),
+        ({"rope_type": "yarm", "factor": 2.0}, r"rope_scaling.rope_type.*'yarm'"),
+        ({**YARN, "betafast": 3}, r"rope_scaling.betafast.*beta_fast"),
+    ):
+        with pytest.raises(ModelLoadError, match=f"^the settings: .*{said}"):
+            load_model_config(path, rope_scaling=setting)
 
 
 def test_rope_scaling_beside_rope_parameters_counts(tmp_path):

@@ -155,6 +155,7 @@ def test_gptqs_dynamic_modules():
         ({**GPTQ, "modules_in_block_to_quantize": [["q_proj"]]}, ["modules_in_block_to_quantize", "q_proj"]),
         ({**GPTQ, "sym": 1}, ["sym", "1", "true or false"]),
         ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, ["dynamic", "+:.*"]),
+        ({**GPTQ, "dynamic": {"-:(": {}}}, ["dynamic", "-:(", "a regular expression behind -:"]),
         (_compressed(ignore=[]), ["ignore", "lm_head"]),
         (_compressed(config_groups={}), ["config_groups", "no group"]),
         (_compressed(config_groups=None), ["config_groups", "nothing", "an object"]),
