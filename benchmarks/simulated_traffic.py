@@ -216,6 +216,8 @@ def main() -> None:
     args = parser.parse_args()
     hosts = Hosts(args.host_ms, args.prompts_ms, args.pause_ms)
     model = load_model_config(Path(resolve_model_path(model_settings(args.model)["model"])))
+    if sum(args.layers) != model.num_layers:
+        parser.error(f"--layers {' '.join(map(str, args.layers))}: {args.model} has {model.num_layers} layers")
     device = "cpu" if args.on_cpu else "cuda"
     dtype_bytes = _DTYPE_BYTES[device]
     roofline = draft_cost(model, dtype_bytes, device)

@@ -6,6 +6,7 @@ The app lives in the replica that talks to the driver: no token crosses a deploy
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -74,7 +75,10 @@ class EngineReplica:
         context = make_context(
             self._llm, self._settings, metrics=self._metrics, siblings=self._siblings, pictures=self._pictures
         )
-        return make_http_app(context)
+        app = make_http_app(context)
+        # All streams would wait while the collector looks through what the start made: 0.2 s with torch and Ray.
+        gc.freeze()
+        return app
 
     async def check_health(self) -> None:
         """Raise if the engine cannot serve. After a few times Serve puts another replica in this one's place.

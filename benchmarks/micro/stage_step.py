@@ -1,22 +1,24 @@
-"""Where the decode step of one stage spends its time on a GPU: one graph, and each kernel in it.
+"""Where a step of one stage spends its time on a GPU: one graph, or with prompts operation by operation, and kernels.
 
     python benchmarks/micro/stage_step.py --model DIR --layers 0 18 --rows 1 16 32 --context 640
     python benchmarks/micro/stage_step.py --model DIR --layers 18 36                 the last stage, with its head
+    python benchmarks/micro/stage_step.py --model DIR --layers 0 19 --rows 90 --prompts 700 730         a mixed step
 
-Layers with random weights, every row `--context` tokens long, no host and no links: the floor under a stage of an
-engine. Kernels overlap, so that their times add up to more than the step. The last line is JSON.
+Layers with random weights, every decode row `--context` tokens long, prompts whole, no host and no links: the floor
+under a stage of an engine. Kernels overlap, so that their times add up to more than the step. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from graph_timer import kernels_of, require_gpu
+from graph_timer import kernels_of, require_gpu, step_ms
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
@@ -33,11 +35,10 @@ from raypp.ops.sample.tables import AdjustedLogits
 
 BYTES_PER_MS = 4.3e9  # what an H200 reads in long stretches
 BLOCK_SIZE = 16
-NUM_REPLAYS = 30
 
 
-class DecodeStep:
-    """A decode step of some layers in one graph."""
+class StageStep:
+    """A step of some layers: in one graph if it only decodes."""
 
     def __init__(
         self,
@@ -47,49 +48,52 @@ class DecodeStep:
         context: int,
         is_last: bool,
         query_len: int = 1,
+        prompts: Sequence[int] = (),
     ) -> None:
-        device, num_tokens = torch.device("cuda"), rows * query_len
-        width = -(-context // BLOCK_SIZE)
-        tables = (torch.randperm(rows * width, device=device).int() + 1).view(rows, width)
-        places = torch.arange(context - query_len, context, device=device)
+        device, num_tokens = torch.device("cuda"), rows * query_len + sum(prompts)
+        width, num_rows = -(-max(context, *prompts, 1) // BLOCK_SIZE), rows + len(prompts)
+        tables = (torch.randperm(num_rows * width, device=device).int() + 1).view(num_rows, width)
+        starts = [context - query_len] * rows + [0] * len(prompts)
+        ends = [context] * rows + list(prompts)
+        spans = [torch.arange(start, end, device=device) for start, end in zip(starts, ends, strict=True)]
+        slots = [
+            table[span // BLOCK_SIZE] * BLOCK_SIZE + span % BLOCK_SIZE
+            for table, span in zip(tables.long(), spans, strict=True)
+        ]
         batch = AttentionBatch(
             num_decode_rows=rows,
             decode_query_len=query_len,
-            seq_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
             block_tables=tables,
-            slot_mapping=(tables.long()[:, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE).flatten(),
-            prefill_query_lens=[],
-            prefill_seq_lens=[],
+            slot_mapping=torch.cat(slots),
+            prefill_query_lens=list(prompts),
+            prefill_seq_lens=list(prompts),
         )
-        positions = places.repeat(rows)
+        positions = torch.cat(spans)
         entering = torch.randn(num_tokens, model.hidden_size, device=device, dtype=torch.bfloat16)
-        choice = choose_token_choice(device, num_tokens)
+        ends_at = torch.tensor([*range(rows * query_len), *(rows * query_len + n - 1 for n in accumulate(prompts))])
+        ends_at = ends_at.to(device)
+        choice = choose_token_choice(device, len(ends_at))
 
         def step() -> None:
+            model.plan_attention(batch, 0)
             hidden = model.forward(entering.clone(), positions, batch, caches)
             if is_last:
-                choice.greedy(AdjustedLogits(model.compute_logits(hidden)))
+                choice.greedy(AdjustedLogits(model.compute_logits(hidden[ends_at] if prompts else hidden)))
 
+        self.run: Callable[[], object] = step
+        if prompts:
+            step()
+            return
         torch.cuda.synchronize()  # what was made so far was made in another stream
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             step()
             torch.cuda.synchronize()
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, stream=stream):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
                 step()
-
-    def time_ms(self) -> float:
-        """Return the median of some replays."""
-        times = []
-        for _ in range(NUM_REPLAYS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            self.graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times)
+        self.run = graph.replay
 
 
 def main() -> None:
@@ -99,6 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs=2, required=True, metavar=("START", "END"))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=640)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts beside the decode rows")
     parser.add_argument("--query-len", type=int, default=1, help="tokens of a row: 1 and its drafts")
     parser.add_argument("--kv-cache-dtype", choices=["model", "fp8"], default="model")
     args = parser.parse_args()
@@ -118,7 +123,8 @@ def main() -> None:
     model = build_model(config, start_layer=start, end_layer=end, dtype=torch.bfloat16, device=device, kernels=kernels)
     model.load_weights(DummyWeights(0, device))
     loaded_bytes = torch.cuda.memory_allocated()
-    num_blocks = 1 + max_rows * -(-args.context // BLOCK_SIZE)
+    most_tokens = max(args.context, *args.prompts, 1)
+    num_blocks = 1 + (max_rows + len(args.prompts)) * -(-most_tokens // BLOCK_SIZE)
     caches = [
         allocate_kv_cache(num_blocks, BLOCK_SIZE, config.num_kv_heads, config.head_dim, kv_dtype, device)
         for _ in range(start, end)
@@ -129,14 +135,19 @@ def main() -> None:
     figures: dict[str, Any] = {}
     with torch.inference_mode():
         for rows in args.rows:
-            step = DecodeStep(model, caches, rows, args.context, is_last, args.query_len)
+            step = StageStep(model, caches, rows, args.context, is_last, args.query_len, args.prompts)
             kv_bytes = rows * args.context * (end - start) * kv_bytes_per_token_per_layer(config, kv_dtype.itemsize)
             floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
-            step_ms, found = step.time_ms(), kernels_of(step.graph.replay)
-            print(f"{rows} rows: {step_ms:.3f} ms, floor {floor_ms:.3f} ms, {sum(n for _, n, _ in found):.0f} kernels")
-            for name, number, us in found[:10]:
+            (device_ms, host_ms), found = step_ms(step.run), kernels_of(step.run)
+            print(f"{rows} rows: {device_ms:.3f} ms ({host_ms:.3f} to launch), reading {floor_ms:.3f} ms")
+            for name, number, us in found[:14]:
                 print(f"    {us:9.1f} us  {number:5.0f} x {us / number:8.2f} us  {name[:90]}")
-            figures[f"{rows} rows"] = {"step_ms": step_ms, "floor_ms": floor_ms, "kernels": found[:12]}
+            figures[f"{rows} rows"] = {
+                "step_ms": device_ms,
+                "host_ms": host_ms,
+                "floor_ms": floor_ms,
+                "kernels": found[:14],
+            }
     print_report("stage_step", vars(args), figures)
 
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from graph_timer import require_gpu, time_us
 from head_drafts import HeadDrafts, is_head
-from stage_step import BLOCK_SIZE, DecodeStep
+from stage_step import BLOCK_SIZE, StageStep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from report import print_report
@@ -158,11 +158,11 @@ class TunedLayers:
 
     def time_us(self, num_rows: int) -> float:
         """Return the median microseconds of a layer."""
-        step, times = DecodeStep(self._model, self._caches, num_rows, self._context, is_last=False), []
+        step, times = StageStep(self._model, self._caches, num_rows, self._context, is_last=False), []
         for _ in range(10):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            step.graph.replay()
+            step.run()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))

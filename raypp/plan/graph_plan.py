@@ -15,11 +15,11 @@ from raypp.models.sizes import LOGIT_BYTES, layer_sizes, mlp_width
 from raypp.stage.stage_spec import GraphSpec
 from raypp.stage.step_sizes import StepSizes
 
-_BREAK_EVEN = 100e9
+_BREAK_EVEN = 200e9
 """Weights of a layer that a token is multiplied by, times tokens of a step, from which on the device takes longer for
-the layer than the host does to launch it: about 270 us for two times as many operations."""
+the layer than a busy host does to launch it: about 540 us for two times as many operations. An idle host takes half."""
 _PIECEWISE_TOKENS = (128, 2048)  # at least, at most
-_PIECEWISE_GRAIN = 64
+_PIECEWISE_GRAIN = 128
 
 _PIECE_BYTES = 640 << 10  # a graph between two attention calls
 _BODY_BYTES = 3 << 20  # a graph of a whole stage, without its sampling

@@ -48,7 +48,7 @@ _SLACK = 1.05
 _PARTS_OF_CHUNK = 8
 """Beside decode rows, the least tokens of a chunk are this part of the smallest chunk."""
 
-_TILE_TOKENS = 64
+_TILE_TOKENS = 128
 """A step that is cut by its time has a multiple of this many tokens: GPUs multiply in tiles, recordings are padded."""
 
 
@@ -102,7 +102,8 @@ class StepBudget:
             self._takes_all_tokens = num_spread >= self._num_tokens
             self._num_tokens = min(num_spread, self._num_tokens)
         # A row has a step in every round, of one for each stage; also one whose first token is under way.
-        self._most_ms = min(self._most_ms, limits.max_itl_ms / limits.num_stages / _SLACK)
+        self._bound_ms = limits.max_itl_ms / limits.num_stages / _SLACK
+        self._most_ms = min(self._most_ms, self._bound_ms)
         if math.isfinite(self._most_ms):
             self._least_chunk = max(1, self._least_chunk // _PARTS_OF_CHUNK)
         self._has_chunks = False
@@ -145,15 +146,18 @@ class StepBudget:
 
     def _tokens_in_time(self, start: int, most: int) -> int:
         """Return how many tokens of a prompt there is time for; `most` are too many."""
-        least = 0
+        least, limit = 0, most
         while most - least > 1 + least // 64:  # closer than predictions are
             middle = (least + most) // 2
             if self._ms(start, middle) <= self._most_ms:
                 least = middle
             else:
                 most = middle
-        in_tiles = least - (self._work.num_tokens + least) % _TILE_TOKENS
-        return in_tiles if in_tiles >= self._least_chunk else least
+        others = self._work.num_tokens
+        for in_tiles in (_to_tiles(others + least + _TILE_TOKENS // 2) - others, _to_tiles(others + least) - others):
+            if self._least_chunk <= in_tiles <= limit and self._ms(start, in_tiles) <= self._bound_ms:
+                return in_tiles
+        return least
 
     def _fits(self, start: int, num_tokens: int) -> bool:
         return math.isinf(self._most_ms) or self._ms(start, num_tokens) <= self._most_ms * _SLACK
@@ -167,6 +171,10 @@ class StepBudget:
             num_prompt_tokens=work.num_prompt_tokens + num_tokens,
             num_prompt_pairs=work.num_prompt_pairs + prompt_pairs(start, num_tokens),
         )
+
+
+def _to_tiles(num_tokens: int) -> int:
+    return num_tokens // _TILE_TOKENS * _TILE_TOKENS
 
 
 _ONE_TOKEN = StepWork(num_prompt_tokens=1, num_prompt_kv=1, num_prompt_pairs=1)

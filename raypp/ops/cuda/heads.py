@@ -117,7 +117,7 @@ def gather_heads(
     """
     _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     is_fp8 = kv_cache.dtype == FP8
-    _gather_heads[(most_blocks, len(starts) - 1)](
+    _gather_heads[(most_blocks, len(starts) - 1, num_kv_heads)](
         kv_cache,
         kv_cache.stride(0),
         tables,
@@ -286,20 +286,16 @@ def _gather_heads(
     OVERLAPS: tl.constexpr,
 ):
     start(OVERLAPS)
-    row, first = tl.program_id(1), tl.program_id(0) * BLOCK_SIZE
-    begin = tl.load(starts + row)
-    token = first + tl.arange(0, BLOCK_SIZE)
-    inside = (token < tl.load(starts + row + 1) - begin)[:, None]
-    if begin + first < tl.load(starts + row + 1):
+    row, first, head = tl.program_id(1), tl.program_id(0) * BLOCK_SIZE, tl.program_id(2)
+    begin, end = tl.load(starts + row), tl.load(starts + row + 1)
+    if begin + first < end:
         block = tl.load(tables + row * table_stride + tl.program_id(0)).to(tl.int64)
-        column = tl.arange(0, HEAD_DIM)
-        cell = kv_cache + block * (HEADS * BLOCK_SIZE * HEAD_DIM)
-        cell += tl.arange(0, BLOCK_SIZE)[:, None] * HEAD_DIM + column[None, :]
-        place = (begin + token).to(tl.int64)[:, None] * (HEADS * HEAD_DIM) + column[None, :]
-        for head in tl.static_range(HEADS):
-            key = tl.load(cell + head * (BLOCK_SIZE * HEAD_DIM))
-            value = tl.load(cell + side_stride + head * (BLOCK_SIZE * HEAD_DIM))
-            if IS_SCALED:
-                key, value = key.to(tl.float32) * k_scale, value.to(tl.float32) * v_scale
-            tl.store(keys + place + head * HEAD_DIM, key.to(keys.dtype.element_ty), mask=inside)
-            tl.store(values + place + head * HEAD_DIM, value.to(values.dtype.element_ty), mask=inside)
+        token, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, HEAD_DIM)[None, :]
+        cell = kv_cache + (block * HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + token * HEAD_DIM + column
+        key, value = tl.load(cell), tl.load(cell + side_stride)  # a head each: more of them are under way at a time
+        if IS_SCALED:
+            key, value = key.to(tl.float32) * k_scale, value.to(tl.float32) * v_scale
+        place = ((begin + first + token).to(tl.int64) * HEADS + head) * HEAD_DIM + column
+        inside = begin + first + token < end
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=inside)
+        tl.store(values + place, value.to(values.dtype.element_ty), mask=inside)

@@ -147,7 +147,15 @@ def test_what_fits_but_for_a_little_is_taken_whole():
     num_tokens = budget_for(10**6, decoding=ROWS).chunk_tokens(0, 10**6)
     assert budget_for(10**6, decoding=ROWS).chunk_tokens(0, num_tokens + 30) == num_tokens + 30
     assert budget_for(10**6, decoding=ROWS).chunk_tokens(0, num_tokens + 300) == num_tokens
-    assert (num_tokens + ROWS.num_tokens) % 64 == 0
+
+
+@pytest.mark.parametrize("num_decode_rows", [1, 8, 60, 64, 100, 128, 250])
+def test_a_step_that_is_cut_by_its_time_has_whole_tiles(num_decode_rows):
+    """Libraries multiply tiles of 128 rows; the number of tiles is the one nearest to the time there is."""
+    rows = StepWork(num_decode_rows, num_decode_rows, num_decode_rows * 500, num_logits=num_decode_rows)
+    for num_waiting in (3_000, 10_000, 30_000, 10**6):
+        num_tokens = budget_for(num_waiting, decoding=rows, num_left=8_000).chunk_tokens(0, num_waiting)
+        assert (num_tokens + num_decode_rows) % 128 == 0
 
 
 def test_chunks_share_the_time_of_their_step():
