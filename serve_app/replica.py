@@ -77,6 +77,7 @@ class EngineReplica:
         )
         app = make_http_app(context)
         # All streams would wait while the collector looks through what the start made: 0.2 s with torch and Ray.
+        gc.collect()
         gc.freeze()
         return app
 

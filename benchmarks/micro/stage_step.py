@@ -1,11 +1,12 @@
-"""Where a step of one stage spends its time on a GPU: one graph, or with prompts operation by operation, and kernels.
+"""Where a step of one stage spends its time on a GPU: in one graph, with prompts called, and in which kernels.
 
     python benchmarks/micro/stage_step.py --model DIR --layers 0 18 --rows 1 16 32 --context 640
     python benchmarks/micro/stage_step.py --model DIR --layers 18 36                 the last stage, with its head
-    python benchmarks/micro/stage_step.py --model DIR --layers 0 19 --rows 90 --prompts 700 730         a mixed step
+    python benchmarks/micro/stage_step.py --model DIR --layers 0 19 --rows 90 --prompts 700 740         a mixed step
 
-Layers with random weights, every decode row `--context` tokens long, prompts whole, no host and no links: the floor
-under a stage of an engine. Kernels overlap, so that their times add up to more than the step. The last line is JSON.
+Layers with random weights, every decode row `--context` tokens long, prompts whole, no links. Beside it, what reading
+the weights and the decode rows' KV takes at best. Kernels overlap, so that their times may add up to more than the
+step. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -137,15 +138,15 @@ def main() -> None:
         for rows in args.rows:
             step = StageStep(model, caches, rows, args.context, is_last, args.query_len, args.prompts)
             kv_bytes = rows * args.context * (end - start) * kv_bytes_per_token_per_layer(config, kv_dtype.itemsize)
-            floor_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
+            reading_ms = (loaded_bytes - embedding_bytes + kv_bytes) / BYTES_PER_MS
             (device_ms, host_ms), found = step_ms(step.run), kernels_of(step.run)
-            print(f"{rows} rows: {device_ms:.3f} ms ({host_ms:.3f} to launch), reading {floor_ms:.3f} ms")
+            print(f"{rows} rows: {device_ms:.3f} ms ({host_ms:.3f} to launch), reading {reading_ms:.3f} ms")
             for name, number, us in found[:14]:
                 print(f"    {us:9.1f} us  {number:5.0f} x {us / number:8.2f} us  {name[:90]}")
             figures[f"{rows} rows"] = {
                 "step_ms": device_ms,
                 "host_ms": host_ms,
-                "floor_ms": floor_ms,
+                "reading_ms": reading_ms,
                 "kernels": found[:14],
             }
     print_report("stage_step", vars(args), figures)

@@ -40,7 +40,7 @@ class AsyncLLM:
             print(output.outputs[0].text)
 
     A server of your own should call `gc.freeze()` once this is made: with torch and Ray in a process, Python's garbage
-    collector stops it, and all streams, for 0.1 to 0.2 s whenever it looks through what the start left behind.
+    collector stops it, and all streams, for 0.2 s whenever it looks through what the start left behind.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ from raypp.stage.step_sizes import StepSizes
 
 _BREAK_EVEN = 200e9
 """Weights of a layer that a token is multiplied by, times tokens of a step, from which on the device takes longer for
-the layer than a busy host does to launch it: about 540 us for two times as many operations. An idle host takes half."""
+the layer than a busy or slow host does to launch it: about 540 us for two times as many operations. A quick one that
+has nothing else to do takes half."""
 _PIECEWISE_TOKENS = (128, 2048)  # at least, at most
 _PIECEWISE_GRAIN = 128
 

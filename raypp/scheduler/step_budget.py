@@ -5,9 +5,9 @@ each other differ. So waiting prompts are spread over the steps to come, by thei
 queue can bring into the pipeline now, since the others wait for a row to end. They are spread over few steps while
 every prompt has a row, since somebody waits for each first token, and over more while prompts wait for rows, since
 then throughput is all that matters. A step takes at least what makes its fixed costs worth paying, and at most what
-makes them small. While nothing decodes, prompts are cut by tokens alone, in multiples of the smallest chunk:
-docs/design/0135-chunks-in-whole-rounds.md. The spreading is gLLM's token throttling (arXiv:2504.14775), by time:
-docs/design/0194-steps-of-equal-time.md.
+makes them small, to the nearest whole tile. While nothing decodes, prompts are cut by tokens alone, in multiples of
+the smallest chunk: docs/design/0135-chunks-in-whole-rounds.md. The spreading is gLLM's token throttling
+(arXiv:2504.14775), by time: docs/design/0194-steps-of-equal-time.md.
 
 `max_itl_ms` bounds the time of every step besides, of one stage too.
 """
@@ -49,7 +49,11 @@ _PARTS_OF_CHUNK = 8
 """Beside decode rows, the least tokens of a chunk are this part of the smallest chunk."""
 
 _TILE_TOKENS = 128
-"""A step that is cut by its time has a multiple of this many tokens: GPUs multiply in tiles, recordings are padded."""
+"""A step that is cut by its time has the multiple of this many tokens that is nearest, if that leaves its last chunk
+enough of them: GPUs multiply in tiles, recordings are padded."""
+
+_TILE_SLACK = 1.15
+"""A step may take this much more than there is time for, to fill its last tile; deep in a prompt tokens cost more."""
 
 
 class Waiting(NamedTuple):
@@ -153,9 +157,12 @@ class StepBudget:
                 least = middle
             else:
                 most = middle
-        others = self._work.num_tokens
-        for in_tiles in (_to_tiles(others + least + _TILE_TOKENS // 2) - others, _to_tiles(others + least) - others):
-            if self._least_chunk <= in_tiles <= limit and self._ms(start, in_tiles) <= self._bound_ms:
+        others, most_ms = self._work.num_tokens, min(_TILE_SLACK * self._most_ms, self._bound_ms)
+        nearest = round((others + least) / _TILE_TOKENS) * _TILE_TOKENS - others
+        for in_tiles in (nearest, nearest - _TILE_TOKENS):
+            num_rest = limit - in_tiles
+            is_whole_or_leaves_a_chunk = num_rest == 0 or num_rest >= self._least_chunk
+            if in_tiles >= self._least_chunk and is_whole_or_leaves_a_chunk and self._ms(start, in_tiles) <= most_ms:
                 return in_tiles
         return least
 
@@ -171,10 +178,6 @@ class StepBudget:
             num_prompt_tokens=work.num_prompt_tokens + num_tokens,
             num_prompt_pairs=work.num_prompt_pairs + prompt_pairs(start, num_tokens),
         )
-
-
-def _to_tiles(num_tokens: int) -> int:
-    return num_tokens // _TILE_TOKENS * _TILE_TOKENS
 
 
 _ONE_TOKEN = StepWork(num_prompt_tokens=1, num_prompt_kv=1, num_prompt_pairs=1)

@@ -292,7 +292,7 @@ def _gather_heads(
         block = tl.load(tables + row * table_stride + tl.program_id(0)).to(tl.int64)
         token, column = tl.arange(0, BLOCK_SIZE)[:, None], tl.arange(0, HEAD_DIM)[None, :]
         cell = kv_cache + (block * HEADS + head) * (BLOCK_SIZE * HEAD_DIM) + token * HEAD_DIM + column
-        key, value = tl.load(cell), tl.load(cell + side_stride)  # a head each: more of them are under way at a time
+        key, value = tl.load(cell), tl.load(cell + side_stride)
         if IS_SCALED:
             key, value = key.to(tl.float32) * k_scale, value.to(tl.float32) * v_scale
         place = ((begin + first + token).to(tl.int64) * HEADS + head) * HEAD_DIM + column

@@ -158,6 +158,19 @@ def test_a_step_that_is_cut_by_its_time_has_whole_tiles(num_decode_rows):
         assert (num_tokens + num_decode_rows) % 128 == 0
 
 
+def test_a_tile_is_not_filled_at_any_price():
+    """Deep in a prompt a token takes many times as long; a rest of a few tokens would be a step of its own."""
+    for start in (0, 20_000, 100_000, 150_000):
+        for num_decode_rows in range(1, 129, 5):
+            rows = StepWork(num_decode_rows, num_decode_rows, num_decode_rows * 500, num_logits=num_decode_rows)
+            num_tokens = budget_for(10**6, decoding=rows).chunk_tokens(start, 10**6)
+            most_ms = 1.15 * max(8 * ONE_MS, 2 * PREDICTOR.ms(rows))
+            assert num_tokens == 64 or step_ms(rows, start, num_tokens) <= most_ms
+            for num_rest in range(num_tokens + 1, num_tokens + 400, 7):
+                taken = budget_for(num_rest, decoding=rows, num_left=8_000).chunk_tokens(start, num_rest)
+                assert num_rest - taken not in range(1, 32)
+
+
 def test_chunks_share_the_time_of_their_step():
     budget, sizes = budget_for(10**6, decoding=ROWS), []
     while budget.has_room and (num_tokens := budget.chunk_tokens(0, 200)):
