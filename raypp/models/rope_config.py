@@ -121,7 +121,9 @@ def with_rope_scaling(fields: ConfigFields, rope_scaling: Mapping[str, Any]) -> 
         if field not in _FIELDS:
             raise setting.error(field, repr(value), f"one of the fields {', '.join(_FIELDS)}")
     if (setting.get("rope_type") or setting.get("type") or "default") != "default":
-        setting.number("factor")  # in a file YaRN's may follow from the contexts
+        factor = setting.number("factor")  # in a file YaRN's may follow from the contexts
+        if factor < 1:
+            raise setting.error("factor", factor, "at least 1, by which positions are stretched")
     _, scaling = _scaling_section(fields)
     kept = {name: scaling.get(name) for name in ("rope_theta", "mrope_section", "mrope_interleaved")}
     original = scaling.get(_ORIGINAL) or fields.get(_ORIGINAL) or fields.get(_MAX)

@@ -190,6 +190,7 @@ def test_another_scaling_can_be_asked_for(tmp_path, form):
         ({"rope_type": "yarn"}, r"rope_scaling.factor.*nothing"),
         ({"rope_type": "yarm", "factor": 2.0}, r"rope_scaling.rope_type.*'yarm'"),
         ({**YARN, "betafast": 3}, r"rope_scaling.betafast.*beta_fast"),
+        ({**YARN, "factor": 0.5}, r"rope_scaling.factor.*0.5.*at least 1"),
     ):
         with pytest.raises(ModelLoadError, match=f"^the settings: .*{said}"):
             load_model_config(path, rope_scaling=setting)
