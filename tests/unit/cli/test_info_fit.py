@@ -29,7 +29,7 @@ def test_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert _info("qwen3-8b", "--num-stages", "2", "--gpus", "2x24GB") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("qwen3-8b (Qwen3ForCausalLM, bfloat16), 2 stages on 2 GPUs of 22.35 GiB")
-    assert lines[2] == "It fits. KV cache: 135,520 tokens: 16 requests of 8,192 tokens."
+    assert lines[2] == "It fits. KV cache: 133,536 tokens: 16 requests of 8,192 tokens."
     header = lines.index("memory per stage, GiB") + 1
     columns = "stage layers GPU may use weights a step recordings libraries KV cache left"
     assert " ".join(lines[header].split()) == columns
@@ -57,19 +57,19 @@ def test_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "It does not fit: stage 0 does not fit its share of a GPU." in out
     assert "  got: 20.12 GiB of 22.35: weights 3" in out
-    assert "what would fit\n  --num-stages 4, with 2 more GPUs like these: KV cache 31,968 tokens, 3 requests" in out
+    assert "what would fit\n  --num-stages 4, with 2 more GPUs like these: KV cache 30,208 tokens, 3 requests" in out
 
 
 def test_smaller_settings_are_options() -> None:
     text = "\n".join(_lines("qwen3-8b", "1x24GB", max_model_len=32768))
     assert "  got: " in text
-    assert "  --num-stages 2, with 1 more GPU like these: KV cache 135,520 tokens, 16 requests of 8,192 tokens" in text
+    assert "  --num-stages 2, with 1 more GPU like these: KV cache 133,536 tokens, 16 requests of 8,192 tokens" in text
     assert "  --max-model-len 13" in text
 
 
 def test_what_limits_requests_and_their_length() -> None:
     lines = _lines("qwen3-8b", "1x24GB", max_num_seqs=4)
-    assert "A request may have 21,648 tokens, for the KV cache holds no more; the model takes 40,960." in lines
+    assert "A request may have 20,208 tokens, for the KV cache holds no more; the model takes 40,960." in lines
     rows = [line.split() for line in lines]
     assert ["2,048", "4", "max_num_seqs"] in rows
 
