@@ -64,7 +64,7 @@ def test_smaller_settings_are_options() -> None:
     text = "\n".join(_lines("qwen3-8b", "1x24GB", max_model_len=32768))
     assert "  got: " in text
     assert "  --num-stages 2, with 1 more GPU like these: KV cache 133,536 tokens, 16 requests of 8,192 tokens" in text
-    assert "  --max-model-len 13" in text
+    assert "  --max-model-len 11" in text
 
 
 def test_what_limits_requests_and_their_length() -> None:
