@@ -34,16 +34,11 @@ demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(INSTALLED_DEMO))
 	@echo "$$NEXT"
 
 # Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
-# others leave behind. They wait a third of their time; kernels, which only compute, are tested in it. Files without Ray
-# begin in their order, which has the long ones in front. A worker that a hanging test has ended is not replaced:
-# pytest-xdist would wait for the new one for ever, instead of naming the test.
-KERNELS := tests/unit/ops/test_kernels.py tests/unit/ops/test_kernels_compile.py tests/unit/ops/test_speculation_kernels.py
+# others leave behind. Files without Ray begin in their order, which has the long ones in front. A worker that a hanging
+# test has ended is not replaced: pytest-xdist would wait for the new one for ever, instead of naming the test.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak $(KERNELS:%=--ignore %) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
-	  status=$$?; log=$$(mktemp); nice -n 19 $(BIN)/python -m pytest $(KERNELS) >$$log 2>&1 & kernels=$$!; \
-	  trap 'kill $$kernels 2>/dev/null; rm -f $$log' EXIT INT TERM; \
-	  $(BIN)/python -m pytest tests/ray tests/gpu || status=$$?; \
-	  wait $$kernels || status=$$?; cat $$log; exit $$status
+	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
+	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
 # What takes long: hostile clients, chaos, clients' real packages, clean environments, other tests in full size. At most
 # an hour; it writes tests/soak/last_run.md. Installing a client's packages takes minutes in which no test says anything.
