@@ -12,6 +12,7 @@ every point.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -48,6 +49,7 @@ def measure(args: argparse.Namespace, num_stages: int, chunk_tokens: int, report
         max_model_len=max(args.lengths) + 1,
         mode=args.mode,
         **sizes,
+        **args.settings,
     ) as llm:
         report.note_config(resolved_config(llm))
         start_s, rng, vocab_size = time.perf_counter() - started, random.Random(0), llm.plan()["vocab_size"]
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--chunks-two", type=int, nargs="*", default=[_DEFAULT, 1024, 2048], help="on two; 0: default")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--mode", default="auto", help="of graphs; without (none) small chunks wait for a slow host")
+    parser.add_argument("--settings", type=json.loads, default={}, help='others, e.g. {"layer_partition": [18, 18]}')
     parser.add_argument("--out", type=Path, help="a JSON file, written after every point")
     args = parser.parse_args()
 
