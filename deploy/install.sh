@@ -11,7 +11,7 @@
 #   --dry-run       print the commands and run none
 #
 # PYTHON chooses the interpreter, 3.11 or newer; default: python3. pip's own variables hold, too. On Linux torch comes
-# with CUDA, several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of CPU builds (README.md, "Install").
+# with CUDA, several GB, unless PIP_EXTRA_INDEX_URL names PyTorch's index of CPU builds (docs/quickstart.md, "Install").
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -28,7 +28,8 @@ _HEAD = """\
 Written by `tools/make_config_docs.py` from the docstrings in `raypp/config/sections.py` and
 `raypp/config/http_settings.py`; change it there.
 
-A setting is given by its name alone, `LLM("tiny", num_stages=2)`; in a TOML file under its section,
+A setting is given by its name alone, `LLM("tiny", num_stages=2)`; in a TOML file under its section (the server's,
+[HTTP settings](#http-settings) and [address](#address), are in no file),
 
 ```toml
 [parallel]

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray import cloudpickle
@@ -18,7 +17,7 @@ from raypp.actors.deadline import Deadline
 from raypp.actors.engine_life import EngineLife
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ConfigError, EngineDeadError, RayppError
+from raypp.errors import EngineDeadError, RayppError
 from raypp.plan.engine_plan import EnginePlan, plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.supervision.supervised_engine import SupervisedEngine
@@ -52,7 +51,7 @@ def launch_engine(config: EngineConfig, *, stage_factory: StageFactory | None = 
     Raises:
         ConfigError, ModelLoadError, ResourceError, DeadlineError, EngineDeadError: it cannot start. Nothing is left.
     """
-    _check_trace_folder(config.observability.trace)
+    config.observability.check_trace_folder()
     deadline = Deadline(config.faults.start_timeout_s)
     plan, hardware, cluster = connect_and_plan(config, deadline)
     try:
@@ -80,6 +79,8 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
     here = Hardware.of_this_machine()
     if not may_be_elsewhere(config, here):
         plan = plan_engine(config, here)
+        if here.complaint and config.parallel.device == "auto":
+            logger.warning("stages compute on CPUs: %s", here.complaint)
         return plan, here, Cluster.connect()
     cluster = Cluster.connect()
     try:
@@ -184,11 +185,3 @@ def _ended_on_error(life: EngineLife) -> Iterator[None]:
     except BaseException:
         life.end()
         raise
-
-
-def _check_trace_folder(path: str | None) -> None:
-    folder = Path(path).absolute().parent if path is not None else None
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(
-            "the trace cannot be written where it is wanted", got=path, expected="a file in a folder that exists"
-        )

@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
@@ -92,6 +93,10 @@ def all_checks() -> Iterator[Check]:
         has_compiled=_installed(_COMPILED_KERNELS) is not None,
         num_gpus=num_gpus,
     )
+    headers = Path(sysconfig.get_paths()["include"])
+    yield checks.check_c_compiler(
+        _c_compiler(), headers, has_headers=(headers / "Python.h").is_file(), num_gpus=num_gpus
+    )
     yield from _guarded("/dev/shm", lambda: [checks.check_shared_memory(_free_bytes(Path("/dev/shm")))])
     yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield from _guarded("Ray cluster", lambda: [_check_cluster()])
@@ -105,6 +110,12 @@ def all_checks() -> Iterator[Check]:
         "fine if a Ray cluster runs here; else ray start --dashboard-port N",
     )
     yield from _guarded("model cache", lambda: [_check_model_cache()])
+
+
+def _c_compiler() -> str | None:
+    """Return the compiler that Triton would take."""
+    named = os.environ.get("CC")
+    return shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc") or shutil.which("cc")
 
 
 def _guarded(name: str, check: Callable[[], Sequence[Check]]) -> Iterator[Check]:

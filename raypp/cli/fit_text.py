@@ -45,7 +45,9 @@ def fit_lines(fit: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  {_alternative(each)}" for each in fit["alternatives"])
     elif not fit["fits"]:
         yield ""
-        yield "No smaller settings fit. Take GPUs with more memory, or a smaller model."
+        yield "No smaller settings fit."
+        if "hint" in fit["problem"]:
+            yield f"  {fit['problem']['hint']}"
     if fit["layers_by_memory"] is not None:
         yield ""
         yield "what would hold more: layers by memory (by default they are cut so that the slowest stage is fastest)"
@@ -91,7 +93,7 @@ def _stage_lines(fit: Mapping[str, Any]) -> Iterator[str]:
             f"KV of {fit['num_cpu_kv_tokens']:,} tokens that had to make room: in each stage's machine up to "
             f"{most} GiB of main memory{whole}."
         )
-    if fit["device"] == "cpu":
+    if fit["device"] == "cpu" and fit["fits"]:
         taken = sum(stage["share_bytes"] - stage["left_bytes"] for stage in fit["stages"])
         there = fit["stages"][0]["device_bytes"]
         if there and taken > there:
@@ -152,6 +154,8 @@ def _stages_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _notes(fit: Mapping[str, Any]) -> Iterator[str]:
     yield ""
+    if fit["complaint"] is not None:
+        yield f"On CPUs: {fit['complaint']}."
     if fit["device"] == "cuda":
         yield "Estimates: recordings and libraries. `raypp info MODEL --start` measures recordings on the GPUs."
     if fit["is_described"]:

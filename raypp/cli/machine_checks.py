@@ -217,6 +217,25 @@ def check_nvcc(path: str | None, *, has_flashinfer: bool, has_compiled: bool, nu
     )
 
 
+def check_c_compiler(path: str | None, headers: Path, *, has_headers: bool, num_gpus: int) -> Check:
+    """Check that Triton can compile what launches its kernels.
+
+    Args:
+        path: Of a C compiler; None: it was not found.
+        headers: The folder of Python's headers.
+        has_headers: Whether Python.h is in it.
+        num_gpus: That the driver sees.
+    """
+    name, advice = "C compiler", "apt-get install gcc libc6-dev python3-dev, or your system's packages of these"
+    if not num_gpus:
+        return Check(name, "ok", f"{path or 'not found'}, and not needed without a GPU")
+    if path is None:
+        return Check(name, "problem", "not found: Triton cannot compile what launches its kernels", advice)
+    if not has_headers:
+        return Check(name, "problem", f"{path}, but no Python.h in {headers}, which Triton's launchers need", advice)
+    return Check(name, "ok", path)
+
+
 def check_shared_memory(free_bytes: int | None) -> Check:
     """Check the room in /dev/shm, which Ray's object store and links between stages use; None: it is not there."""
     name, advice = "/dev/shm", "in a container: docker run --shm-size=2g, or an emptyDir with medium: Memory"

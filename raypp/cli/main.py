@@ -25,16 +25,21 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.log import log_to_stderr
+from raypp.config.names import in_place_of
 from raypp.errors import ConfigError, RayppError
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
+_SHORT_OF_OTHER_ENGINES = {"-pp": "pipeline_parallel_size", "-tp": "tensor_parallel_size", "-dp": "data_parallel_size"}
 
 
 def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
+    from raypp.openai_api.syntaxes import check_parsers
     from raypp.plan.fit_description import describe_fit
 
+    check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
+    config.observability.check_trace_folder()
     return describe_fit(config, machines)
 
 
@@ -121,8 +126,14 @@ class _Parser(argparse.ArgumentParser):
             if is_option and " " not in arg and name not in self._option_string_actions:
                 if name == "--model":
                     self.error("unknown option --model: the model stands behind the command, as in raypp serve MODEL")
-                nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-                self.error(f"unknown option {name}{f'; did you mean {nearest[0]}?' if nearest else ''}")
+                self.error(f"unknown option {name}; {self._advice(name)}")
+
+    def _advice(self, name: str) -> str:
+        setting = _SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
+        if (own := in_place_of(setting)) is not None:
+            return f"in place of it raypp has {own}"
+        nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
+        return f"did you mean {nearest[0]}?" if nearest else f"{self.prog} --help lists those that there are"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -72,7 +72,12 @@ class EngineConfig(Section):
             with Path(path).open("rb") as file:
                 sections = tomllib.load(file)
         except OSError as error:
-            raise ConfigError("the configuration file cannot be read", got=error) from error
+            raise ConfigError(
+                "the configuration file cannot be read",
+                got=error,
+                expected="a TOML file that this user may read",
+                hint="a relative path counts from the folder in which raypp runs",
+            ) from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{os.fspath(path)} is not valid TOML",
@@ -127,6 +132,7 @@ class EngineConfig(Section):
                 "parallel.layer_partition does not fit parallel.num_stages",
                 got=f"{partition} for {parallel.num_stages} stages",
                 expected="one number of layers, at least 1, per stage",
+                hint=f"num_stages = {len(partition)}",
             )
         if parallel.transport == "local" and parallel.num_stages > 1:
             raise ConfigError(
@@ -160,12 +166,13 @@ def _check_cache(given: CacheSection) -> None:
 
 
 def _check_speculative(given: SpeculativeSection) -> None:
-    if given.method is None and given != SpeculativeSection():
+    unsaid = dict(SpeculativeSection())
+    if given.method is None and dict(given) != unsaid:
         raise ConfigError(
             "speculative settings without a method",
-            got="speculative.method is none",
+            got=f"{', '.join(name for name, value in given if value != unsaid[name])}; method is none",
             expected="a method",
-            hint='speculative.method = "ngram"',
+            hint='speculative.method = "ngram"' if given.model is None else 'speculative.method = "auto"',
         )
     if given.uses_head != (given.model is not None):
         raise ConfigError(

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.sections import (
     CacheSection,
     EncoderSection,
@@ -40,6 +41,24 @@ SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
     # Where two sections have a name, it is the first one's: `model` alone is the engine's.
     {name: section for section, cls in reversed(list(SECTIONS.items())) for name in cls.model_fields}
 )
+
+
+_OF_THE_SERVER = HttpSettings.model_fields | HttpAddress.model_fields
+_LEAST_LIKENESS = 0.7  # of a name that is suggested: a wrong suggestion costs more than none
+_OF_OTHER_ENGINES = MappingProxyType(
+    {
+        "pipeline_parallel_size": "num_stages",
+        "tensor_parallel_size": "num_stages, which splits a model by layers: raypp has no tensor parallelism",
+        "data_parallel_size": "num_replicas of raypp serve, for engines that share the requests",
+        "enforce_eager": 'mode = "none" (section graphs), which records no CUDA graphs',
+        "swap_space": "cpu_kv_bytes",
+        "num_gpu_blocks_override": "num_kv_blocks",
+        "speculative_config": "method and others (section speculative)",
+        "trust_remote_code": "nothing: code in a checkpoint is never run",
+        "distributed_executor_backend": "nothing: stages are always actors of Ray",
+    }
+)
+"""What raypp has in place of settings that vLLM's users know."""
 
 
 _TABLES = {name: f" under [{section}]" for name, section in SECTION_OF_SETTING.items()}
@@ -82,6 +101,11 @@ def check_sections(sections: Mapping[str, object]) -> None:
                 raise unknown_name(f"setting in [{section}]", name, _PLACES)
 
 
+def in_place_of(name: str) -> str | None:
+    """Return what raypp has in place of a setting of another engine, None where it is not known."""
+    return _OF_OTHER_ENGINES.get(name)
+
+
 def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
     """Return the error for a name that does not exist.
 
@@ -90,7 +114,18 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
         name: What was given.
         valid: The names there are, and what to say after each about where it belongs.
     """
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    if name in _OF_THE_SERVER:
+        return ConfigError(
+            f"there is no {kind} of this name",
+            got=name,
+            expected="settings of the engine",
+            hint=f"it is the server's: raypp serve --{name.replace('_', '-')}, or a variable of the environment",
+        )
+    if (own := in_place_of(name)) is not None:
+        return ConfigError(
+            f"there is no {kind} of this name", got=name, expected=own, hint="all settings: docs/configuration.md"
+        )
+    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=_LEAST_LIKENESS)
     if not nearest:
         return ConfigError(f"there is no {kind} of this name", got=name, expected="one of " + ", ".join(sorted(valid)))
     best = nearest[0]

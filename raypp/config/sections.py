@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from raypp.errors import ConfigError
 
 LinkKind = Literal["local", "ipc", "nccl", "gloo", "ray_collective"]
 """How a stage is joined to its neighbours; see `raypp.transport.open`."""
@@ -260,6 +263,21 @@ class ObservabilitySection(Section):
 
     trace: str | None = None
     """Write a Chrome trace to this file at close: one lane per stage and one for the driver."""
+
+    def check_trace_folder(self) -> None:
+        """Refuse a trace in a folder that this machine does not have.
+
+        Raises:
+            ConfigError: names the folder.
+        """
+        folder = None if self.trace is None else Path(self.trace).absolute().parent
+        if folder is not None and not folder.is_dir():
+            raise ConfigError(
+                "the trace cannot be written where it is wanted",
+                got=self.trace,
+                expected="a file in a folder that exists",
+                hint=f"mkdir -p {folder}",
+            )
 
 
 class FaultsSection(Section):

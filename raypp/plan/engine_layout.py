@@ -147,7 +147,7 @@ def _device(config: EngineConfig, hardware: Hardware) -> str:
         raise ResourceError(
             "there is no GPU for the stages",
             got="device=cuda, and no GPU on this machine or in the cluster",
-            hint="device=cpu computes without one",
+            hint=hardware.complaint or "device=cpu computes without one",
         )
     if asked != "auto":
         return asked

@@ -15,6 +15,7 @@ from raypp.plan.engine_layout import EngineLayout, lay_out
 from raypp.plan.engine_plan import EnginePlan, plan_layout
 from raypp.plan.hardware import Hardware
 from raypp.plan.machines import Machine, num_machines_for
+from raypp.plan.stage_memory import check_one_machine
 
 REQUEST_LENGTHS = (2048, 8192, 32768)
 """Tokens of the requests that are counted, besides the longest that can be: prompt and output together."""
@@ -77,6 +78,7 @@ class Fit:
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,
+            "complaint": self.hardware.complaint if self.layout.device == "cpu" else None,
             "machines": None if self.machines is None else [asdict(machine) for machine in self.machines],
             "num_machines_used": self.num_machines,
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,
@@ -138,8 +140,10 @@ def check_fit(
         if layout.device == "cuda" and machines is not None:
             num_machines = _placed(layout, machines)
         plan = plan_layout(layout, hardware)
+        if layout.device == "cpu" and machines is not None:  # else there may be others in the cluster
+            check_one_machine(layout.memory, plan.num_blocks + plan.num_cpu_blocks)
     except ResourceError as error:
-        problem = error
+        plan, problem = None, error
     return Fit(
         config=config,
         hardware=hardware,
@@ -164,7 +168,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _details(error: ResourceError) -> dict[str, Any]:
-    return {name: str(value) for name in ("got", "expected") if (value := getattr(error, name)) is not None}
+    return {name: str(value) for name in ("got", "expected", "hint") if (value := getattr(error, name)) is not None}
 
 
 def gpu_shares(layout: EngineLayout) -> list[float]:

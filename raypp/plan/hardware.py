@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import dataclass
+from typing import Any
 
-_NO_GPUS = (0, "", 0, (0, 0))
 _FP8_CAPABILITY = (8, 9)
+_DEVICE_FILES = "/dev/nvidia[0-9]*"
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,17 @@ class Hardware:
     gpu_memory_bytes: int = 0  # of the smallest GPU
     gpu_capability: tuple[int, int] = (0, 0)  # the lowest compute capability; (0, 0): not known
     num_machines: int = 1  # that have these GPUs together; cores and memory are of the smallest
+    num_unusable_gpus: int = 0  # that the system has, while the extra `gpu` is not installed
+
+    @property
+    def complaint(self) -> str | None:
+        """What to say where stages compute on CPUs beside GPUs; None: nothing."""
+        if not self.num_unusable_gpus:
+            return None
+        return (
+            f"this machine has GPUs ({self.num_unusable_gpus}), but raypp cannot use them without the extra gpu: "
+            'pip install "raypp[gpu]", or ".[gpu]" in a clone; `raypp doctor` says what else is missing'
+        )
 
     @property
     def has_fp8(self) -> bool:
@@ -33,34 +46,35 @@ class Hardware:
     @classmethod
     def of_this_machine(cls) -> Hardware:
         """Return what this process may use. Asks the driver's library, so that no GPU is touched."""
-        num_gpus, gpu_name, gpu_memory_bytes, gpu_capability = _gpus()
         return cls(
             num_cpu_cores=len(os.sched_getaffinity(0)),
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            num_gpus=num_gpus,
-            gpu_name=gpu_name,
-            gpu_memory_bytes=gpu_memory_bytes,
-            gpu_capability=gpu_capability,
+            **_gpus(),
         )
 
 
-def _gpus() -> tuple[int, str, int, tuple[int, int]]:
-    """Return how many GPUs there are, the first one's name, the bytes of the smallest, the lowest capability."""
+def _gpus() -> dict[str, Any]:
+    """Return what `Hardware` says of GPUs."""
     try:
         import pynvml
-    except ImportError:  # the GPU extra is not installed: raypp could not compute on one
-        return _NO_GPUS
+    except ImportError:  # the extra `gpu` is not installed: raypp could not compute on one
+        return {"num_unusable_gpus": len(glob.glob(_DEVICE_FILES))}
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return _NO_GPUS
+        return {}
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in visible_indices(pynvml.nvmlDeviceGetCount())]
         if not handles:
-            return _NO_GPUS
+            return {}
         memory_bytes = min(int(pynvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in handles)
         major, minor = min(pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles)
-        return len(handles), str(pynvml.nvmlDeviceGetName(handles[0])), memory_bytes, (major, minor)
+        return {
+            "num_gpus": len(handles),
+            "gpu_name": str(pynvml.nvmlDeviceGetName(handles[0])),
+            "gpu_memory_bytes": memory_bytes,
+            "gpu_capability": (major, minor),
+        }
     finally:
         pynvml.nvmlShutdown()
 

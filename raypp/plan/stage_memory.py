@@ -183,8 +183,29 @@ def check_main_memory(memory: Sequence[StageMemory], num_blocks: int) -> None:
         got=f"{stage.share_bytes / 2**30:.2f} GiB",
         expected=f"{needed[stage_index] / 2**30:.2f} GiB: weights {stage.weight_bytes / 2**30:.2f}, "
         f"{num_blocks} KV blocks {stage.kv(num_blocks) / 2**30:.2f}",
-        hint="more stages on more machines, or a smaller num_kv_blocks or kv_cache_bytes",
+        hint="more stages on more machines, or a smaller num_kv_blocks, kv_cache_bytes or cpu_kv_bytes",
     )
+
+
+def check_one_machine(memory: Sequence[StageMemory], num_blocks: int) -> None:
+    """Refuse stages that together take more than the one machine without GPUs that they share.
+
+    Args:
+        memory: Of each stage; a machine of unknown size passes.
+        num_blocks: KV blocks of every stage, wherever they are kept.
+
+    Raises:
+        ResourceError: with the numbers.
+    """
+    there = memory[0].device_bytes
+    needed = sum(stage.taken_bytes + stage.kv(num_blocks) for stage in memory)
+    if there and needed > there:
+        raise ResourceError(
+            "the stages together do not fit this machine's memory",
+            got=f"{there / 2**30:.2f} GiB",
+            expected=f"{needed / 2**30:.2f} GiB, for {len(memory)} stages",
+            hint="more machines, in one Ray cluster that RAY_ADDRESS names, or a smaller model",
+        )
 
 
 def num_blocks_on_gpus(config: EngineConfig, memory: Sequence[StageMemory]) -> int:
@@ -238,6 +259,7 @@ def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -
             "max_model_len is more than the model was made for",
             got=asked,
             expected=f"at most {model.max_position_embeddings}",
+            hint="rope_scaling makes it take more, if it was trained for that: docs/long_context.md",
         )
     if asked > held:
         raise ResourceError(

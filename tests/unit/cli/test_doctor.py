@@ -33,6 +33,10 @@ def _nvcc(path: str | None = None, **seen: Any) -> Check:
     return checks.check_nvcc(path, **{"has_flashinfer": True, "has_compiled": False, "num_gpus": 1} | seen)
 
 
+def _c_compiler(path: str | None = "/usr/bin/gcc", **seen: Any) -> Check:
+    return checks.check_c_compiler(path, Path("include"), **{"has_headers": True, "num_gpus": 1} | seen)
+
+
 def _cache(free_gb: float, *, can_write: bool = True) -> Check:
     return checks.check_model_cache(Path("cache"), int(free_gb * 1e9), can_write=can_write)
 
@@ -56,6 +60,8 @@ def _cache(free_gb: float, *, can_write: bool = True) -> Check:
         _nvcc(has_compiled=True),
         _nvcc(has_flashinfer=False),
         _nvcc(num_gpus=0),
+        _c_compiler(),
+        _c_compiler(None, num_gpus=0),
         checks.check_shared_memory(8 << 30),
         checks.check_open_files(_MANY, _MANY),
         checks.check_open_files(-1, -1),
@@ -84,6 +90,8 @@ def test_what_is_all_right_needs_no_advice(check: Check) -> None:
         (checks.check_gpu(replace(H100, name="T4", capability=(7, 5))), "7.5; bfloat16 needs 8.0", "leave it out"),
         (checks.check_cuda_starts("no kernel image", 1), "no kernel image", "driver"),
         (_nvcc(), "cannot compile", "CUDA_HOME"),
+        (_c_compiler(None), "not found: Triton cannot compile", "apt-get install gcc"),
+        (_c_compiler(has_headers=False), "/usr/bin/gcc, but no Python.h in include", "python3-dev"),
         (checks.check_shared_memory(None), "there is none", "--shm-size"),
         (checks.check_shared_memory(64 << 20), "0.06 GiB free; at least 0.12", "--shm-size"),
         (checks.check_open_files(256, 4096), "256; at least 512", "ulimit -n 4096"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from raypp.cli.fit_text import fit_lines
 from raypp.cli.main import main
 from raypp.config.engine_config import EngineConfig
 from raypp.plan.fit_description import describe_fit
+from raypp.plan.hardware import Hardware
 from raypp.plan.machines import read_machines
 
 _SHAPES = Path(__file__).parents[3] / "benchmarks" / "models"
@@ -99,6 +101,34 @@ def test_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert lines[header].split() == ["stage", "layers", "machine", "weights", "KV", "cache", "left"]
 
 
+def test_stages_share_the_one_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a cluster is named, which may have more."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(num_cpu_cores=2, memory_bytes=24 << 30))
+    options = ("--num-stages", "2", "--device", "cpu")
+    assert _info("qwen3-8b", *options) == 1
+    out = capsys.readouterr().out
+    assert "It does not fit: the stages together do not fit this machine's memory.\n  got: 24.00 GiB" in out
+    assert "No smaller settings fit.\n  more machines, in one Ray cluster" in out
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert _info("qwen3-8b", *options) == 0
+    assert "and one such machine has 24.00: use several." in capsys.readouterr().out
+
+
+def test_gpus_without_their_packages_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    assert main(["info", "tiny"]) == 0
+    assert "On CPUs: this machine has GPUs (2), but raypp cannot use them without" in capsys.readouterr().out
+    assert main(["info", "tiny", "--device", "cuda"]) == 2
+    assert 'pip install "raypp[gpu]"' in capsys.readouterr().err
+    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    assert main(["info", "tiny"]) == 0
+    assert "GPU" not in capsys.readouterr().out
+
+
 def test_the_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert _info("qwen3-32b", "--gpus", "1x24GB", "--json") == 1
     description = json.loads(capsys.readouterr().out)
@@ -115,6 +145,9 @@ def test_the_whole_description(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--gpus", "80GB"], ["--gpus does not describe GPUs", "got: 80GB", "e.g. 4x80GB"]),
         (["--gpus", "1x24GB", "--start"], ["--start and --gpus exclude each other", "hint: "]),
+        (["--tool-call-parser", "foo"], ["unknown syntax", "got: foo"]),
+        (["--trace", "/nosuch/x.json"], ["/nosuch/x.json", "hint: mkdir -p /nosuch"]),
+        (["--gpus", "2x80GB", "--max-model-len", "131072"], ["at most 40960", "hint: rope_scaling"]),
     ],
 )
 def test_mistakes(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

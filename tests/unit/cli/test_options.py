@@ -105,7 +105,9 @@ def test_settings_of_the_server_come_from_options_and_the_environment(monkeypatc
         (["serve", "--model", "x"], "the model stands behind the command, as in raypp serve MODEL"),
         (["batch", "--inptu=x", "--output", "y"], "unknown option --inptu; did you mean --input?"),
         (["generate", "-port", "x"], "unknown option -port"),
-        (["info", "--wxyz"], "unknown option --wxyz\n"),
+        (["info", "--wxyz"], "unknown option --wxyz; raypp info --help lists those that there are"),
+        (["serve", "-tp", "2"], "in place of it raypp has num_stages, which splits a model by layers"),
+        (["info", "--pipeline-parallel-size=2"], "in place of it raypp has num_stages"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(
