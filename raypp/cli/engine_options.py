@@ -80,6 +80,27 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         ConfigError: an unknown setting, or a value that cannot be.
     """
+    try:
+        return _engine_config(args)
+    except ConfigError as error:
+        if (source := _source(args, error.setting)) is not None:
+            error.got = f"{error.got}, from {source}"
+        raise
+
+
+def _source(args: argparse.Namespace, key: str | None) -> str | None:
+    """Return what gave a setting its value: an option, a variable or a file."""
+    settings = {setting.key: setting for of_section in ENGINE_SETTINGS.values() for setting in of_section}
+    if (setting := settings.get(key or "")) is None:
+        return None
+    if getattr(args, setting.key, None) is not None:
+        return setting.option
+    if setting.variable in read_environment().settings:
+        return setting.variable
+    return None if args.config is None else f"[{setting.section}] of {args.config}"
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
     sections = {section: given_settings(args, settings) for section, settings in ENGINE_SETTINGS.items()}
     of_model = sections["model"]
     if args.model is not None:

@@ -254,4 +254,5 @@ def _raise_config_error(error: ValidationError) -> NoReturn:
         got=repr(first["input"]),
         expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
         hint=f"{name}: {field.description}" if field is not None and field.description else None,
+        setting=where,
     ) from error

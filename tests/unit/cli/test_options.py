@@ -96,6 +96,30 @@ def test_settings_of_the_server_come_from_options_and_the_environment(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("options", "variables", "said"),
+    [
+        (["--num-stages", "x"], {"RAYPP_NUM_STAGES": "y"}, "got: 'x', from --num-stages"),
+        ([], {"RAYPP_NUM_STAGES": "y"}, "got: 'y', from RAYPP_NUM_STAGES"),
+        ([], {}, "got: 'z', from [parallel] of "),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_source(
+    options: list[str],
+    variables: dict[str, str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "raypp.toml"
+    path.write_text('[model]\nmodel = "tiny"\n[parallel]\nnum_stages = "z"\n')
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["info", "--config", str(path), *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (
