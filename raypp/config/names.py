@@ -44,7 +44,7 @@ SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
 
 
 _OF_THE_SERVER = HttpSettings.model_fields | HttpAddress.model_fields
-_LEAST_LIKENESS = 0.7  # of a name that is suggested: a wrong suggestion costs more than none
+_LEAST_LIKENESS = 0.65  # of a name that is suggested: a wrong suggestion costs more than none
 _OF_OTHER_ENGINES = MappingProxyType(
     {
         "pipeline_parallel_size": "num_stages",
