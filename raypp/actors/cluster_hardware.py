@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -36,7 +37,8 @@ def hardware_of_stages(here: Hardware, deadline: Deadline) -> Hardware:
     ]
     with raypp_errors(f"start_timeout_s={deadline.seconds:g}"):
         nodes: list[Hardware] = ray.get(asked, timeout=deadline.remaining_s)
-    return smallest_of([node for node in nodes if node.num_gpus]) or here
+    usable = smallest_of([node for node in nodes if node.num_gpus])
+    return usable or replace(here, num_unusable_gpus=max(node.num_unusable_gpus for node in [here, *nodes]))
 
 
 def smallest_of(nodes: list[Hardware]) -> Hardware | None:

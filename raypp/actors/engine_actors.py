@@ -78,17 +78,22 @@ def connect_and_plan(config: EngineConfig, deadline: Deadline) -> tuple[EnginePl
     """
     here = Hardware.of_this_machine()
     if not may_be_elsewhere(config, here):
+        _warn_of_unusable_gpus(config, here)
         plan = plan_engine(config, here)
-        if here.complaint and config.parallel.device == "auto":
-            logger.warning("stages compute on CPUs: %s", here.complaint)
         return plan, here, Cluster.connect()
     cluster = Cluster.connect()
     try:
         hardware = hardware_of_stages(here, deadline)
+        _warn_of_unusable_gpus(config, hardware)
         return plan_engine(config, hardware), hardware, cluster
     except BaseException:
         cluster.disconnect()
         raise
+
+
+def _warn_of_unusable_gpus(config: EngineConfig, hardware: Hardware) -> None:
+    if hardware.complaint is not None and config.parallel.device == "auto":
+        logger.warning("stages compute on CPUs: %s", hardware.complaint)
 
 
 class EngineHandle(SupervisedEngine[EngineLife]):

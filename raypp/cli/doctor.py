@@ -71,7 +71,8 @@ def line_of(check: Check) -> str:
 def all_checks() -> Iterator[Check]:
     """Yield every check of this machine. One that cannot look is a warning, and the others go on."""
     gpus, driver_cuda, error = _gpus()
-    num_gpus = len(gpus)
+    device_files = sorted(glob.glob("/dev/nvidia[0-9]*"))
+    num_gpus = len(gpus) if _installed("nvidia-ml-py") is not None else len(visible_indices(len(device_files)))
     needed = _needed()
     has_flashinfer = _installed("flashinfer-python") is not None
     yield from _guarded(
@@ -81,7 +82,7 @@ def all_checks() -> Iterator[Check]:
         advice = f"pip install '{needed[name]}'"
         yield checks.check_package(needed[name], _installed(name), lack="problem", advice=advice)
     yield from _guarded("torch's CUDA", lambda: [checks.check_torch_build(_torch_cuda(), driver_cuda, num_gpus)])
-    yield checks.check_driver(gpus, sorted(glob.glob("/dev/nvidia[0-9]*")), error)
+    yield checks.check_driver(gpus, device_files, error)
     yield from map(checks.check_gpu, gpus)
     yield from _guarded("CUDA", lambda: _cuda_checks(num_gpus))
     for name in _GPU_PACKAGES:
@@ -93,7 +94,7 @@ def all_checks() -> Iterator[Check]:
         has_compiled=_installed(_COMPILED_KERNELS) is not None,
         num_gpus=num_gpus,
     )
-    headers = Path(sysconfig.get_paths()["include"])
+    headers = _python_headers()
     yield checks.check_c_compiler(
         _c_compiler(), headers, has_headers=(headers / "Python.h").is_file(), num_gpus=num_gpus
     )
@@ -113,9 +114,15 @@ def all_checks() -> Iterator[Check]:
 
 
 def _c_compiler() -> str | None:
-    """Return the compiler that Triton would take."""
+    """Return the compiler that Triton takes (its `runtime/build.py`)."""
     named = os.environ.get("CC")
-    return shutil.which(named) if named else shutil.which("clang") or shutil.which("gcc") or shutil.which("cc")
+    return shutil.which("gcc") or shutil.which("clang") if named is None else shutil.which(named)
+
+
+def _python_headers() -> Path:
+    """Return where Triton looks for Python.h."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
 
 
 def _guarded(name: str, check: Callable[[], Sequence[Check]]) -> Iterator[Check]:

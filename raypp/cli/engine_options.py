@@ -91,7 +91,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def _source(args: argparse.Namespace, key: str | None) -> str | None:
     """Return what gave a setting its value: an option, a variable or a file."""
     settings = {setting.key: setting for of_section in ENGINE_SETTINGS.values() for setting in of_section}
-    if (setting := settings.get(key or "")) is None:
+    # Of what is in a list or a mapping, the setting is the first two parts.
+    if (setting := settings.get(".".join((key or "").split(".")[:2]))) is None:
         return None
     if getattr(args, setting.key, None) is not None:
         return setting.option

@@ -218,7 +218,7 @@ def check_nvcc(path: str | None, *, has_flashinfer: bool, has_compiled: bool, nu
 
 
 def check_c_compiler(path: str | None, headers: Path, *, has_headers: bool, num_gpus: int) -> Check:
-    """Check that Triton can compile what launches its kernels.
+    """Check that Triton can compile what launches its kernels (FlashInfer's compiler needs g++ of the same packages).
 
     Args:
         path: Of a C compiler; None: it was not found.
@@ -226,7 +226,7 @@ def check_c_compiler(path: str | None, headers: Path, *, has_headers: bool, num_
         has_headers: Whether Python.h is in it.
         num_gpus: That the driver sees.
     """
-    name, advice = "C compiler", "apt-get install gcc libc6-dev python3-dev, or your system's packages of these"
+    name, advice = "C compiler", "apt-get install gcc g++ libc6-dev python3-dev, or your system's packages of these"
     if not num_gpus:
         return Check(name, "ok", f"{path or 'not found'}, and not needed without a GPU")
     if path is None:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any
 
 import shtab
@@ -25,12 +25,16 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.log import log_to_stderr
-from raypp.config.names import in_place_of
+from raypp.config.names import OF_OTHER_ENGINES, OF_THE_SERVER
+from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
 from raypp.errors import ConfigError, RayppError
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
+_OPTIONS = {
+    setting.key: setting.option for setting in chain(ADDRESS_SETTINGS, HTTP_SETTINGS, *ENGINE_SETTINGS.values())
+}
 _SHORT_OF_OTHER_ENGINES = {"-pp": "pipeline_parallel_size", "-tp": "tensor_parallel_size", "-dp": "data_parallel_size"}
 
 
@@ -39,7 +43,8 @@ def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, An
     from raypp.plan.fit_description import describe_fit
 
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
-    config.observability.check_trace_folder()
+    if machines is None:  # else folders are others, too
+        config.observability.check_trace_folder()
     return describe_fit(config, machines)
 
 
@@ -130,8 +135,12 @@ class _Parser(argparse.ArgumentParser):
 
     def _advice(self, name: str) -> str:
         setting = _SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
-        if (own := in_place_of(setting)) is not None:
-            return f"in place of it raypp has {own}"
+        if setting in OF_THE_SERVER:
+            return f"it is an option of raypp serve, not of {self.prog}"
+        own = OF_OTHER_ENGINES.get(setting)
+        option = None if own is None or own.setting is None else _OPTIONS[own.setting]
+        if own is not None and (option is None or option in self._option_string_actions):
+            return f"in place of it raypp has {own.text(option)}"
         nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
         return f"did you mean {nearest[0]}?" if nearest else f"{self.prog} --help lists those that there are"
 

@@ -127,12 +127,12 @@ class EngineConfig(Section):
     def _sections_fit(self) -> Self:
         parallel, scheduler = self.parallel, self.scheduler
         partition = parallel.layer_partition
-        if partition is not None and (len(partition) != parallel.num_stages or min(partition) < 1):
+        if partition is not None and (len(partition) != parallel.num_stages or min(partition, default=0) < 1):
             raise ConfigError(
                 "parallel.layer_partition does not fit parallel.num_stages",
                 got=f"{partition} for {parallel.num_stages} stages",
                 expected="one number of layers, at least 1, per stage",
-                hint=f"num_stages = {len(partition)}",
+                hint=f"num_stages = {len(partition)}" if partition and min(partition) >= 1 else None,
             )
         if parallel.transport == "local" and parallel.num_stages > 1:
             raise ConfigError(
@@ -172,7 +172,7 @@ def _check_speculative(given: SpeculativeSection) -> None:
             "speculative settings without a method",
             got=f"{', '.join(name for name, value in given if value != unsaid[name])}; method is none",
             expected="a method",
-            hint='speculative.method = "ngram"' if given.model is None else 'speculative.method = "auto"',
+            hint='speculative.method = "ngram"; with a draft head\'s model, "auto"',
         )
     if given.uses_head != (given.model is not None):
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.sections import (
@@ -43,22 +44,36 @@ SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
 )
 
 
-_OF_THE_SERVER = HttpSettings.model_fields | HttpAddress.model_fields
+OF_THE_SERVER = HttpSettings.model_fields | HttpAddress.model_fields
 _LEAST_LIKENESS = 0.65  # of a name that is suggested: a wrong suggestion costs more than none
-_OF_OTHER_ENGINES = MappingProxyType(
+
+
+class InPlace(NamedTuple):
+    """What raypp has in place of another engine's setting."""
+
+    setting: str | None
+    """As `section.name`; None: nothing."""
+    about: str = ""
+
+    def text(self, setting: str | None) -> str:
+        """Return it in words, the setting written as it is to be given."""
+        return " ".join(part for part in (setting, self.about) if part)
+
+
+OF_OTHER_ENGINES: Mapping[str, InPlace] = MappingProxyType(
     {
-        "pipeline_parallel_size": "num_stages",
-        "tensor_parallel_size": "num_stages, which splits a model by layers: raypp has no tensor parallelism",
-        "data_parallel_size": "num_replicas of raypp serve, for engines that share the requests",
-        "enforce_eager": 'mode = "none" (section graphs), which records no CUDA graphs',
-        "swap_space": "cpu_kv_bytes",
-        "num_gpu_blocks_override": "num_kv_blocks",
-        "speculative_config": "method and others (section speculative)",
-        "trust_remote_code": "nothing: code in a checkpoint is never run",
-        "distributed_executor_backend": "nothing: stages are always actors of Ray",
+        "pipeline_parallel_size": InPlace("parallel.num_stages"),
+        "tensor_parallel_size": InPlace("parallel.num_stages", "by layers; raypp has no tensor parallelism"),
+        "data_parallel_size": InPlace("http.num_replicas", "for engines that share the requests"),
+        "enforce_eager": InPlace("graphs.mode", "none: no CUDA graphs are recorded"),
+        "swap_space": InPlace("cache.cpu_kv_bytes"),
+        "num_gpu_blocks_override": InPlace("cache.num_kv_blocks"),
+        "speculative_config": InPlace("speculative.method", "and the other settings of speculation"),
+        "trust_remote_code": InPlace(None, "nothing: code in a checkpoint is never run"),
+        "distributed_executor_backend": InPlace(None, "nothing: stages are always actors of Ray"),
     }
 )
-"""What raypp has in place of settings that vLLM's users know."""
+"""By the names that vLLM's users know."""
 
 
 _TABLES = {name: f" under [{section}]" for name, section in SECTION_OF_SETTING.items()}
@@ -101,11 +116,6 @@ def check_sections(sections: Mapping[str, object]) -> None:
                 raise unknown_name(f"setting in [{section}]", name, _PLACES)
 
 
-def in_place_of(name: str) -> str | None:
-    """Return what raypp has in place of a setting of another engine, None where it is not known."""
-    return _OF_OTHER_ENGINES.get(name)
-
-
 def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
     """Return the error for a name that does not exist.
 
@@ -114,16 +124,25 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
         name: What was given.
         valid: The names there are, and what to say after each about where it belongs.
     """
-    if name in _OF_THE_SERVER:
+    if name in OF_THE_SERVER:
         return ConfigError(
             f"there is no {kind} of this name",
             got=name,
-            expected="settings of the engine",
-            hint=f"it is the server's: raypp serve --{name.replace('_', '-')}, or a variable of the environment",
+            expected="one that belongs here: docs/configuration.md lists them",
+            hint=f"it is an option of the server: raypp serve --{name.replace('_', '-')}",
         )
-    if (own := in_place_of(name)) is not None:
+    if (own := OF_OTHER_ENGINES.get(name)) is not None:
+        section, _, setting = (own.setting or "").partition(".")
+        place = (
+            ""
+            if own.setting is None
+            else f"{setting} ({'of raypp serve' if section == 'http' else f'section {section}'})"
+        )
         return ConfigError(
-            f"there is no {kind} of this name", got=name, expected=own, hint="all settings: docs/configuration.md"
+            f"there is no {kind} of this name",
+            got=name,
+            expected=own.text(place),
+            hint="all settings: docs/configuration.md",
         )
     nearest = difflib.get_close_matches(name, valid, n=1, cutoff=_LEAST_LIKENESS)
     if not nearest:

@@ -150,6 +150,9 @@ def _smaller(fit: Fit) -> Iterator[list[dict[str, object]]]:
         yield [{"layer_partition": None}]
     if fit.layout.device == "cpu":
         yield [{"kv_cache_bytes": cache.kv_cache_bytes << power} for power in range(1, 11)]
+        yield [{"kv_cache_bytes": cache.kv_cache_bytes >> power} for power in range(1, 11)]
+        if cache.cpu_kv_bytes:
+            yield [{"cpu_kv_bytes": 0}]
         return
     yield [{"max_num_seqs": number} for number in _FEWER_SEQS if number < scheduler.max_num_seqs]
     rows = -(-scheduler.max_num_seqs // parallel.num_stages)

@@ -78,7 +78,7 @@ class Fit:
             "dtype": self.layout.dtype,
             "kv_cache_dtype": self.layout.kv_dtype,
             "device": self.layout.device,
-            "complaint": self.hardware.complaint if self.layout.device == "cpu" else None,
+            "complaint": self.hardware.complaint if self.config.parallel.device == "auto" else None,
             "machines": None if self.machines is None else [asdict(machine) for machine in self.machines],
             "num_machines_used": self.num_machines,
             "gpu_memory_utilization": self.config.cache.gpu_memory_utilization,

@@ -31,7 +31,7 @@ class Hardware:
             return None
         return (
             f"this machine has GPUs ({self.num_unusable_gpus}), but raypp cannot use them without the extra gpu: "
-            'pip install "raypp[gpu]", or ".[gpu]" in a clone; `raypp doctor` says what else is missing'
+            'pip install "raypp[gpu]", or -e ".[gpu]" in a clone; `raypp doctor` says what else is missing'
         )
 
     @property
@@ -58,7 +58,7 @@ def _gpus() -> dict[str, Any]:
     try:
         import pynvml
     except ImportError:  # the extra `gpu` is not installed: raypp could not compute on one
-        return {"num_unusable_gpus": len(glob.glob(_DEVICE_FILES))}
+        return {"num_unusable_gpus": len(visible_indices(len(glob.glob(_DEVICE_FILES))))}
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

@@ -198,13 +198,15 @@ def check_one_machine(memory: Sequence[StageMemory], num_blocks: int) -> None:
         ResourceError: with the numbers.
     """
     there = memory[0].device_bytes
-    needed = sum(stage.taken_bytes + stage.kv(num_blocks) for stage in memory)
-    if there and needed > there:
+    fixed, kv = sum(stage.taken_bytes for stage in memory), sum(stage.kv(num_blocks) for stage in memory)
+    if there and fixed + kv > there:
         raise ResourceError(
             "the stages together do not fit this machine's memory",
             got=f"{there / 2**30:.2f} GiB",
-            expected=f"{needed / 2**30:.2f} GiB, for {len(memory)} stages",
-            hint="more machines, in one Ray cluster that RAY_ADDRESS names, or a smaller model",
+            expected=f"{(fixed + kv) / 2**30:.2f} GiB for {len(memory)} stages: weights and what computing keeps "
+            f"{fixed / 2**30:.2f}, {num_blocks} KV blocks {kv / 2**30:.2f}",
+            hint="more machines, in one Ray cluster that RAY_ADDRESS names, a smaller num_kv_blocks, kv_cache_bytes "
+            "or cpu_kv_bytes, or a smaller model",
         )
 
 

@@ -15,6 +15,7 @@ from raypp.actors.engine_actors import EngineHandle
 from raypp.actors.engine_life import EngineLife
 from raypp.actors.stage_pool import StagePool
 from raypp.config.engine_config import EngineConfig
+from raypp.errors import ResourceError
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 
@@ -82,3 +83,22 @@ def test_a_restart_plans_for_the_gpus_that_there_are_now(monkeypatch: pytest.Mon
         assert handle.plan() == anew.describe()
     finally:
         handle.close()
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_cpus_beside_gpus_without_their_packages_are_said(
+    is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also before an engine that does not fit the CPUs' memory."""
+    machine = Hardware(4, memory_bytes=1 << 20, num_unusable_gpus=2)
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: machine)
+    monkeypatch.setattr(engine_actors, "may_be_elsewhere", lambda *_: is_elsewhere)
+    monkeypatch.setattr(engine_actors, "hardware_of_stages", lambda *_: machine)
+    monkeypatch.setattr(Cluster, "connect", lambda: SimpleNamespace(disconnect=lambda: None))
+    with pytest.raises(ResourceError):
+        engine_actors.connect_and_plan(EngineConfig.from_flat("tiny"), Deadline(WAIT_S))
+    assert "stages compute on CPUs: this machine has GPUs (2)" in caplog.text
+    caplog.clear()
+    with pytest.raises(ResourceError):
+        engine_actors.connect_and_plan(EngineConfig.from_flat("tiny", device="cpu"), Deadline(WAIT_S))
+    assert not caplog.text

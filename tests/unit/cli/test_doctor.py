@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -241,6 +242,31 @@ def test_the_drivers_gpus_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor._gpus() == ([], None, "Driver Not Loaded")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert doctor._gpus() == ([], None, "nvidia-ml-py is not installed")
+
+
+def test_the_compiler_is_the_one_that_triton_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"gcc": "/usr/bin/gcc", "clang": "/usr/bin/clang", "cc": "/usr/bin/cc"}
+    monkeypatch.setattr(shutil, "which", found.get)
+    monkeypatch.delenv("CC", raising=False)
+    assert doctor._c_compiler() == "/usr/bin/gcc"
+    del found["gcc"]
+    assert doctor._c_compiler() == "/usr/bin/clang"
+    del found["clang"]
+    assert doctor._c_compiler() is None
+    monkeypatch.setenv("CC", "cc")
+    assert doctor._c_compiler() == "/usr/bin/cc"
+
+
+def test_without_the_extra_gpu_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(doctor, "_installed", lambda name: None if name in doctor._GPU_PACKAGES else "99")
+    monkeypatch.setattr(doctor, "_torch_cuda", lambda: None)
+    monkeypatch.setattr(doctor, "_cuda_checks", lambda num_gpus: [])
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
+    found = {check.name: check for check in doctor.all_checks()}
+    assert (found["GPUs"].status, found["torch's CUDA"].status) == ("problem", "problem")
+    assert {found[name].status for name in doctor._GPU_PACKAGES} == {"warning"}
 
 
 def test_torch_is_asked_whether_it_can_use_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

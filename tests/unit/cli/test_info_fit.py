@@ -110,9 +110,15 @@ def test_stages_share_the_one_machine(capsys: pytest.CaptureFixture[str], monkey
     out = capsys.readouterr().out
     assert "It does not fit: the stages together do not fit this machine's memory.\n  got: 24.00 GiB" in out
     assert "No smaller settings fit.\n  more machines, in one Ray cluster" in out
+    monkeypatch.setattr(Hardware, "of_this_machine", lambda: Hardware(num_cpu_cores=2, memory_bytes=32 << 30))
+    assert _info("qwen3-8b", *options) == 0  # weights 30.5 GiB, KV blocks 0.5
+    capsys.readouterr()
+    for name, other in (("--kv-cache-bytes", "--kv-cache-bytes 536870912"), ("--cpu-kv-bytes", "--cpu-kv-bytes 0")):
+        assert _info("qwen3-8b", *options, name, str(1 << 30)) == 1
+        assert f"what would fit\n  {other}: KV cache" in capsys.readouterr().out
     monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    assert _info("qwen3-8b", *options) == 0
-    assert "and one such machine has 24.00: use several." in capsys.readouterr().out
+    assert _info("qwen3-8b", *options, "--kv-cache-bytes", str(1 << 30)) == 0
+    assert "and one such machine has 32.00: use several." in capsys.readouterr().out
 
 
 def test_gpus_without_their_packages_are_said(
@@ -120,11 +126,13 @@ def test_gpus_without_their_packages_are_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main(["info", "tiny"]) == 0
     assert "On CPUs: this machine has GPUs (2), but raypp cannot use them without" in capsys.readouterr().out
     assert main(["info", "tiny", "--device", "cuda"]) == 2
     assert 'pip install "raypp[gpu]"' in capsys.readouterr().err
-    monkeypatch.setattr("glob.glob", lambda pattern: [])
+    assert main(["info", "tiny", "--device", "cpu"]) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["info", "tiny"]) == 0
     assert "GPU" not in capsys.readouterr().out
 

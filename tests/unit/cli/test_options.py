@@ -130,8 +130,12 @@ def test_a_wrong_value_is_told_with_its_source(
         (["batch", "--inptu=x", "--output", "y"], "unknown option --inptu; did you mean --input?"),
         (["generate", "-port", "x"], "unknown option -port"),
         (["info", "--wxyz"], "unknown option --wxyz; raypp info --help lists those that there are"),
-        (["serve", "-tp", "2"], "in place of it raypp has num_stages, which splits a model by layers"),
-        (["info", "--pipeline-parallel-size=2"], "in place of it raypp has num_stages"),
+        (["serve", "-tp", "2"], "in place of it raypp has --num-stages by layers"),
+        (["info", "--pipeline-parallel-size=2"], "in place of it raypp has --num-stages\n"),
+        (["batch", "--enforce-eager"], "in place of it raypp has --graphs none"),
+        (["info", "--trust-remote-code"], "in place of it raypp has nothing: code in a checkpoint is never run"),
+        (["info", "--port", "1"], "it is an option of raypp serve, not of raypp info"),
+        (["doctor", "--tensor-parallel-size", "2"], "raypp doctor --help lists those that there are"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(
