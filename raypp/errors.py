@@ -54,27 +54,10 @@ class RayppError(Exception):
 
 
 class ConfigError(RayppError):
-    """A setting, or a combination of settings, that cannot work.
+    """A setting, or a combination of settings, that cannot work."""
 
-    Args:
-        message: As of any error.
-        got: As of any error.
-        expected: As of any error.
-        hint: As of any error.
-        setting: Which setting, as `section.name`; None: no single one.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        got: object = None,
-        expected: object = None,
-        hint: str | None = None,
-        setting: str | None = None,
-    ) -> None:
-        super().__init__(message, got=got, expected=expected, hint=hint)
-        self.setting = setting
+    setting: str | None = None
+    """Which one, as `section.name`; None: no single one."""
 
 
 class RequestError(RayppError):

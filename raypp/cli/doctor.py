@@ -6,7 +6,6 @@ Exit codes: 0 no problem, warnings or not; 1 a problem.
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import os
 import resource
@@ -25,7 +24,7 @@ from packaging.requirements import Requirement
 from raypp.cli import machine_checks as checks
 from raypp.cli.machine_checks import Check, Gpu, RayCluster, Status
 from raypp.plan.fit import counted
-from raypp.plan.hardware import visible_indices
+from raypp.plan.hardware import device_files, visible_indices
 
 _PROBLEM = 1
 _PACKAGE = "raypp"
@@ -71,8 +70,8 @@ def line_of(check: Check) -> str:
 def all_checks() -> Iterator[Check]:
     """Yield every check of this machine. One that cannot look is a warning, and the others go on."""
     gpus, driver_cuda, error = _gpus()
-    device_files = sorted(glob.glob("/dev/nvidia[0-9]*"))
-    num_gpus = len(gpus) if _installed("nvidia-ml-py") is not None else len(visible_indices(len(device_files)))
+    files = device_files()
+    num_gpus = len(gpus) if _installed("nvidia-ml-py") is not None else len(visible_indices(len(files)))
     needed = _needed()
     has_flashinfer = _installed("flashinfer-python") is not None
     yield from _guarded(
@@ -82,7 +81,7 @@ def all_checks() -> Iterator[Check]:
         advice = f"pip install '{needed[name]}'"
         yield checks.check_package(needed[name], _installed(name), lack="problem", advice=advice)
     yield from _guarded("torch's CUDA", lambda: [checks.check_torch_build(_torch_cuda(), driver_cuda, num_gpus)])
-    yield checks.check_driver(gpus, device_files, error)
+    yield checks.check_driver(gpus, files, error)
     yield from map(checks.check_gpu, gpus)
     yield from _guarded("CUDA", lambda: _cuda_checks(num_gpus))
     for name in _GPU_PACKAGES:

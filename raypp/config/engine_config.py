@@ -249,10 +249,11 @@ def _raise_config_error(error: ValidationError) -> NoReturn:
     others = sorted({".".join(str(part) for part in c["loc"]) for c in complaints[1:]} - {where})
     section, name = str(first["loc"][0]), str(first["loc"][1]) if len(first["loc"]) > 1 else ""
     field: Any = SECTIONS[section].model_fields.get(name)
-    raise ConfigError(
+    found = ConfigError(
         f"invalid value for {where}" + (f" (and for {', '.join(others)})" if others else ""),
         got=repr(first["input"]),
         expected=first["msg"].removeprefix("Input should be ").removeprefix("a valid "),
         hint=f"{name}: {field.description}" if field is not None and field.description else None,
-        setting=where,
-    ) from error
+    )
+    found.setting = where
+    raise found from error

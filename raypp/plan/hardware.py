@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 _FP8_CAPABILITY = (8, 9)
-_DEVICE_FILES = "/dev/nvidia[0-9]*"
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def _gpus() -> dict[str, Any]:
     try:
         import pynvml
     except ImportError:  # the extra `gpu` is not installed: raypp could not compute on one
-        return {"num_unusable_gpus": len(visible_indices(len(glob.glob(_DEVICE_FILES))))}
+        return {"num_unusable_gpus": len(visible_indices(len(device_files())))}
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -77,6 +76,11 @@ def _gpus() -> dict[str, Any]:
         }
     finally:
         pynvml.nvmlShutdown()
+
+
+def device_files() -> list[str]:
+    """Return the files of the GPUs that the system has, such as /dev/nvidia0, whether raypp can use them or not."""
+    return sorted(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def visible_indices(count: int) -> list[int]:
