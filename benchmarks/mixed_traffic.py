@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import math
 import random
@@ -223,9 +222,6 @@ async def measure_engine(args: argparse.Namespace, llm: AsyncLLM) -> dict[str, l
     vocab_size = llm.plan()["vocab_size"]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in args.traffic}
     steps = StepsSeen(llm)
-    gc.unfreeze()  # what an engine before left behind
-    gc.collect()
-    gc.freeze()  # as a server does; else some streams wait 0.2 s for this process, not for the engine
     await run_traffic(_WARM_UP, engine_stream(llm, "greedy"), None, vocab_size, -1)
     for run in range(args.runs):
         for name, traffic in args.traffic.items():

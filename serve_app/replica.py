@@ -6,7 +6,6 @@ The app lives in the replica that talks to the driver: no token crosses a deploy
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -17,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.api.launch import freeze_start
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpSettings
 from raypp.config.log import log_to_stderr
@@ -58,7 +58,7 @@ class EngineReplica:
         give_back_freed_memory()
         self._settings = settings
         self._is_healthy = True
-        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory)
+        self._llm = await AsyncLLM.create(config, stage_factory=stage_factory, freeze_gc=False)
         processes = await asyncio.to_thread(self._llm.processes)
         logger.info("the engine runs: driver pid %s, stages' pids %s", processes["driver"], processes["stages"])
         context = serve.get_replica_context()
@@ -76,9 +76,7 @@ class EngineReplica:
             self._llm, self._settings, metrics=self._metrics, siblings=self._siblings, pictures=self._pictures
         )
         app = make_http_app(context)
-        # All streams would wait while the collector looks through what the start made: 0.2 s with torch and Ray.
-        gc.collect()
-        gc.freeze()
+        freeze_start()  # not when the engine started: the app is part of what stays
         return app
 
     async def check_health(self) -> None:

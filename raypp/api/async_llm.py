@@ -38,9 +38,6 @@ class AsyncLLM:
     async with await AsyncLLM.create("tiny", num_stages=2) as llm:
         async for output in llm.generate("def main(", SamplingParams(max_tokens=64)):
             print(output.outputs[0].text)
-
-    A server of your own should call `gc.freeze()` once this is made: with torch and Ray in a process, Python's garbage
-    collector stops it, and all streams, for 0.2 s whenever it looks through what the start left behind.
     """
 
     def __init__(
@@ -49,14 +46,16 @@ class AsyncLLM:
         *,
         stage_factory: StageFactory | None = None,
         launch: Launch = launch_on_ray,
+        freeze_gc: bool = True,
         **settings: object,
     ) -> None:
         """Start an engine. Blocks until it can be used: inside of an event loop, `create` is the better way.
 
         Args and errors are those of `LLM`; an engine that is open already is taken over, and closed in the end.
         """
-        engine = model if isinstance(model, OpenEngine) else open_engine(model, settings, stage_factory, launch)
-        self._engine = engine
+        if not isinstance(model, OpenEngine):
+            model = open_engine(model, settings, stage_factory, launch, freeze_gc=freeze_gc)
+        self._engine = engine = model
         self._frontend: Frontend | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closed = False
@@ -69,10 +68,12 @@ class AsyncLLM:
         *,
         stage_factory: StageFactory | None = None,
         launch: Launch = launch_on_ray,
+        freeze_gc: bool = True,
         **settings: object,
     ) -> Self:
         """Start an engine without blocking the event loop."""
-        return cls(await asyncio.to_thread(open_engine, model, settings, stage_factory, launch))
+        opened = asyncio.to_thread(open_engine, model, settings, stage_factory, launch, freeze_gc=freeze_gc)
+        return cls(await opened)
 
     @property
     def config(self) -> EngineConfig:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from raypp.api.notebook import close_replaced_engines
@@ -115,10 +117,27 @@ class OpenEngine:
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
 
 
+@cache
+def freeze_start() -> None:
+    """Take what exists now out of the garbage collector's sight, the first time that this process calls it.
+
+    A full collection stops the process, and every stream in it, for 1 ms per 1,000 objects: 0.15 s with Ray and
+    transformers imported, 0.2 to 0.3 s with torch. Frozen objects are not visited; reference counts free them as
+    before. Not repeated: garbage of running requests would be frozen, too.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def open_engine(
-    model: Model, settings: Mapping[str, object], stage_factory: StageFactory | None, launch: Launch
+    model: Model,
+    settings: Mapping[str, object],
+    stage_factory: StageFactory | None,
+    launch: Launch,
+    *,
+    freeze_gc: bool = True,
 ) -> OpenEngine:
-    """Start an engine and load the model's tokenizer. Blocks.
+    """Start an engine and load the model's tokenizer; then `freeze_start`, if `freeze_gc`. Blocks.
 
     Raises:
         ConfigError: a setting that cannot be.
@@ -159,6 +178,8 @@ def open_engine(
             'generation_config="none" keeps those of raypp',
             ", ".join(f"{name}={value}" for name, value in sampling_defaults.items()),
         )
+    if freeze_gc:
+        freeze_start()
     return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
 
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 from fake_engine import FakeEngine
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.api.launch import freeze_start
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import ConfigError, EngineDeadError, RequestError, StageDiedError
 from raypp.types import RequestOutput, SamplingParams
 
 MakeEngine = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def unfrozen() -> Iterator[None]:
+    """A process in which no engine has started yet, as far as the garbage collector knows."""
+    freeze_start.cache_clear()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
 
 ENDLESS = SamplingParams(max_tokens=100_000)
 
@@ -258,3 +269,27 @@ def test_closing_when_the_first_loop_has_ended(make_engine: MakeEngine) -> None:
     run(use())
     run(opened[0].close())
     assert engine.num_closed == 1
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_collections_do_not_visit_what_the_start_left_behind(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        before = len(gc.get_objects())
+        async with await AsyncLLM.create("tiny", launch=make_engine().launch):
+            frozen = gc.get_freeze_count()
+            assert frozen > 0.9 * before
+            # What a full collection visits now, and so the time for which it stops all streams.
+            assert len(gc.get_objects()) < 0.1 * before
+            async with await AsyncLLM.create("tiny", launch=make_engine().launch):
+                assert gc.get_freeze_count() <= frozen  # once per process: what runs by now is not frozen
+
+    run(body())
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_freezing_can_be_turned_off(make_engine: MakeEngine) -> None:
+    async def body() -> None:
+        async with await AsyncLLM.create("tiny", launch=make_engine().launch, freeze_gc=False):
+            assert gc.get_freeze_count() == 0
+
+    run(body())
