@@ -3,7 +3,7 @@
     python benchmarks/user_program.py --model qwen3-8b --rate 40 --seconds 12 --runs 3
 
 Shares no code with `mixed_traffic.py` but the shape of the model, and changes no setting but the number of stages and
-the length of requests. Like most programs it has imported torch, and it keeps all outputs. Prints the time to the first
+the length of requests. Like most programs it has imported torch, and it keeps the requests' last outputs. Prints the time to the first
 token (TTFT) and of whole requests (E2E), ms, for every run, and the full collections of Python's garbage collector.
 """
 
@@ -24,18 +24,15 @@ from workload import model_settings
 from raypp import AsyncLLM, RequestOutput, SamplingParams
 
 
-async def request(
-    llm: AsyncLLM, due: float, rng: random.Random, vocab_size: int
-) -> tuple[float, float, list[RequestOutput]]:
-    """Send one request when it is due; return the times to its first and last token, s, and all its outputs."""
+async def request(llm: AsyncLLM, due: float, rng: random.Random, vocab_size: int) -> tuple[float, float, RequestOutput]:
+    """Send one request when it is due; return the times to its first and last token, s, and its last output."""
     prompt = {"prompt_token_ids": [rng.randrange(vocab_size) for _ in range(rng.randint(64, 1500))]}
     params = SamplingParams(max_tokens=rng.randint(32, 256), ignore_eos=True, temperature=0.6, top_p=0.95, top_k=20)
     await asyncio.sleep(due - time.perf_counter())
-    first, outputs = None, []
+    first = None
     async for output in llm.generate(prompt, params):
         first = first or time.perf_counter()
-        outputs.append(output)
-    return first - due, time.perf_counter() - due, outputs
+    return first - due, time.perf_counter() - due, output
 
 
 async def run(llm: AsyncLLM, rate: float, seconds: float, seed: int, vocab_size: int) -> dict[str, float]:
