@@ -3,8 +3,8 @@
     python benchmarks/user_program.py --model qwen3-8b --rate 40 --seconds 12 --runs 3
 
 Shares no code with `mixed_traffic.py` but the shape of the model, and changes no setting but the number of stages and
-the length of requests. Like most programs it has imported torch, and it keeps the requests' last outputs. Prints the time to the first
-token (TTFT) and of whole requests (E2E), ms, for every run, and the full collections of Python's garbage collector.
+the length of requests. Like most programs it has imported torch, and it keeps the requests' last outputs. Prints the
+time to the first token (TTFT) and of whole requests (E2E), ms, and the garbage collector's full collections.
 """
 
 import argparse
@@ -31,8 +31,8 @@ async def request(llm: AsyncLLM, due: float, rng: random.Random, vocab_size: int
     await asyncio.sleep(due - time.perf_counter())
     first = None
     async for output in llm.generate(prompt, params):
-        first = first or time.perf_counter()
-    return first - due, time.perf_counter() - due, output
+        first, last = first or time.perf_counter(), output
+    return first - due, time.perf_counter() - due, last
 
 
 async def run(llm: AsyncLLM, rate: float, seconds: float, seed: int, vocab_size: int) -> dict[str, float]:
