@@ -31,6 +31,7 @@ export NEXT
 
 # Its processes import the same files, and the first to do so compiles them for all.
 demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(INSTALLED_DEMO))
+	@echo "Starting two stages of tiny and generating text: about 20 seconds."
 	unset PYTHONDONTWRITEBYTECODE; $(BIN)/raypp generate tiny --num-stages 2 --prompt "def main(" --max-tokens 64
 	@echo "$$NEXT"
 
@@ -67,6 +68,7 @@ clean:
 # pip compiles one file after the other. Some packages hold templates that are no Python; they stay as they are. Half of
 # all files belong to what raypp imports little of: those are compiled when they are.
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing raypp and its development tools into .venv: one to four minutes, once."
 	$(PIP) --no-compile $(EDITABLE) ".[dev]"
 	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' .venv/lib || true
 	@touch $@
@@ -78,6 +80,7 @@ $(INSTALLED_DOCS): $(INSTALLED)
 # Without the libraries for structured outputs: xgrammar brings Triton, which is as large as torch. Bytecode is not made of
 # every file, which takes half a minute, but by the run, of what it imports.
 $(INSTALLED_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing what text needs into .venv: half a minute to two minutes, once."
 	sed -n '/^dependencies = /,/^]/s/^  "\([^"]*\)".*/\1/p' pyproject.toml \
 	  | grep -vE '^(xgrammar|llguidance)' > .venv/demo.txt
 	$(PIP) --no-compile --requirement .venv/demo.txt

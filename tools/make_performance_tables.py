@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from generated_pages import write_or_check
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("docs/performance.md", "benchmarks/REPORT.md", "README.md")
-PEERS = "peers_qwen3-8b_h200x2_2026-11-23.json"
+PEERS = ("peers_qwen3-8b_h200x2_2026-11-23.json", "peers_qwen3-8b_h100x2_2026-11-25.json")
 LONG_PROMPTS = "long_prompt_h200x2_2026-11-22.json"
 
-OURS = "raypp"
 CLEARLY = 1.05
 """A figure is bold if every other one of its row is at least so many times as large: runs differ by less."""
 
@@ -98,73 +96,36 @@ def _union(report: Mapping[str, Any], key: str) -> list[str]:
     return sorted({name for figures in report["figures"].values() for name in figures.get(key, {})}, key=int)
 
 
-def peers(is_complete: bool = False) -> str:
-    """Return the table beside other engines.
-
-    Args:
-        is_complete: With the figures that only the report has.
-    """
-    report = _load(PEERS)
+def decode() -> str:
+    """Return the time per token beside other engines, on every machine."""
+    reports = [_load(name) for name in PEERS]
     rows = [
-        _row(f"decode, {number} request{'' if number == '1' else 's'}, ms per token", ("decode", number), report)
+        _row(f"{report['machine'].split(' joined')[0]}, {number} request{'' if number == '1' else 's'}", path, report)
+        for report in reports
         for number in _union(report, "decode")
+        for path in [("decode", number)]
     ]
-    rows += [
-        _row(f"first token of {int(length):,} tokens, ms", ("long_prompt", length), report)
-        for length in _union(report, "long_prompt")
+    return _table([f"{reports[0]['model']}, decode, ms per token", *reports[0]["engines"].values()], rows)
+
+
+def peers(name: str) -> str:
+    """Return all figures of one machine beside other engines; `name` is the file's."""
+    report = _load(name)
+    rows = [
+        _row(f"{title}, {number} request{'' if number == '1' else 's'}, ms per token", (key, number), report)
+        for key, title in (("decode", "decode"), ("decode_sampled", "decode as Qwen3 samples"))
+        for number in _union(report, key)
     ]
     rows.append(_row("400 mixed requests at once, s", ("offline",), report))
     for rate in _union(report, "online"):
         at, first = f"mixed traffic, {rate} requests/s", ("online", rate, "first_token")
         rows.append(_row(f"{at}: first token, mean (p99), ms", first, report, ("online", rate, "first_token_p99")))
-        if is_complete:
-            rows.append(_row(f"{at}: per token, mean, ms", ("online", rate, "per_token"), report))
+        rows.append(_row(f"{at}: per token, mean, ms", ("online", rate, "per_token"), report))
         rows.append(_row(f"{at}: whole request, mean, ms", ("online", rate, "whole_request"), report))
-    if is_complete:
-        rows.append(_row("first start on the machine, s", ("ready",), report))
-        rows.append(_row("with all kernels compiled, s", ("ready_with_compiled_kernels",), report))
-    return _table([f"{report['model']}, {report['machine']}", *report["engines"].values()], rows)
-
-
-def answer() -> str:
-    """Return one item for each other engine: how much more time it, or raypp, takes."""
-    report = _load(PEERS)
-    items = []
-    for engine, title in report["engines"].items():
-        if engine == OURS:
-            continue
-        decode = _compared(report, engine, "requests", [(n, ("decode", n)) for n in _union(report, "decode")])
-        rates = [(rate, ("online", rate, "whole_request")) for rate in _union(report, "online")]
-        online = _compared(report, engine, "requests per second", rates)
-        item = f"- **Beside {title}.** Decoding, time per token: {decode or 'not measured'}. "
-        item += f"Mixed traffic, mean time of a request: {online or 'not measured'}."
-        items.append(textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-    return "\n".join(items)
-
-
-def _compared(report: Mapping[str, Any], engine: str, unit: str, points: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return in words who takes how much longer, for each point at which both were measured."""
-    groups: list[tuple[str, list[str], list[str]]] = []  # who takes longer, by how much, where
-    for where, path in points:
-        ours, theirs = _at(report["figures"][OURS], path), _at(report["figures"].get(engine), path)
-        if not ours or not theirs:
-            continue
-        who, more, less = (report["engines"][engine].split()[0], theirs, ours)
-        if min(theirs) < max(ours):
-            who, more, less = (OURS, ours, theirs)
-        percents = sorted({round(100 * (value / max(less) - 1)) for value in (min(more), max(more))})
-        if not groups or groups[-1][0] != who:
-            groups.append((who, [], []))
-        groups[-1][1].append(" to ".join(map(str, percents)))
-        groups[-1][2].append(where)
-    return "; ".join(
-        f"{who} takes {_listed(by)} % longer at {_listed(where)} {unit.removesuffix('s') if where == ['1'] else unit}"
-        for who, by, where in groups
-    )
-
-
-def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words[:-1]) + (" and " if words[1:] else "") + words[-1]
+    rows.append(_row("first start on the machine, s", ("ready",), report))
+    rows.append(_row("with all kernels compiled, s", ("ready_with_compiled_kernels",), report))
+    measured = [row for row in rows if any(cell != "-" for cell in row[1:])]
+    return _table([f"{report['model']}, {report['machine']}", *report["engines"].values()], measured)
 
 
 def long_prompts() -> str:
@@ -181,9 +142,9 @@ def long_prompts() -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "answer": answer,
-    "peers": peers,
-    "peers-all": lambda: peers(is_complete=True),
+    "decode": decode,
+    "peers-h200": lambda: peers(PEERS[0]),
+    "peers-h100": lambda: peers(PEERS[1]),
     "long-prompts": long_prompts,
 }
 

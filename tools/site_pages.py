@@ -79,5 +79,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrite a page's links."""
+    """Rewrite a page's links. The search finds the manual, not design records and sources."""
+    if page.file.src_uri.startswith(("design/0", "source/")):
+        page.meta["search"] = {"exclude": True}
     return site_links(repository_path(page.file.src_uri), markdown)

@@ -15,6 +15,17 @@ from raypp.config.options import ENGINE_SETTINGS, Setting
 from raypp.errors import ConfigError
 
 _MODEL = "model.model"
+_MOST_USED = (
+    "parallel.num_stages",
+    "model.max_model_len",
+    "scheduler.max_num_seqs",
+    "cache.gpu_memory_utilization",
+    "cache.kv_cache_dtype",
+    "model.quantization",
+    "speculative.method",
+    "parallel.device",
+)
+"""Settings that `--help` shows before all others."""
 _METAVARS = {
     int: "N",
     float: "X",
@@ -34,9 +45,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="tiny, a directory, or a Hugging Face model id")
     parser.add_argument("--config", metavar="FILE", help="a TOML file whose tables are sections of settings")
+    by_key = {setting.key: setting for settings in ENGINE_SETTINGS.values() for setting in settings}
+    add_setting_options(parser.add_argument_group("most used settings"), (by_key[key] for key in _MOST_USED))
     for section, settings in ENGINE_SETTINGS.items():
         group = parser.add_argument_group(f"{section} settings", SECTIONS[section].__doc__)
-        add_setting_options(group, (setting for setting in settings if setting.key != _MODEL))
+        add_setting_options(group, (setting for setting in settings if setting.key not in (_MODEL, *_MOST_USED)))
 
 
 def add_setting_options(group: argparse._ArgumentGroup, settings: Iterable[Setting]) -> None:

@@ -20,8 +20,8 @@ def add_parser(commands: Any) -> None:
         "SIGHUP reads the file of --config again.",
     )
     add_setting_options(parser.add_argument_group("address", HttpAddress.__doc__), ADDRESS_SETTINGS)
-    add_setting_options(parser.add_argument_group("HTTP settings", HttpSettings.__doc__), HTTP_SETTINGS)
     add_engine_options(parser)
+    add_setting_options(parser.add_argument_group("HTTP settings", HttpSettings.__doc__), HTTP_SETTINGS)
     parser.set_defaults(run=run)
 
 

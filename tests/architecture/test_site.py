@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 from repository import ROOT, name_of, project_files
-from site_pages import files_beside, repository_path, site_links, site_path
+from site_pages import files_beside, on_page_markdown, repository_path, site_links, site_path
 
 import raypp.errors
 
@@ -53,6 +54,16 @@ def test_links_out_of_docs_are_followed_in_the_site() -> None:
     image = "docs/images/timeline.png"
     for form in ("![a]({})", '<img src="{}">', '<source media="m" srcset="{}">'):
         assert site_links("README.md", form.format(image)) == form.format("images/timeline.png")
+
+
+def test_the_search_finds_the_manual_not_design_records() -> None:
+    def is_left_out(uri: str) -> bool:
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri), meta={})
+        on_page_markdown("", page)
+        return page.meta == {"search": {"exclude": True}}
+
+    assert not any(map(is_left_out, ("fit.md", "index.md", "design/README.md")))
+    assert all(map(is_left_out, ("design/0001-ray-places-zmq-steps.md", "source/CONTRIBUTING.md")))
 
 
 def test_every_error_class_has_its_meaning_cause_and_cure() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,7 +31,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path, note: Callable[[str],
     size = sum(path.stat().st_size for path in files)
     note(f"`make docs`: {time.monotonic() - begun:.0f} s, {len(files)} files, {size / 2**20:.1f} MiB")
     assert (tmp_path / "site/index.html").is_file()
-    assert (tmp_path / "site/search/search_index.json").is_file()
+    found = {each["location"] for each in json.loads((tmp_path / "site/search/search_index.json").read_text())["docs"]}
+    assert "troubleshooting.html" in found
+    assert not [location for location in found if location.startswith(("design/0", "source/"))]
     image = re.compile(r'(?:<img [^>]*src|srcset)="(?!https?:|data:)([^"]+)"')
     shown = [(page, target) for page in files if page.suffix == ".html" for target in image.findall(page.read_text())]
     assert not [f"{page.name}: {target}" for page, target in shown if not (page.parent / target).is_file()]

@@ -102,6 +102,17 @@ def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> 
     assert "serve" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["generate", "batch", "info", "tune", "serve"])
+def test_the_most_used_options_come_first_in_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    first = lines.index("most used settings:")
+    assert first < 70
+    assert lines[first + 1].split()[0] == "--num-stages"
+    assert sum(line.startswith("  --max-num-seqs") for line in lines) == 1  # each once
+
+
 def test_the_models_defaults_hold_for_options_that_are_left_out() -> None:
     llm = FakeLLM()
     llm.sampling_defaults = {"temperature": 0.6, "top_k": 20}
