@@ -161,7 +161,8 @@ class MessageParser:
         """How many characters of the text are certain to be content, or certain to be none."""
         if self._place in (_Place.THOUGHT, _Place.ARGUMENTS, _Place.CALL_END):
             return self._num_chars
-        return self._rest_start - (len(self._opening) if self._place is _Place.CALL_HEAD else 0)
+        opening = len(self._opening) if self._place is _Place.CALL_HEAD else 0
+        return max(0, self._rest_start - opening)  # the rest may have what the prompt has begun
 
     @property
     def _rest_start(self) -> int:
@@ -261,7 +262,7 @@ class MessageParser:
             return False
         self._begun = ""
         if found.mark in self._call_begins:
-            mark = text[found.start : found.end]
+            mark = text[max(found.start, -start) : found.end]  # without what of it is the prompt's
             if found.name is None:
                 self._begin_json(mark, self._rest)
             else:
@@ -278,6 +279,7 @@ class MessageParser:
 
     def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
         """Read the beginning of a call that is a JSON object."""
+        assert self._calls is not None
         assert self._json is not None
         if (head := read_head(self._rest)) is not None:
             name, num_chars = head
