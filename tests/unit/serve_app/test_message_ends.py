@@ -108,7 +108,7 @@ def written_texts(draw: st.DrawFn, name: str) -> str:
     marks = {text for mark in both for text in (mark.opening, mark.closing)} - {"", "{"}
     marks |= {syntax.calls.end, *syntax.thoughts.ends, syntax.thoughts.answer.partition("$")[0]} - {""}
     calls = [syntax.calls.written([("run", arguments)]) for arguments in ARGUMENTS]
-    opening = syntax.calls.trigger
+    opening = syntax.calls.begins[0].opening
     calls += [
         f'{opening}{{"{key}": {arguments}, "name": "run"}}{syntax.calls.end}'
         for key in ("arguments", "parameters")
