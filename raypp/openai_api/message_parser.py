@@ -140,16 +140,16 @@ class MessageParser:
             self._place = _Place.START
         self._is_after_mark = bool(begun) and not is_continued  # white space is still to be dropped
         self._is_continued = is_continued
-        self._json: JsonCall | None = None  # the call that is being read, as far as its name is not known
-        self._named: tuple[str, str] | None = None  # its mark and its name, where the mark has one
+        self._opening = ""  # of the call that is being read: its mark, or the white space in front of its brace
+        self._name: str | None = None  # its name, where the mark has one
+        self._json: JsonCall | None = None  # what it is else, as far as its name is not known
         self._arguments: ArgumentsReader | None = None
         self._argument_pieces: list[str] = []  # of the call that is being read
         self._num_chars = 0
         self._num_whole_calls = 0
         self.num_calls = 0
         self.content_spans: list[tuple[int, int]] = []
-        """Where in the text the content is that has become clear: start and end of each run of it, the last one may
-        grow."""
+        """Start and end of each run of content in the text, as far as it has become clear; the last one may grow."""
 
     @property
     def has_whole_calls(self) -> bool:
@@ -167,13 +167,6 @@ class MessageParser:
     @property
     def _rest_start(self) -> int:
         return self._num_chars - len(self._rest)
-
-    @property
-    def _opening(self) -> str:
-        """What stands before the head of the call that is being read."""
-        if self._named is not None:
-            return self._named[0]
-        return "" if self._json is None else self._json.opening
 
     def feed(self, text: str, *, is_last: bool = False) -> MessageDelta:
         """Read on; return what has become clear. With the last text, everything does."""
@@ -199,7 +192,7 @@ class MessageParser:
             case _Place.CONTENT:
                 return self._read_content(delta, is_last)
             case _Place.CALL_HEAD:
-                return self._read_head(delta, is_last) if self._named is None else self._read_name(delta, is_last)
+                return self._read_head(delta, is_last) if self._name is None else self._read_behind_name(delta, is_last)
             case _Place.ARGUMENTS:
                 return self._read_arguments(delta)
             case _:
@@ -255,9 +248,8 @@ class MessageParser:
         if self._begun and before.startswith(self._begun):  # it is the prompt's, and no mark came of it
             before = before[len(self._begun) :]
             self._begun = ""
-        self._add_content(
-            delta, before, self._rest_start if found is None else start + len(text[: found.start].rstrip())
-        )
+        end = self._rest_start if found is None else start + len(text[: found.start].rstrip())
+        self._add_content(delta, before, end)
         if found is None:
             return False
         self._begun = ""
@@ -266,7 +258,7 @@ class MessageParser:
             if found.name is None:
                 self._begin_json(mark, self._rest)
             else:
-                self._named = (mark, found.name)
+                self._opening, self._name = mark, found.name
                 self._enter(_Place.CALL_HEAD, self._rest)
         else:
             self._enter(_Place.THOUGHT if found.mark in self._begins else _Place.CONTENT, self._rest)
@@ -274,7 +266,7 @@ class MessageParser:
 
     def _begin_json(self, opening: str, rest: str) -> None:
         assert self._calls is not None
-        self._json, self._named = JsonCall(self._calls, opening), None
+        self._opening, self._name, self._json = opening, None, JsonCall(self._calls, opening)
         self._enter(_Place.CALL_HEAD, rest)
 
     def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
@@ -292,7 +284,7 @@ class MessageParser:
         inside, after = (self._rest, "") if whole is None else whole
         call = None if whole is None else self._json.parse()
         if call is None:  # nothing that could be called: it stays text
-            content = self._without_leading_space(self._json.opening + inside)
+            content = self._without_leading_space(self._opening + inside)
             self._add_content(delta, content, self._num_chars - len(after))
             self._enter(_Place.CONTENT, after, after_mark=False)
         else:
@@ -302,18 +294,17 @@ class MessageParser:
             self._enter(_Place.CALL_END if self._calls.end else self._behind_calls, after)
         return whole is not None
 
-    def _read_name(self, delta: MessageDelta, is_last: bool) -> bool:
+    def _read_behind_name(self, delta: MessageDelta, is_last: bool) -> bool:
         """Read on behind a mark that has the function's name."""
-        assert self._named is not None
-        mark, name = self._named
-        may_begin = self._new_arguments(name).may_begin(self._rest)
+        assert self._name is not None
+        may_begin = self._new_arguments(self._name).may_begin(self._rest)
         if may_begin is None and not is_last:
             return False
         if may_begin is not False:
-            self._begin_arguments(delta, name)
+            self._begin_arguments(delta, self._name)
             self._enter(_Place.ARGUMENTS, self._rest, after_mark=False)
         else:
-            self._add_content(delta, self._without_leading_space(mark), self._rest_start)
+            self._add_content(delta, self._without_leading_space(self._opening), self._rest_start)
             self._enter(_Place.CONTENT, self._rest, after_mark=False)
         return True
 
@@ -366,7 +357,7 @@ class MessageParser:
         """Read what comes behind the arguments, up to the call's end; what should not be there is dropped."""
         assert self._calls is not None
         if not self._calls.end:
-            after = after_brace(self._rest) if self._named is None else self._rest
+            after = after_brace(self._rest) if self._name is None else self._rest
             if after is not None:
                 self._enter(self._behind_calls, after)
             return after is not None

@@ -35,7 +35,11 @@ def in_order(name: str, arguments: str, *, name_first: bool) -> list[str]:
     """Return a call in each way that a syntax has: the function's name in the mark, or in an object."""
     syntax = CALL_SYNTAXES[name]
     keys = [f'"name": "f", "arguments": {arguments}', f'"parameters": {arguments}, "name": "f"']
-    whole = [f"{syntax.begins[0].opening}{{{keys[not name_first]}}}{syntax.end}"] if "{" in syntax.written([("f", "")]) else []
+    whole = (
+        [f"{syntax.begins[0].opening}{{{keys[not name_first]}}}{syntax.end}"]
+        if "{" in syntax.written([("f", "")])
+        else []
+    )
     return [*whole, syntax.written([("f", arguments)])]
 
 
