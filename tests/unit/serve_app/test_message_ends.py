@@ -321,3 +321,20 @@ def test_stop_strings_in_thoughts_end_nothing(name: str, text: str, stop: str, m
     told = added_up(streamed(ChunkWriter(HEAD, chat, None), outputs))
     assert (told["reasoning_content"], told["content"]) == message
     assert outputs[-1].outputs[0].stop_reason == stop
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_a_call_that_the_model_cuts_off_is_not_reported_as_finished(name: str) -> None:
+    syntax = SYNTAXES[name].calls
+    assert syntax is not None
+    call = bare(cmd="ls -l /") if name == "qwen3_coder" else syntax.written([("run", '{"cmd": "ls -l /"}')])
+    chat = prepared_chat(name)
+    last = list(outputs_of(chat, call + call[: call.index("-l")], [], FinishReason.STOP))[-1:]
+    [choice] = chat.response(HEAD, last).model_dump()["choices"]
+    told = as_added_up(choice)
+    assert (told["finish_reason"], told["calls"][-1]) == ("stop", ["run", '{"cmd": "ls '])
+    answer = PreparedMessage(chat).response(HEAD, last).model_dump()
+    inputs = [block["input"] for block in answer["content"] if block["type"] == "tool_use"]
+    assert (answer["stop_reason"], inputs) == ("end_turn", [{"cmd": "ls -l /"}, {"INVALID_JSON": '{"cmd": "ls '}])
+    response = PreparedResponse(chat, parse_body(ResponseRequest, {"input": "hello"})).response(HEAD, last).model_dump()
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
