@@ -12,10 +12,32 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from raypp.errors import RequestError
-
 MAX_JSON_DEPTH = 200
-"""Levels of lists and objects, in a body and in the arguments of a replayed call: what the JSON parser follows."""
+"""Levels of lists and objects in a body, and in the arguments of a call: what the JSON parser follows."""
+
+
+def arguments_object(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a call as an object; nothing, null and an empty list are an empty one.
+
+    None: they are no JSON object, were cut off, or are nested too deeply.
+    """
+    try:
+        value = from_json(text.strip() or "{}")
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return None
+    return {} if value is None or value == [] else value if isinstance(value, dict) else None
+
+
+def unread_arguments(text: str) -> dict[str, Any]:
+    """Return arguments that are no object as one: so Anthropic's API has them, and chat templates write them."""
+    return {"INVALID_JSON": text}
+
+
+def shown_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object, whatever they are."""
+    value = arguments_object(text)
+    return unread_arguments(text) if value is None else value
 
 
 class CallArguments(dict[str, Any]):
@@ -45,11 +67,7 @@ class CallArguments(dict[str, Any]):
 
 
 def plain_conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template reads them.
-
-    Raises:
-        RequestError: the arguments of a call are nested too deeply.
-    """
+    """Return the messages as a chat template reads them."""
     return [_plain_message(message) for message in messages]
 
 
@@ -81,25 +99,10 @@ def _plain_call(call: Any) -> Any:
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
-    plain = _plain_arguments(arguments) if isinstance(arguments, str) else arguments
-    if plain is None or isinstance(plain, Mapping):
-        plain = CallArguments(plain or {}, arguments.strip() if isinstance(arguments, str) else "")
+    if isinstance(arguments, Mapping):
+        plain = CallArguments(arguments)
+    else:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, default=str)
+        values = shown_arguments(text)
+        plain = CallArguments(values, text.strip() if values else "")
     return {**call, "function": {**function, "arguments": plain}}
-
-
-def _plain_arguments(arguments: str) -> Any:
-    """Return a call's arguments as an object: templates write it as JSON, and some would write a text as a string."""
-    if not arguments.strip():
-        return {}
-    try:
-        plain = from_json(arguments)
-    except ValueError as error:
-        if "recursion" in str(error):
-            raise RequestError(
-                "the arguments of a tool call are nested too deeply",
-                got=arguments[:80],
-                expected=f"at most {MAX_JSON_DEPTH} levels of lists and objects",
-                param="messages",
-            ) from None
-        return arguments
-    return plain if isinstance(plain, dict) else arguments

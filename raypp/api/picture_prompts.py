@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raypp.api.rendering import PLAIN_RENDERING, Rendering
+from raypp.api.stop import StopScope, WholeText
 from raypp.api.tokenizer import ChatMessage, Tokenizer
 from raypp.errors import RequestError
 from raypp.messages import Int32s
@@ -24,6 +25,7 @@ class EncodedPrompt:
     items: PromptItems | None = None
     text: str | None = None
     cache_salt: str = ""  # prompts of different salts share nothing of the prefix cache
+    make_stop_scope: Callable[[], StopScope] = WholeText  # of which parts of a continuation stop strings are about
 
 
 class PicturePrompts:

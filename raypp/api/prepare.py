@@ -230,6 +230,7 @@ class RequestPreparer:
                     priority,
                     items=prompt.items,
                     cache_salt=prompt.cache_salt,
+                    make_stop_scope=prompt.make_stop_scope,
                 )
             )
         return [self._with_seed(request) for request in prepared]  # only now: refused requests draw none

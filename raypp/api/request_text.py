@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypp.api.detokenizer import Decoder, Detokenizer
-from raypp.api.stop import StopChecker
+from raypp.api.stop import StopChecker, StopScope, WholeText
 
 
 class RequestText:
@@ -18,6 +18,7 @@ class RequestText:
         *,
         skip_special_tokens: bool = True,
         include_stop: bool = False,
+        scope: StopScope | None = None,
     ) -> None:
         """Begin empty.
 
@@ -26,10 +27,13 @@ class RequestText:
             stops: Strings that end the text.
             skip_special_tokens: Whether special tokens have no text.
             include_stop: Whether the text holds the string that ended it.
+            scope: Which parts of the text the strings are about; None: all of it.
         """
         self._detokenizer = Detokenizer(decoder, skip_special_tokens=skip_special_tokens)
         self._stop_checker = StopChecker(stops) if stops else None
         self._include_stop = include_stop
+        self._scope: StopScope = WholeText() if scope is None else scope
+        self._num_searched = 0  # of the characters: a stop string that ends among them ends nothing
         self._text = ""
         self._is_finished = False
 
@@ -50,15 +54,27 @@ class RequestText:
     @property
     def visible(self) -> str:
         """The text so far, without what may yet turn out to be the beginning of a stop string."""
-        if self._is_finished or self._stop_checker is None or self._include_stop:
+        if self._is_finished or self._stop_checker is None:
             return self._text
-        return self._text[: self._stop_checker.num_safe(self._text)]
+        settled = self._text[: self._scope.num_settled]
+        spans = self._scope.content_spans
+        if self._include_stop or not spans or spans[-1][1] < len(settled):
+            return settled
+        return settled[: self._stop_checker.num_safe(settled)]
 
     def _append(self, new_text: str, may_stop: bool) -> str | None:
         self._text += new_text
-        if self._stop_checker is None or not may_stop:
+        if self._stop_checker is None:
             return None
-        match = self._stop_checker.find(self._text, len(new_text))
+        self._scope.feed(new_text, is_last=self._is_finished)
+        if not may_stop:
+            self._num_searched = len(self._text)
+            return None
+        spans = self._scope.content_spans
+        found = (self._stop_checker.find(self._text, span, self._num_searched) for span in spans)
+        match = next(filter(None, found), None)
+        if spans:
+            self._num_searched = max(self._num_searched, spans[-1][1])
         if match is None:
             return None
         self._text = self._text[: match.text_len + (len(match.stop) if self._include_stop else 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -11,6 +11,7 @@ from raypp.api.detokenizer import Decoder, ShowingDecoder
 from raypp.api.engine_counters import NOTHING_COUNTED, Counters, sum_over_engines
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
+from raypp.api.stop import StopScope, WholeText
 from raypp.messages import NO_INT32S, Int32s
 from raypp.types import CompletionOutput, FinishReason, FinishReasonName, Logprobs, SamplingParams
 
@@ -36,6 +37,7 @@ class RunningCompletion:
         handle: int,
         params: SamplingParams,
         decoder: Decoder | None,
+        make_stop_scope: Callable[[], StopScope] = WholeText,
         *,
         streams: bool,
     ) -> None:
@@ -47,6 +49,7 @@ class RunningCompletion:
             handle: The number that outputs name it by.
             params: Of its request.
             decoder: Makes its text; None leaves it empty.
+            make_stop_scope: Of which parts of its text stop strings are about.
             streams: Whether its text is asked for before the end.
         """
         self.index = index
@@ -71,6 +74,7 @@ class RunningCompletion:
                 params.stop,
                 skip_special_tokens=params.skip_special_tokens,
                 include_stop=params.include_stop_str_in_output,
+                scope=make_stop_scope(),
             )
         self._final_text = ""
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []

@@ -12,6 +12,7 @@ from raypp.api.detokenizer import Decoder
 from raypp.api.engine_counters import sum_by_position
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.running_completion import RunningCompletion
+from raypp.api.stop import StopScope, WholeText
 from raypp.errors import RayppError
 from raypp.messages import Int32s
 from raypp.prompt_items import PromptItems
@@ -34,6 +35,7 @@ class PreparedRequest:
     seed: int = 0  # params.seed, or the one drawn for it
     items: PromptItems | None = None  # what of the prompt is not text
     cache_salt: str = ""
+    make_stop_scope: Callable[[], StopScope] = WholeText
 
     def seed_of(self, index: int) -> int:
         """Return the seed of a continuation; the first one's is the request's own."""
@@ -70,7 +72,7 @@ class RunningRequest:
         if len(handles) > 1:
             names = [f"{self.request_id}{COMPLETION_SEPARATOR}{index}" for index in range(len(handles))]
         self.completions = [
-            RunningCompletion(index, name, handle, prepared.params, decoder, streams=stream)
+            RunningCompletion(index, name, handle, prepared.params, decoder, prepared.make_stop_scope, streams=stream)
             for index, (name, handle) in enumerate(zip(names, handles, strict=True))
         ]
         self.prepared = prepared

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
+from raypp.api.conversation import shown_arguments, unread_arguments
 from raypp.openai_api.error_bodies import ErrorResponse
 from raypp.openai_api.from_outputs import ResponseHead, reason_of, usage_of
 from raypp.openai_api.message_parser import CallDelta, MessageDelta, MessageParser
@@ -133,6 +133,7 @@ class MessageBlocks:
         self.blocks: list[dict[str, Any]] = []
         """What has begun; all but the last one are complete."""
         self._pieces: list[str] = []  # of the last block's text or input
+        self._is_whole = False  # whether it is a call whose input has come as a whole
         self._is_open = False
 
     def add(self, delta: MessageDelta) -> Iterator[Event]:
@@ -142,6 +143,7 @@ class MessageBlocks:
                 text = piece.arguments
                 if piece.name is not None:
                     yield from self._begin({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+                self._is_whole = piece.is_whole
             else:
                 kind, text = "text" if piece[0] == "content" else "thinking", piece[1]
                 if not self._is_open or self.blocks[-1]["type"] != kind:
@@ -156,7 +158,10 @@ class MessageBlocks:
         if self._is_open:
             block, text = self.blocks[-1], "".join(self._pieces)
             self._is_open = False
-            block |= {"input": _object(text)} if block["type"] == "tool_use" else {block["type"]: text}
+            if block["type"] == "tool_use":
+                block["input"] = shown_arguments(text) if self._is_whole else unread_arguments(text)
+            else:
+                block[block["type"]] = text
             yield self._event("content_block_stop")
 
     def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
@@ -209,12 +214,3 @@ class PreparedMessage(RetoldChat):
                 output_tokens=usage.completion_tokens,
             ),
         )
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """Return a call's input as an object: of one that was cut off what came, of one that is none its text."""
-    try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}

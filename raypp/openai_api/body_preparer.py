@@ -216,10 +216,11 @@ class BodyPreparer:
         params = request.sampling_params(
             self._max_model_len, self.syntax, begun=begun, defaults=self._sampling_defaults
         )
+        make_parser = partial(request.parser, self.syntax, begun=begun)
         return PreparedChat(
-            replace(prompt, cache_salt=request.cache_salt or ""),
+            replace(prompt, cache_salt=request.cache_salt or "", make_stop_scope=make_parser),
             params,
-            make_parser=partial(request.parser, self.syntax, begun=begun),
+            make_parser=make_parser,
             num_reasoning=partial(num_thought_tokens, self.tokenizer, thoughts, begun=begun),
             return_token_ids=bool(request.return_token_ids),
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from ast import literal_eval
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
+from pydantic_core import from_json
+
 from raypp.openai_api.json_scanner import JsonScanner
-from raypp.openai_api.parameter_kinds import ParameterKind, parameter_kind
+from raypp.openai_api.parameter_types import ALL_TYPES, has_type, parameter_types
 
 
 class ArgumentsReader(Protocol):
@@ -41,26 +44,38 @@ class ArgumentsReader(Protocol):
 
 
 class JsonArguments:
-    """Arguments that are a JSON object: they are passed on as they are."""
+    """Arguments that are a JSON object: they are passed on as they are, with control characters in strings escaped.
+
+    Where there should be one, null, an empty list and nothing at all are the empty object.
+    """
 
     style: ClassVar[str | None] = "json"
+    _NOTHING = ("null", "[]")
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         self._end = end
+        self._nothing = (*self._NOTHING, end) if end else self._NOTHING
         self._scanner = JsonScanner()
         self.is_complete = False
 
     def may_begin(self, text: str) -> bool | None:
-        """Return whether a brace comes first."""
+        """Return whether a brace comes first, or what stands for an empty object."""
         text = text.lstrip()
-        return text[0] == "{" if text else None
+        if text.startswith(("{", *self._nothing)):
+            return True
+        return None if any(nothing.startswith(text) for nothing in self._nothing) else False
 
     def feed(self, text: str) -> tuple[str, int]:
         """Return the text up to the last brace; if that lacks, up to the call's end, outside of strings."""
         start = len(text) - len(text.lstrip()) if not self._scanner.is_begun else 0
-        at = start
+        if not self._scanner.is_begun and not text.startswith("{", start):
+            self.is_complete = text.startswith(self._nothing, start)
+            word = next((word for word in self._NOTHING if text.startswith(word, start)), "")
+            return ("{}", start + len(word)) if self.is_complete else ("", 0)
+        at, control_chars = start, list[int]()
         while not self.is_complete and at < len(text):
             at = self._scanner.feed(text, at, stop=self._end[:1])
+            control_chars += self._scanner.control_chars
             self.is_complete = self._scanner.is_complete
             rest = text[at : at + len(self._end)]
             if self.is_complete or not rest:
@@ -71,14 +86,19 @@ class JsonArguments:
                 break  # it may become the end
             else:
                 at += 1
-        return text[start:at], at
+        pieces = list[str]()
+        for place in control_chars:
+            pieces += text[start:place], _escaped(text[place])
+            start = place + 1
+        return "".join((*pieces, text[start:at])), at
 
 
 class XmlParameters:
     """Arguments as Qwen3-Coder writes them: `<parameter=NAME>`, a line break, the value, another one, `</parameter>`.
 
-    The schema says which values are texts, see `parameter_kind`; others are JSON, or texts if they are none. What is
-    certain to be a text is passed on as it comes.
+    A value ends where the next one begins behind its mark, or the call ends: other marks are part of it. The schema
+    says which types it may have, see `parameter_types`. What is not certain to be a text is JSON, or what Python writes
+    in its place (`None`), where that has one of the types; else it is a text. Certain texts are passed on as they come.
     """
 
     style: ClassVar[str | None] = "qwen_xml"
@@ -87,9 +107,10 @@ class XmlParameters:
 
     def __init__(self, end: str, schema: Mapping[str, Any]) -> None:
         self._end = end
+        self._behind_value = ("<parameter=", end)  # what follows a value's end
         properties = schema.get("properties")
         of_names = properties if isinstance(properties, Mapping) else {}
-        self._kinds = {name: parameter_kind(of_name, schema) for name, of_name in of_names.items()}
+        self._types = {name: parameter_types(of_name, schema) for name, of_name in of_names.items()}
         self._num_values = 0
         self._name: str | None = None  # of the value that is being read
         self._is_open = False  # whether its text has begun
@@ -128,40 +149,51 @@ class XmlParameters:
 
     def _value(self, text: str) -> tuple[str, int, bool]:
         """Return the JSON of a value as far as it is certain, the characters read for it, and whether it is whole."""
-        end = text.find(self._END)
-        kind = self._kinds.get(self._name or "")
-        if kind is ParameterKind.TEXT_OR_NULL:
-            if end >= 0 and text[:end].strip() == "null":
-                return "null", end + len(self._END), True
-            if end < 0 and not self._is_open:
-                return "", 0, False
-        elif kind is not ParameterKind.TEXT:
-            if end < 0:
-                return "", 0, False
-            return _json_of(text[:end]), end + len(self._END), True
-        start, opening = 0, ""
-        if not self._is_open:
-            if text == "":
-                return "", 0, False
-            start, opening, self._is_open = int(text[0] == "\n"), '"', True
-        if end >= 0:
+        end, is_whole = self._end_of(text)
+        types = self._types.get(self._name or "", ALL_TYPES)
+        if types != {"string"}:
+            return (_json_of(text[:end], types), end + len(self._END), True) if is_whole else ("", 0, False)
+        start, opening = 0 if self._is_open else int(text.startswith("\n")), "" if self._is_open else '"'
+        if is_whole:
             self._is_open = False
             return opening + _escaped(text[start:end].removesuffix("\n")) + '"', end + len(self._END), True
-        certain = len(text)
+        end -= text.endswith("\n", start, end)  # it may be the value's end
+        if end <= start:
+            return "", 0, False
+        self._is_open = True
+        return opening + _escaped(text[start:end]), end, False
+
+    def _end_of(self, text: str) -> tuple[int, bool]:
+        """Return how many characters are certain to be the value's, and whether it ends behind them."""
+        at = 0
+        while (end := text.find(self._END, at)) >= 0:
+            at = end + len(self._END)
+            behind = text[at:].lstrip()
+            if behind.startswith(self._behind_value):
+                return end, True
+            if any(mark.startswith(behind) for mark in self._behind_value):
+                return end, False
         for tail in range(min(len(self._END), len(text)), 0, -1):
-            if f"\n{self._END}".startswith(text[-tail:]) or self._END.startswith(text[-tail:]):
-                certain = len(text) - tail
-                break
-        certain = max(certain, start)
-        return opening + _escaped(text[start:certain]), certain, False
+            if self._END.startswith(text[-tail:]):
+                return len(text) - tail, False
+        return len(text), False
 
 
-def _json_of(text: str) -> str:
-    text = text.strip()
-    try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
-    except ValueError:
-        return json.dumps(text, ensure_ascii=False)
+def _json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a value that has one of these types, as far as its text can be read as one of them."""
+    for read in (from_json, literal_eval):
+        try:
+            value = read(text.strip())
+            written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            written.encode()
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            continue
+        is_json = read is from_json and not (isinstance(value, str) and types <= {"string", "null"})
+        is_clear = is_json or value is None or isinstance(value, bool)  # no text that looks like it
+        if "string" not in types or (is_clear and has_type(value, types)):
+            return written
+    bare = text.removeprefix("\n").removesuffix("\n") if "string" in types else text.strip()
+    return json.dumps(bare, ensure_ascii=False)
 
 
 def _escaped(text: str) -> str:

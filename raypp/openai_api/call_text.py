@@ -6,10 +6,14 @@ import json
 import re
 from typing import Any
 
+from pydantic_core import from_json
+
+from raypp.api.conversation import arguments_object
+from raypp.openai_api.call_arguments import JsonArguments
 from raypp.openai_api.json_scanner import JsonScanner
 from raypp.openai_api.syntax import CallSyntax
 
-HEAD = re.compile(
+_HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
     r'"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -17,6 +21,13 @@ HEAD = re.compile(
 
 _FIRST_KEYS = ("name", "type", "arguments", "parameters")
 _FIRST_KEY = re.compile(r'\{\s*(?:"(\w*)("?))?')
+
+
+def read_head(text: str) -> tuple[str, int] | None:
+    """Return the name of the call that a text begins with, and where its arguments begin; None if that is not clear."""
+    head = _HEAD.match(text)
+    name = None if head is None else _loaded(head[1])
+    return (name, head.end()) if head is not None and isinstance(name, str) else None
 
 
 def may_be_call(text: str) -> bool | None:
@@ -49,39 +60,41 @@ class JsonCall:
         """
         self._syntax = syntax
         self.opening = opening
-        self._object = JsonScanner()  # the whole call
-        self._num_scanned = 0
+        self._object = JsonArguments(syntax.end, {})  # the whole call
+        self._written = ""  # as JSON
+        self._num_read = 0
 
     def take_whole(self, text: str) -> tuple[str, str] | None:
-        """Return a call with its end, and what comes behind; None if it has not ended.
+        """Return the object, and what comes behind; None if it has not ended.
 
         Args:
             text: All that came behind the opening; longer at every call.
         """
-        if self._syntax.end:
-            inside, mark, after = text.partition(self._syntax.end)
-            return (inside + mark, after) if mark else None
-        start = len(text) - len(text.lstrip())
-        if start == len(text):
-            return None
-        if text[start] != "{":
+        stripped = text.lstrip()
+        if stripped and stripped[0] != "{":
             return "", text
-        num_chars = self._object.feed(text[self._num_scanned :])
-        end, self._num_scanned = self._num_scanned + num_chars, len(text)
-        return (text[:end], text[end:]) if self._object.is_complete else None
+        written, num_chars = self._object.feed(text[self._num_read :])
+        self._written, self._num_read = self._written + written, self._num_read + num_chars
+        return (text[: self._num_read], text[self._num_read :]) if self._object.is_complete else None
 
-    def parse(self, whole: str) -> tuple[str, str] | None:
+    def parse(self) -> tuple[str, str] | None:
         """Return a whole call's name and arguments, however it is written; None if it is none."""
-        try:
-            call = json.loads(whole.removesuffix(self._syntax.end), strict=False)
-        except ValueError:
-            return None
+        call = _loaded(self._written)
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
         if not self.opening.strip() and not call.keys() & {"arguments", "parameters"}:
             return None  # without a mark, an object with a name is not yet a call
-        arguments: Any = call.get("arguments", call.get("parameters", {}))
-        return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        given: Any = call.get("arguments", call.get("parameters"))
+        arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return call["name"], "{}" if arguments_object(arguments) == {} else arguments
+
+
+def _loaded(text: str) -> Any:
+    """Return a JSON value; None for what is none, or is nested too deeply."""
+    try:
+        return from_json(text)
+    except ValueError:
+        return None
 
 
 def after_brace(text: str) -> str | None:

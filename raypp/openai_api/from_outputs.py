@@ -128,9 +128,9 @@ def _parsed(completion: CompletionOutput, parser: MessageParser) -> tuple[Assist
 
 
 def reason_of(completion: CompletionOutput, parser: MessageParser) -> FinishReason | None:
-    """Return why an answer ended; `tool_calls` (or `function_call`) when it ended by itself and calls something."""
+    """Return why an answer ended; `tool_calls` (or `function_call`) when it ended by itself and its calls are whole."""
     reason = completion.finish_reason
-    if reason != "stop" or not parser.num_calls:
+    if reason != "stop" or not parser.has_whole_calls:
         return reason
     return "function_call" if parser.as_function_call else "tool_calls"
 

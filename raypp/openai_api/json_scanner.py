@@ -9,6 +9,8 @@ class JsonScanner:
     def __init__(self) -> None:
         self.is_begun = False
         self.is_complete = False
+        self.control_chars: list[int] = []
+        """Where in the text that was read last there are control characters inside of strings: JSON has none there."""
         self._depth = 0
         self._is_in_string = False
         self._is_escaped = False
@@ -21,11 +23,14 @@ class JsonScanner:
             start: Where in it.
             stop: A character before which to leave off, outside of strings; empty: none is.
         """
+        self.control_chars.clear()
         for index in range(start, len(text)):
             char = text[index]
             if self.is_complete:
                 return index
             if self._is_in_string:
+                if char < " ":
+                    self.control_chars.append(index)
                 self._read_in_string(char)
             elif char == '"':
                 self._is_in_string = True

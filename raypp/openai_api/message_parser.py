@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import uuid
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from string import ascii_letters, digits
 from types import MappingProxyType
 from typing import Any, Literal
 
+from raypp.api.conversation import arguments_object
 from raypp.openai_api.call_arguments import ArgumentsReader
-from raypp.openai_api.call_text import HEAD, JsonCall, after_brace, may_be_call
+from raypp.openai_api.call_text import JsonCall, after_brace, may_be_call, read_head
 from raypp.openai_api.marks import Found, MarkFinder
 from raypp.openai_api.syntax import CallSyntax, ThoughtSyntax, marks
 
@@ -25,6 +26,7 @@ class CallDelta:
     name: str | None = None  # likewise
     arguments: str = ""
     num_chars_before: int = 0  # of the content that is new with it
+    is_whole: bool = False  # whether its arguments end with these, and are a JSON object
 
     def plain(self) -> dict[str, Any]:
         """Return it in OpenAI's shape."""
@@ -87,6 +89,9 @@ class _Place(Enum):
     CALL_END = auto()
 
 
+_RANDOM = random.SystemRandom()
+_NUM_ID_CHARS = 9
+"""The chat templates of Mistral's models refuse a call whose id has more or fewer, or other than letters and digits."""
 _NO_SCHEMAS: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
@@ -135,19 +140,44 @@ class MessageParser:
             self._place = _Place.START
         self._is_after_mark = bool(begun) and not is_continued  # white space is still to be dropped
         self._is_continued = is_continued
-        self._json: JsonCall | None = None  # the call that is being read, as far as its name is not known
-        self._named: tuple[str, str] | None = None  # its mark and its name, where the mark has one
+        self._opening = ""  # of the call that is being read: its mark, or the white space in front of its brace
+        self._name: str | None = None  # its name, where the mark has one
+        self._json: JsonCall | None = None  # what it is else, as far as its name is not known
         self._arguments: ArgumentsReader | None = None
+        self._argument_pieces: list[str] = []  # of the call that is being read
+        self._num_chars = 0
+        self._num_whole_calls = 0
         self.num_calls = 0
+        self.content_spans: list[tuple[int, int]] = []
+        """Start and end of each run of content in the text, as far as it has become clear; the last one may grow."""
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, all of them with a JSON object as arguments: none was cut off."""
+        return 0 < self.num_calls == self._num_whole_calls
+
+    @property
+    def num_settled(self) -> int:
+        """How many characters of the text are certain to be content, or certain to be none."""
+        if self._place in (_Place.THOUGHT, _Place.ARGUMENTS, _Place.CALL_END):
+            return self._num_chars
+        opening = len(self._opening) if self._place is _Place.CALL_HEAD else 0
+        return max(0, self._rest_start - opening)  # the rest may have what the prompt has begun
+
+    @property
+    def _rest_start(self) -> int:
+        return self._num_chars - len(self._rest)
 
     def feed(self, text: str, *, is_last: bool = False) -> MessageDelta:
         """Read on; return what has become clear. With the last text, everything does."""
         self._rest += text
+        self._num_chars += len(text)
         delta = MessageDelta()
         while self._go_on(delta, is_last):
             pass
         if self._must_call:
             delta.content = ""
+            self.content_spans.clear()
         return delta
 
     def _go_on(self, delta: MessageDelta, is_last: bool) -> bool:
@@ -162,7 +192,7 @@ class MessageParser:
             case _Place.CONTENT:
                 return self._read_content(delta, is_last)
             case _Place.CALL_HEAD:
-                return self._read_head(delta, is_last) if self._named is None else self._read_name(delta, is_last)
+                return self._read_head(delta, is_last) if self._name is None else self._read_behind_name(delta, is_last)
             case _Place.ARGUMENTS:
                 return self._read_arguments(delta)
             case _:
@@ -208,26 +238,27 @@ class MessageParser:
 
     def _read_content(self, delta: MessageDelta, is_last: bool) -> bool:
         if not self._in_content:
-            delta.content += self._without_leading_space(self._rest)
+            self._add_content(delta, self._without_leading_space(self._rest), self._num_chars)
             self._rest = ""
             return False
         if self._begun and not self._rest.startswith(self._begun):
             self._begun = ""
-        opening = self._rest
+        text, start = self._rest, self._rest_start
         before, found = self._taken(self._in_content, is_last)
         if self._begun and before.startswith(self._begun):  # it is the prompt's, and no mark came of it
             before = before[len(self._begun) :]
             self._begun = ""
-        delta.content += before
+        end = self._rest_start if found is None else start + len(text[: found.start].rstrip())
+        self._add_content(delta, before, end)
         if found is None:
             return False
         self._begun = ""
         if found.mark in self._call_begins:
-            mark = opening[found.start : found.end]
+            mark = text[max(found.start, -start) : found.end]  # without what of it is the prompt's
             if found.name is None:
                 self._begin_json(mark, self._rest)
             else:
-                self._named = (mark, found.name)
+                self._opening, self._name = mark, found.name
                 self._enter(_Place.CALL_HEAD, self._rest)
         else:
             self._enter(_Place.THOUGHT if found.mark in self._begins else _Place.CONTENT, self._rest)
@@ -235,49 +266,53 @@ class MessageParser:
 
     def _begin_json(self, opening: str, rest: str) -> None:
         assert self._calls is not None
-        self._json, self._named = JsonCall(self._calls, opening), None
+        self._opening, self._name, self._json = opening, None, JsonCall(self._calls, opening)
         self._enter(_Place.CALL_HEAD, rest)
 
     def _read_head(self, delta: MessageDelta, is_last: bool) -> bool:
         """Read the beginning of a call that is a JSON object."""
+        assert self._calls is not None
         assert self._json is not None
-        if (head := HEAD.match(self._rest)) is not None:
-            self._begin_arguments(delta, json.loads(head[1]))
-            self._enter(_Place.ARGUMENTS, self._rest[head.end() :], after_mark=False)
+        if (head := read_head(self._rest)) is not None:
+            name, num_chars = head
+            self._begin_arguments(delta, name)
+            self._enter(_Place.ARGUMENTS, self._rest[num_chars:], after_mark=False)
             return True
         whole = self._json.take_whole(self._rest)
         if whole is None and not is_last:
             return False
         inside, after = (self._rest, "") if whole is None else whole
-        call = None if whole is None else self._json.parse(inside)
+        call = None if whole is None else self._json.parse()
         if call is None:  # nothing that could be called: it stays text
-            delta.content += self._without_leading_space(self._json.opening + inside)
+            content = self._without_leading_space(self._opening + inside)
+            self._add_content(delta, content, self._num_chars - len(after))
             self._enter(_Place.CONTENT, after, after_mark=False)
         else:
-            new = self._new_call(delta, call[0])
-            new.arguments = call[1]
-            delta.calls.append(new)
-            self._enter(self._behind_calls, after)
+            name, arguments = call
+            self._begin_arguments(delta, name)
+            self._add_arguments(delta, arguments, is_complete=True)
+            self._enter(_Place.CALL_END if self._calls.end else self._behind_calls, after)
         return whole is not None
 
-    def _read_name(self, delta: MessageDelta, is_last: bool) -> bool:
+    def _read_behind_name(self, delta: MessageDelta, is_last: bool) -> bool:
         """Read on behind a mark that has the function's name."""
-        assert self._named is not None
-        mark, name = self._named
-        may_begin = self._new_arguments(name).may_begin(self._rest)
+        assert self._name is not None
+        may_begin = self._new_arguments(self._name).may_begin(self._rest)
         if may_begin is None and not is_last:
             return False
-        if may_begin:
-            self._begin_arguments(delta, name)
+        if may_begin is not False:
+            self._begin_arguments(delta, self._name)
             self._enter(_Place.ARGUMENTS, self._rest, after_mark=False)
         else:
-            delta.content += self._without_leading_space(mark)
+            self._add_content(delta, self._without_leading_space(self._opening), self._rest_start)
             self._enter(_Place.CONTENT, self._rest, after_mark=False)
         return True
 
     def _begin_arguments(self, delta: MessageDelta, name: str) -> None:
-        delta.calls.append(self._new_call(delta, name))
-        self._arguments = self._new_arguments(name)
+        call_id = "".join(_RANDOM.choices(ascii_letters + digits, k=_NUM_ID_CHARS))
+        delta.calls.append(CallDelta(self.num_calls, call_id, name, num_chars_before=len(delta.content)))
+        self.num_calls += 1
+        self._arguments, self._argument_pieces = self._new_arguments(name), []
 
     def _new_arguments(self, name: str) -> ArgumentsReader:
         assert self._calls is not None
@@ -287,15 +322,32 @@ class MessageParser:
         assert self._arguments is not None
         arguments, num_chars = self._arguments.feed(self._rest)
         self._rest = self._rest[num_chars:]
-        if arguments:
-            if delta.calls and delta.calls[-1].index == self.num_calls - 1:
-                delta.calls[-1].arguments += arguments
-            else:
-                before = len(delta.content)
-                delta.calls.append(CallDelta(self.num_calls - 1, arguments=arguments, num_chars_before=before))
+        self._add_arguments(delta, arguments, is_complete=self._arguments.is_complete)
         if self._arguments.is_complete:
             self._place = _Place.CALL_END
         return self._arguments.is_complete
+
+    def _add_arguments(self, delta: MessageDelta, arguments: str, *, is_complete: bool) -> None:
+        if not (arguments or is_complete):
+            return
+        if not delta.calls or delta.calls[-1].index != self.num_calls - 1:
+            delta.calls.append(CallDelta(self.num_calls - 1, num_chars_before=len(delta.content)))
+        call = delta.calls[-1]
+        call.arguments += arguments
+        self._argument_pieces.append(arguments)
+        if is_complete:
+            call.is_whole = arguments_object("".join(self._argument_pieces)) is not None
+            self._num_whole_calls += call.is_whole
+
+    def _add_content(self, delta: MessageDelta, content: str, end: int) -> None:
+        """Add content that ends so many characters behind the text's beginning."""
+        if not content:
+            return
+        delta.content += content
+        start = end - len(content)
+        if self.content_spans and self.content_spans[-1][1] == start:
+            start = self.content_spans.pop()[0]
+        self.content_spans.append((start, end))
 
     @property
     def _behind_calls(self) -> _Place:
@@ -305,7 +357,7 @@ class MessageParser:
         """Read what comes behind the arguments, up to the call's end; what should not be there is dropped."""
         assert self._calls is not None
         if not self._calls.end:
-            after = after_brace(self._rest) if self._named is None else self._rest
+            after = after_brace(self._rest) if self._name is None else self._rest
             if after is not None:
                 self._enter(self._behind_calls, after)
             return after is not None
@@ -315,11 +367,6 @@ class MessageParser:
         is_end = found.mark.opening == self._calls.end
         self._enter(self._behind_calls, self._rest[found.end if is_end else found.start :])
         return True
-
-    def _new_call(self, delta: MessageDelta, name: str) -> CallDelta:
-        self.num_calls += 1
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-        return CallDelta(self.num_calls - 1, call_id, name, num_chars_before=len(delta.content))
 
     def _enter(self, place: _Place, rest: str, *, after_mark: bool = True) -> None:
         self._place, self._rest, self._is_after_mark = place, rest, after_mark

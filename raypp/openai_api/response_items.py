@@ -28,6 +28,7 @@ class ResponseItems:
         self._pieces: list[str] = []  # of the last item's text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of its tokens
         self._is_open = False
+        self._is_whole = True  # whether the last item is no call, or one that has come as a whole
 
     @property
     def items(self) -> Sequence[dict[str, Any]]:
@@ -56,7 +57,7 @@ class ResponseItems:
         A response that ends by itself has an answer, if only an empty message: clients wait for one behind thoughts.
 
         Args:
-            is_complete: Whether the model ended it.
+            is_complete: Whether the model ended it. A call that lacks something is incomplete all the same.
             logprobs: Of the tokens behind the last text, which have none.
         """
         if not self._items or (is_complete and self._items[-1]["type"] == "reasoning"):
@@ -80,6 +81,7 @@ class ResponseItems:
         if call.name is not None:
             yield from self._end_item()
             yield from self._begin("function_call", call_id=call.id, name=call.name, arguments="")
+        self._is_whole = call.is_whole
         if call.arguments:
             self._pieces.append(call.arguments)
             yield {**self._place("response.function_call_arguments.delta"), "delta": call.arguments}
@@ -91,7 +93,7 @@ class ResponseItems:
         elif kind == "reasoning":
             item |= {"summary": [], "content": []}
         self._items.append(item)
-        self._pieces, self._logprobs, self._is_open = [], [], True
+        self._pieces, self._logprobs, self._is_open, self._is_whole = [], [], True, True
         yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
         if kind in _PARTS:
             part = _part(kind, "", [])
@@ -102,7 +104,7 @@ class ResponseItems:
             return
         self._is_open = False
         item, text = self._items[-1], "".join(self._pieces)
-        kind, item["status"] = item["type"], status
+        kind, item["status"] = item["type"], status if self._is_whole else "incomplete"
         if kind == "function_call":
             item["arguments"] = text
             done = self._place("response.function_call_arguments.done")

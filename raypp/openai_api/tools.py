@@ -11,7 +11,7 @@ from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.grammar.schema_check import cannot_be_enforced, enforceable
-from raypp.openai_api.parameter_kinds import parameter_kind
+from raypp.openai_api.parameter_types import tells_texts
 from raypp.openai_api.request_fields import LenientModel, RequestModel
 
 _OF_FURTHER_NAMES = ("patternProperties", "propertyNames", "additionalProperties", "unevaluatedProperties")
@@ -107,7 +107,7 @@ def _check_bare_parameters(schema: Mapping[str, Any], enforced: Any) -> None:
     if schema.keys() & {"$ref", "anyOf", "oneOf", "allOf"}:
         raise cannot_be_enforced("#", "arguments whose properties are not named at the top, which are not read as JSON")
     for name, of_name in schema.get("properties", {}).items():
-        if parameter_kind(of_name, schema) is None:
+        if not tells_texts(of_name, schema):
             raise cannot_be_enforced(
                 f"#/properties/{name}", "a value that may be a text or something else, which is written alike"
             )

@@ -66,7 +66,8 @@ def test_events_tell_every_block_from_its_beginning_to_its_end(num_chars: int) -
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ('{"x": 1, "y": "ab', {"x": 1, "y": "ab"}),
+        ('{"x": 1, "y": "ab', {"INVALID_JSON": '{"x": 1, "y": "ab'}),
+        ("null}", {}),
         ('{"x": NaN}}\n</tool_call>', {"INVALID_JSON": '{"x": NaN}'}),
     ],
 )

@@ -59,7 +59,7 @@ CASES += [
     ('{"type": "function", "name": "f", "parameters": {"a": 1}}', LLAMA, ("", "", [("f", '{"a": 1}')])),
     ('{"parameters": {"a": 1}, "name": "f"}', LLAMA, ("", "", [("f", '{"a": 1}')])),
     ('{"name": "f", "arguments": {}}', LLAMA, ("", "", [("f", "{}")])),
-    ('{"name": "f", "parameters": null} ...', LLAMA, ("", "...", [("f", "null")])),
+    ('{"name": "f", "parameters": null} ...', LLAMA, ("", "...", [("f", "{}")])),
     ('{"name": "Ada", "age": 3} {"x": 1}', LLAMA, ("", '{"name": "Ada", "age": 3} {"x": 1}', [])),
     ('{"answer": {"name": "f", "parameters": {}}}', LLAMA, ("", '{"answer": {"name": "f", "parameters": {}}}', [])),
     (f"Like {BARE}", LLAMA, ("", f"Like {BARE}", [])),

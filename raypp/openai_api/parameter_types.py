@@ -1,4 +1,4 @@
-"""What a parameter that a model writes as bare text stands for, by its schema: a text, or JSON.
+"""Of which types a parameter may be that a model writes as bare text, by its schema.
 
 Bare text does not say whether 12 is a number or a text of two digits. Where the schema does not say it either, no call
 can be held to it.
@@ -6,46 +6,48 @@ can be held to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Mapping, Set
 from typing import Any
 
+ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _NOTES = {"title", "description", "default", "examples", "deprecated", "$comment"}
-_ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 _MAX_DEPTH = 32  # of references to references
 
 
-class ParameterKind(Enum):
-    """How the text of a parameter is read."""
-
-    TEXT = "a text, as it stands"
-    TEXT_OR_NULL = "null, or else a text"
-    JSON = "JSON"
-    ANY = "JSON, or else a text"
-
-
-def parameter_kind(schema: Any, root: Mapping[str, Any]) -> ParameterKind | None:
-    """Return how a parameter is read; None where its schema leaves open whether it is a text.
+def parameter_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a parameter may have, at least, in the words of JSON schemas.
 
     Args:
         schema: Of the parameter.
         root: Of all arguments: what references refer to.
     """
+    return _types(schema, root, _MAX_DEPTH)
+
+
+def tells_texts(schema: Any, root: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's schema says of every bare text whether it is a text; if anything goes, it is JSON.
+
+    Args:
+        schema: Of the parameter.
+        root: As of `parameter_types`.
+    """
     if schema is True or (isinstance(schema, Mapping) and not schema.keys() - _NOTES):
-        return ParameterKind.ANY
-    types = _types(schema, root, _MAX_DEPTH)
-    if types == {"string"}:
-        return ParameterKind.TEXT
-    if types == {"string", "null"}:
-        return ParameterKind.TEXT_OR_NULL
-    return None if "string" in types else ParameterKind.JSON
+        return True
+    types = parameter_types(schema, root)
+    return "string" not in types or types <= {"string", "null"}
+
+
+def has_type(value: Any, types: Set[str]) -> bool:
+    """Return whether a JSON value has one of the types."""
+    kind = _type_of(value)
+    return kind in types or (kind == "integer" and "number" in types)
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     """Return the types that a value may have, at least."""
     if not isinstance(schema, Mapping) or not depth:
-        return _ALL_TYPES if schema is not False else frozenset()
-    types, given = _ALL_TYPES, schema.get("type")
+        return ALL_TYPES if schema is not False else frozenset()
+    types, given = ALL_TYPES, schema.get("type")
     if given is not None:
         types &= {given} if isinstance(given, str) else frozenset(each for each in given if isinstance(each, str))
     if "enum" in schema:

@@ -1,0 +1,150 @@
+"""Arguments of all JSON types, as models of each syntax spell them, with the syntax's own marks inside of texts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raypp.openai_api.message_parser import MessageParser
+from raypp.openai_api.syntaxes import CALL_SYNTAXES
+
+JSON_SYNTAXES = [name for name in CALL_SYNTAXES if name != "qwen3_coder"]
+MARKS = sorted(
+    {text for syntax in CALL_SYNTAXES.values() for mark in syntax.begins for text in (mark.opening, mark.closing)}
+    | {syntax.end for syntax in CALL_SYNTAXES.values()}
+    | {"</tool_call>", "</parameter>", "<parameter=x>", "}", '"', "\\", "\n", ""}
+)
+VALUES = {"text": "".join(MARKS), "n": -3, "x": 1.5e-7, "yes": True, "no": False, "none": None, "list": [1, {}, "]"]}
+
+
+def read(name: str, text: str, cut: int, schema: dict[str, Any] | None = None) -> tuple[str, str, str, bool]:
+    """Return content, names, arguments, and whether all calls are whole, of a text in two pieces."""
+    parser = MessageParser(thoughts=None, calls=CALL_SYNTAXES[name], schemas={"f": schema or {}})
+    deltas = [parser.feed(text[:cut]), parser.feed(text[cut:], is_last=True)]
+    calls = [call for delta in deltas for call in delta.calls]
+    names = "".join(call.name or "" for call in calls)
+    content = "".join(delta.content for delta in deltas)
+    return content, names, "".join(call.arguments for call in calls), parser.has_whole_calls
+
+
+def in_order(name: str, arguments: str, *, name_first: bool) -> list[str]:
+    """Return a call in each way that a syntax has: the function's name in the mark, or in an object."""
+    syntax = CALL_SYNTAXES[name]
+    keys = [f'"name": "f", "arguments": {arguments}', f'"parameters": {arguments}, "name": "f"']
+    whole = (
+        [f"{syntax.begins[0].opening}{{{keys[not name_first]}}}{syntax.end}"]
+        if "{" in syntax.written([("f", "")])
+        else []
+    )
+    return [*whole, syntax.written([("f", arguments)])]
+
+
+@pytest.mark.parametrize("name_first", [True, False])
+@pytest.mark.parametrize("name", JSON_SYNTAXES)
+def test_values_of_all_types_and_own_marks_inside_of_texts(name: str, name_first: bool) -> None:
+    for text in in_order(name, json.dumps(VALUES), name_first=name_first):
+        for cut in range(0, len(text), 3):
+            content, names, arguments, is_whole = read(name, text, cut)
+            assert (content, names, json.loads(arguments), is_whole) == ("", "f", VALUES, True), (text, cut)
+
+
+@pytest.mark.parametrize("name_first", [True, False])
+@pytest.mark.parametrize(
+    ("given", "arguments"),
+    [
+        ("null", "{}"),
+        ("[]", "{}"),
+        ('""', "{}"),
+        ('"{\\"x\\": 1}"', '{"x": 1}'),
+        ('{"x": "a\nb\tc"}', '{"x": "a\\nb\\tc"}'),
+    ],
+)
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral_json"])
+def test_other_ways_to_write_an_object(name: str, given: str, arguments: str, name_first: bool) -> None:
+    text = in_order(name, given, name_first=name_first)[0]
+    for cut in range(len(text)):
+        assert read(name, text, cut) == ("", "f", arguments, True), text[:cut]
+
+
+@pytest.mark.parametrize("written", ["null", "[]", "", " null\n"])
+def test_no_arguments_behind_a_mark_with_a_name(written: str) -> None:
+    text = f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{written}<|call|>"
+    for cut in range(len(text)):
+        assert read("gpt_oss", text, cut) == ("", "f", "{}", True), text[:cut]
+
+
+def test_names_that_cannot_be_sent_make_no_call() -> None:
+    for name in ("\\ud83d", "a\\x", "a\nb"):
+        text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+        content, names, _, is_whole = read("hermes", text, 9)
+        assert (content, names, is_whole) == (text, "", False) or names == "a\nb"
+
+
+def as_qwen_writes(value: Any) -> str:
+    """Return a value as the chat template of Qwen3-Coder shows one to the model."""
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+def call_of(**values: str) -> str:
+    parameters = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in values.items())
+    return f"<tool_call>\n<function=f>\n{parameters}\n</function>\n</tool_call>"
+
+
+pieces = st.lists(st.sampled_from(["a", " ", "\n", "None", "1", "{", *MARKS]), max_size=6).map("".join)
+texts = pieces.filter(lambda text: "</parameter>" not in text or not text.strip().endswith("</parameter>"))
+texts = texts.filter(lambda text: "</parameter><parameter=x>" not in "".join(text.split()).replace("\n", ""))
+texts = texts.filter(lambda text: "</parameter></function>" not in "".join(text.split()))
+of_types: dict[str, st.SearchStrategy[Any]] = {
+    "string": texts,
+    "integer": st.integers(),
+    "number": st.floats(allow_nan=False, allow_infinity=False),
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "array": st.lists(st.integers() | texts | st.booleans()),
+    "object": st.dictionaries(texts, st.none() | texts),
+}
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_bare_values_as_qwen_writes_them(data: st.DataObject) -> None:
+    types = data.draw(st.lists(st.sampled_from(sorted(of_types)), min_size=1, max_size=5))
+    values = {f"{kind}_{index}": data.draw(of_types[kind]) for index, kind in enumerate(types)}
+    schema = {"properties": {name: {"type": name.partition("_")[0]} for name in values}}
+    text = call_of(**{name: as_qwen_writes(value) for name, value in values.items()})
+    cut = data.draw(st.integers(0, len(text)))
+    content, names, arguments, is_whole = read("qwen3_coder", text, cut, schema)
+    assert (content, names, json.loads(arguments), is_whole) == ("", "f", values, True)
+
+
+@pytest.mark.parametrize(
+    ("types", "written", "value"),
+    [
+        (["boolean"], "true", True),
+        (["object"], "{'a': True, 'b': (1, None)}", {"a": True, "b": [1, None]}),
+        (["array"], "['a', \"b\"]", ["a", "b"]),
+        (["integer"], "three", "three"),
+        (["integer"], "{1, 2}", "{1, 2}"),
+        (["number"], "NaN", "NaN"),
+        (["number"], "1e999", "1e999"),
+        (["object"], "{" * 1000, "{" * 1000),
+        (["string"], "None", "None"),
+        (["string", "null"], "None", None),
+        (["string", "null"], " None of them", " None of them"),
+        (["string", "integer"], "12", 12),
+        (["string", "integer"], "12.5", "12.5"),
+        (["string", "integer"], "True", "True"),
+        (["string", "boolean"], "False", False),
+        (["string", "array"], "(1, 2)", "(1, 2)"),
+        (["string", "array"], "[1, 2]", [1, 2]),
+    ],
+)
+def test_bare_values_have_a_type_of_the_schema(types: list[str], written: str, value: Any) -> None:
+    text = call_of(x=written)
+    for cut in range(0, len(text), 7):
+        _, _, arguments, _ = read("qwen3_coder", text, cut, {"properties": {"x": {"type": types}}})
+        assert json.loads(arguments) == {"x": value}
