@@ -83,7 +83,7 @@ def _with_grammars(form: Any) -> Any:
             return {**form, "json_schema": enforceable(form["json_schema"])}
         schema = json.dumps(enforceable_by_xgrammar(form["json_schema"]))
         printed = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
-        # It prints é as \xe9, and reads as many digits behind \x as there are: the four behind \u end by themselves.
+        # It prints U+00E9 as \xe9, and reads as many digits behind \x as there are; behind \u it reads four.
         return {"type": "grammar", "grammar": re.sub(r"\\(\\|x)", lambda m: m[0].replace("x", "u00"), printed)}
     return {name: _with_grammars(part) for name, part in form.items()}
 
