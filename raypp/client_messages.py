@@ -66,6 +66,7 @@ class AddRequest:
     eos_token_ids: tuple[int, ...]
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
+    goes_first: bool = False  # before all others, whatever their priority
     is_streamed: bool = True  # whether every token is wanted at once; else they may be held for a moment
     items: PromptItems | None = None  # what of the prompt is not text
     cache_salt: str = ""  # requests of different salts share nothing of the prefix cache
@@ -247,6 +248,7 @@ def _add_header(request: AddRequest, params_index: int, num_prompt_tokens: int |
         "eos_token_ids": request.eos_token_ids,
         "bad_word_token_ids": request.bad_word_token_ids,
         "priority": request.priority,
+        "goes_first": request.goes_first,
         "is_streamed": request.is_streamed,
         "items": None if request.items is None else _items_header(request.items),
         "cache_salt": request.cache_salt,
@@ -279,6 +281,7 @@ def _requests_from(
             eos_token_ids=ends.setdefault(eos_token_ids, eos_token_ids),
             bad_word_token_ids=tuple(map(tuple, values["bad_word_token_ids"])),
             priority=values["priority"],
+            goes_first=values["goes_first"],
             is_streamed=values["is_streamed"],
             items=None if values["items"] is None else _items_from(values["items"], pictures, frames),
             cache_salt=values["cache_salt"],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from raypp.config.engine_config import EngineConfig
+from raypp.config.env import passed_on
 from raypp.config.http_settings import HttpSettings
 from raypp.errors import ModelLoadError
 from raypp.models.config import load_model_config
@@ -66,7 +68,9 @@ def build_application(
         **_routing(settings),
         max_ongoing_requests=max_requests,
         max_constructor_retry_count=_MAX_STARTS,
-        ray_actor_options={"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources},
+        ray_actor_options=_with_environment(
+            {"num_cpus": settings.replica_num_cpus, "resources": settings.replica_resources}
+        ),
         health_check_period_s=settings.health_check_period_s,
         health_check_timeout_s=10.0,
         graceful_shutdown_wait_loop_s=0.2,
@@ -82,6 +86,14 @@ def build_application(
         ).bind()
     application: Application = deployed(serve.ingress()(EngineReplica)).bind(config, settings, stage_factory, encoder)
     return application
+
+
+def _with_environment(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a replica's options with the variables that are passed on; its engine's actors inherit them."""
+    if not (variables := passed_on()):
+        return options
+    given = ray.get_runtime_context().runtime_env if ray.is_initialized() else {}  # else Serve would leave it out
+    return {**options, "runtime_env": {**given, "env_vars": {**given.get("env_vars", {}), **variables}}}
 
 
 def end_timeout_s(config: EngineConfig, settings: HttpSettings) -> float:

@@ -23,9 +23,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypp.actors.actor_environment import actor_environment
 from raypp.actors.deadline import Deadline
 from raypp.actors.encoder_actor import EncoderActor, EncoderReady
-from raypp.actors.local_device import SEES_ALL_GPUS
 from raypp.actors.placement import Placement
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.remote_errors import in_short, raypp_errors
@@ -338,9 +338,8 @@ def _make_actor(plan: EnginePlan, placement: Placement, index: int) -> Any:
         ),
         "max_concurrency": 8,  # calls beside the one that encodes: figures, and those who ask for themselves
         "max_restarts": plan.config.encoder.max_encoder_restarts,
+        **actor_environment(sees_all_gpus="GPU" in resources),
     }
-    if "GPU" in resources:
-        options["runtime_env"] = SEES_ALL_GPUS
     return ray.remote(EncoderActor).options(**options).remote()
 
 

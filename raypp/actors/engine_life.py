@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raypp.actors.actor_environment import actor_environment
 from raypp.actors.cluster import Cluster
 from raypp.actors.deadline import Deadline
 from raypp.actors.driver_actor import DriverActor
@@ -132,6 +133,7 @@ class EngineLife:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(self._placement.driver_node_id, soft=False),
                 max_concurrency=6,  # run, and stop, trace and questions about encoders beside it
                 max_restarts=0,
+                **actor_environment(),
             )
             .remote(
                 self._plan,

@@ -6,9 +6,6 @@ import os
 
 import ray
 
-SEES_ALL_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-"""A `runtime_env` for actors that map the memory of their neighbours' GPUs."""
-
 
 def local_device(device: str) -> str:
     """Return the torch device of the GPU that Ray gave to this process, which sees all of them."""

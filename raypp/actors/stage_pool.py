@@ -19,8 +19,8 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raypp.actors.actor_environment import actor_environment
 from raypp.actors.deadline import in_time
-from raypp.actors.local_device import SEES_ALL_GPUS
 from raypp.actors.placement import Placement, StagePlace, alive_nodes
 from raypp.actors.processes import ActorProcess, end_processes
 from raypp.actors.stage_actor import NodeShare, StageActor
@@ -171,9 +171,8 @@ def _make_actor(
         # run, trace, to stand by, one to spare, and what encoders bring
         "max_concurrency": 4 + plan.encoders.num_encoders,
         "max_restarts": 0,
+        **actor_environment(sees_all_gpus="GPU" in resources),
     }
-    if "GPU" in resources:  # stages see all GPUs of their node: each maps its neighbours' memory
-        options["runtime_env"] = SEES_ALL_GPUS
     actor = ray.remote(_named(spec.stage_index)).options(**options)
     return actor.remote(spec, plan.model, factory, _node_share(plan, placement, place))
 

@@ -13,9 +13,6 @@ from raypp.messages import NO_INT32S, Int32s
 _REQUESTS_PER_MESSAGE = 16
 """The driver reads a message's header at once, between two steps. The continuations of one prompt stay together."""
 
-_FIRST = -(2**31)
-"""The priority that is served before all others; see `raypp.api.per_request.priorities`."""
-
 
 def messages_of_new(requests: Iterable[RunningRequest], eos_token_ids: tuple[int, ...]) -> Iterator[AddRequests]:
     """Yield what hands new requests to the engine, in order."""
@@ -50,7 +47,7 @@ def messages_of_begun(
         ),
         most_in_first=max(max_running, _REQUESTS_PER_MESSAGE),
     ):
-        yield AddRequests([replace(r, priority=_FIRST) for r in message.requests]) if goes_first else message
+        yield AddRequests([replace(r, goes_first=True) for r in message.requests]) if goes_first else message
 
 
 def _messages(

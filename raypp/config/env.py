@@ -43,6 +43,15 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     return Environment(log_level=level, settings=settings, ray_job_id=_ray_job_id(given.get(_RAY_JOB, "")))
 
 
+def passed_on(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables (None: those of the process) that an engine's processes take from whoever starts it.
+
+    The others are each node's own: folders, tokens, GPUs.
+    """
+    given = os.environ if variables is None else variables
+    return {name: value for name, value in given.items() if name.startswith("NCCL_") or name == _LOG_LEVEL}
+
+
 def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> None:
     """Log the variables named RAYPP_* that nobody reads (None: those of the process), once in a process.
 

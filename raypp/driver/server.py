@@ -261,6 +261,7 @@ class DriverServer:
             eos_token_ids=eos_token_ids,
             bad_word_token_ids=added.bad_word_token_ids,
             priority=added.priority,
+            goes_first=added.goes_first,
             items=added.items,
             cache_salt=added.cache_salt,
             client=client,

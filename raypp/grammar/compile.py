@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from raypp.errors import RequestError
@@ -81,7 +82,9 @@ def _with_grammars(form: Any) -> Any:
         if form.get("style", "json") != "json":
             return {**form, "json_schema": enforceable(form["json_schema"])}
         schema = json.dumps(enforceable_by_xgrammar(form["json_schema"]))
-        return {"type": "grammar", "grammar": str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))}
+        printed = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
+        # It prints U+00E9 as \xe9, and reads as many digits behind \x as there are; behind \u it reads four.
+        return {"type": "grammar", "grammar": re.sub(r"\\(\\|x)", lambda m: m[0].replace("x", "u00"), printed)}
     return {name: _with_grammars(part) for name, part in form.items()}
 
 

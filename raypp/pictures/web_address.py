@@ -17,6 +17,20 @@ _SCHEMES = {"http": 80, "https": 443}
 _PATH_CHARS = "%/:@!$&'()*+,;=~-._"
 _QUERY_CHARS = _PATH_CHARS + "?"
 
+_CLOSED = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "168.63.129.16/32",  # Azure: the virtual machine's host, with its metadata and keys
+            "192.0.0.0/24",  # protocol assignments, which the nearest network serves; Oracle's metadata at 192.0.0.192
+            "192.88.99.0/24",  # RFC 7526: relays of 6to4
+            "2001::/23",  # protocol assignments, Teredo's among them
+            "3fff::/20",  # RFC 9637: documentation
+        ),
+    )
+)
+"""What is not public, though `is_global` of some versions of Python says so."""
+
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")  # all of IPv6 that hosts of the internet have
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 _ISATAP = (0x00005EFE, 0x02005EFE)  # RFC 5214: before an IPv4 address, in the last 64 bits
@@ -109,6 +123,8 @@ def shortened(url: str) -> str:
 
 
 def _is_public(address: IPAddress) -> bool:
+    if any(address in network for network in _CLOSED):
+        return False
     if isinstance(address, ipaddress.IPv4Address):
         return address.is_global and not address.is_multicast
     if (mapped := address.ipv4_mapped) is not None:
@@ -118,7 +134,7 @@ def _is_public(address: IPAddress) -> bool:
         return _is_public(low)
     if address not in _GLOBAL_UNICAST or not address.is_global:
         return False
-    embedded = [address.sixtofour, *(address.teredo or ())]
+    embedded = [address.sixtofour]
     if (int(address) >> 32) & 0xFFFFFFFF in _ISATAP:
         embedded.append(low)
     return all(_is_public(inner) for inner in embedded if inner is not None)

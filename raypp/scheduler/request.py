@@ -26,6 +26,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # params.bad_words as tokens
     priority: int = 0  # smaller is served first
+    goes_first: bool = False  # before all others, whatever their priority
     items: PromptItems | None = None  # the images of the prompt
     cache_salt: str = ""  # requests of different salts share no blocks
     client: bytes = b""  # whom to answer; opaque to the scheduler

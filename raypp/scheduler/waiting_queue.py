@@ -1,5 +1,7 @@
 """The waiting requests in the order of their admission: by priority, then first come, first served.
 
+Requests that may have killed an engine are handed over to go first: before all others, whatever their priority.
+
 Of one priority, those that an engine before this one has begun are served before the others: somebody reads their
 texts, and they may come later, from another client or when their grammars are compiled.
 
@@ -13,8 +15,11 @@ from collections.abc import Iterable, Iterator
 
 from raypp.scheduler.request_state import RequestState
 
-Turn = tuple[int, bool, int]
-"""Priority, whether it begins here, and arrival; the smallest is served first. No two requests have the same."""
+Turn = tuple[bool, int, bool, int]
+"""Whether it has no claim to go first, priority, whether it begins here, and arrival. The smallest is served first.
+
+No two requests have the same.
+"""
 
 _FEW_STALE_TURNS = 64
 
@@ -74,18 +79,19 @@ class WaitingQueue:
 
         Requests with images may be overtaken while they wait for these.
         """
-        first_waiting: dict[tuple[int, bool], int] = {}
+        first_waiting: dict[tuple[bool, int, bool], int] = {}
         for state in self:
             if state.request.items is None:
-                first_waiting.setdefault(turn_of(state)[:2], state.arrival)
+                first_waiting.setdefault(turn_of(state)[:3], state.arrival)
         assert set(self._states) <= set(self._turns)
         assert len(self._turns) <= 2 * len(self._states) + _FEW_STALE_TURNS + 1
         for state in running:
-            arrival = first_waiting.get(turn_of(state)[:2], state.arrival)
+            arrival = first_waiting.get(turn_of(state)[:3], state.arrival)
             assert state.arrival <= arrival, "a request was overtaken"
         assert self.num_tokens == sum(state.num_tokens for state in self)
 
 
 def turn_of(state: RequestState) -> Turn:
     """Return the request's place in the order."""
-    return state.request.priority, not state.request.num_earlier_tokens, state.arrival
+    request = state.request
+    return not request.goes_first, request.priority, not request.num_earlier_tokens, state.arrival

@@ -90,6 +90,21 @@ def test_a_cluster_that_was_there_is_used_and_left_alone(at_address):
     assert not wait_until_gone([pids["driver"], *pids["stages"]], 0.0), "ended, on both nodes"
 
 
+def _environment(pid: int) -> dict[str, str]:
+    variables = Path(f"/proc/{pid}/environ").read_text().rstrip("\0").split("\0")
+    return dict(variable.partition("=")[::2] for variable in variables)
+
+
+def test_a_clusters_processes_take_variables_from_who_starts_the_engine(at_address, monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    monkeypatch.setenv("RAYPP_LOG_LEVEL", "INFO")
+    with _fake(num_stages=2, placement="strict_spread") as llm:
+        processes = llm.processes()
+        for pid in (processes["driver"], *processes["stages"]):
+            found = _environment(pid)
+            assert (found.get("NCCL_SOCKET_IFNAME"), found.get("RAYPP_LOG_LEVEL")) == ("eth7", "INFO")
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -2,11 +2,12 @@
 
 Each stage unmaps its neighbours' memory, tells them so, waits until they have told the same, and frees its own. A stage
 that was killed needs to tell nothing: its socket ends with it. Sockets are in Linux's abstract namespace, so no file is
-left over.
+left over; but other users of the machine see the names, and may connect. So both ends look whose process the other is.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from raypp.errors import DeadlineError
 
 _STAGE_INDEX = struct.Struct("<i")
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group: `ucred` of Linux
 
 
 class UnmapBarrier:
@@ -54,7 +56,9 @@ class UnmapBarrier:
             try:
                 connection, _ = self._listener.accept()
                 connection.settimeout(max(ends - time.monotonic(), 0.001))
-                received = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
+                received = b""
+                if _user_of(connection) == os.geteuid():
+                    received = connection.recv(_STAGE_INDEX.size, socket.MSG_WAITALL)
             except OSError as error:
                 raise DeadlineError(
                     f"stage {min(awaited)} did not connect", got=str(error), expected=f"a connection in {timeout_s} s"
@@ -99,6 +103,8 @@ class UnmapBarrier:
         connection.settimeout(timeout_s)
         try:
             connection.connect(f"\0{address}")
+            if (user := _user_of(connection)) != os.geteuid():
+                raise PermissionError(f"its socket is of user {user}, this process of user {os.geteuid()}")
             connection.sendall(_STAGE_INDEX.pack(self._stage_index))
         except OSError as error:
             connection.close()
@@ -108,3 +114,9 @@ class UnmapBarrier:
                 hint="ipc links need stages in one network namespace of one node; transport='nccl' does not",
             ) from error
         return connection
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Return the id of the user whose process is at the other end."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)

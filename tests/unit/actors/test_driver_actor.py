@@ -1,14 +1,23 @@
 """The driver's actor, with doubles in place of what it starts."""
 
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+
+import pytest
+import zmq
 
 from raypp.actors.driver_actor import DriverActor
-from raypp.actors.placement import Placement
+from raypp.actors.placement import Placement, StagePlace
 from raypp.config.engine_config import EngineConfig
+from raypp.errors import DeadlineError
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
+from raypp.step_channel import StageChannel
 from raypp.tracing import TraceEvent
 
 WAIT_S = 20.0
@@ -38,6 +47,12 @@ class MortalStages:
         pass
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="raypp") as folder:  # pytest's own are too long for a socket's path
+        yield Path(folder)
+
+
 def test_no_stage_is_left_while_it_is_asked_for_its_trace(tmp_path):
     config = EngineConfig.from_flat("tiny", num_stages=2, trace=str(tmp_path / "trace.json"))
     plan = plan_engine(config, Hardware(4))
@@ -63,3 +78,28 @@ def test_no_stage_is_left_while_it_is_asked_for_its_trace(tmp_path):
     assert [lane.name for lane in lanes] == ["driver", "stage 0", "stage 1"]
     assert [lane.name for lane in actor.trace()] == ["driver", "stage 0", "stage 1"], "kept when all have ended"
     assert stages.is_dead
+
+
+@pytest.mark.parametrize("is_on_one_node", [True, False])
+def test_steps_cross_the_network_only_encrypted(folder, is_on_one_node):
+    nodes = ["here", "here" if is_on_one_node else "there"]
+    places = tuple(StagePlace(index, node_id) for index, node_id in enumerate(nodes))
+    # Both nodes are this machine.
+    placement = Placement(cast(Any, None), "here", places, (), dict.fromkeys(nodes, "127.0.0.1"))
+    plan = plan_engine(EngineConfig.from_flat("tiny", num_stages=2), Hardware(4))
+    actor = DriverActor(plan, placement, str(folder))
+    actor._context = zmq.Context()
+    channel = actor._open_step_channel(2)
+    addresses = [*channel.stage_addresses, channel.result_address]
+    patience_s = WAIT_S if is_on_one_node else 0.2
+    stranger = StageChannel(0, addresses[0], addresses[-1], num_stages=2, send_timeout_s=patience_s)
+    try:
+        assert {address.partition(":")[0] for address in addresses} == {"ipc" if is_on_one_node else "tcp"}
+        assert (channel.server_key is None) == is_on_one_node
+        with suppress(DeadlineError):  # it may have been refused by now
+            stranger.send_result(b"stranger")
+        assert bool(channel.receive(patience_s)) == is_on_one_node
+    finally:
+        stranger.close()
+        channel.close()
+        actor._context.destroy(linger=0)

@@ -41,6 +41,7 @@ REQUESTS = [
         (1,),
         bad_word_token_ids=((1, 2), (3,)),
         priority=-4,
+        goes_first=True,
         is_streamed=False,
         cache_salt="salz \ud800",
     ),

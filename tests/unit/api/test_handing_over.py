@@ -25,6 +25,14 @@ def handed_over(has_image: list[bool], max_running: int) -> list[int]:
     return [len(message.requests) for message in messages]
 
 
+def test_those_that_go_first_keep_their_priority() -> None:
+    prepared = PreparedRequest("r", None, np.ones(4, np.int32), SamplingParams(), priority=-(2**31))
+    running = RunningRequest(prepared, [0], None, stream=False, on_change=lambda _: None)
+    for goes_first in (False, True):
+        [message] = messages_of_begun([(running, running.completions[0])], (0,), 8, goes_first=goes_first)
+        assert [(request.goes_first, request.priority) for request in message.requests] == [(goes_first, -(2**31))]
+
+
 def test_what_can_run_at_once_is_one_message() -> None:
     assert handed_over([False] * 70, max_running=40) == [40, 16, 14]
 

@@ -86,9 +86,9 @@ def test_a_stream_goes_on_where_it_was(
             last = await reader.task
         first, again = engine.added
         assert again.output_token_ids.tolist() == count_up(first)[:num_before]
-        for name in ("request_id", "handle", "seed", "is_streamed", "eos_token_ids", "params"):
+        for name in ("request_id", "handle", "seed", "priority", "is_streamed", "eos_token_ids", "params"):
             assert getattr(first, name) == getattr(again, name), name
-        assert (again.priority == 0) == bool(num_before), "what may have killed the engine must not wait for long"
+        assert again.goes_first == (num_before == 0), "what may have killed the engine must not wait for long"
         [completion] = last.outputs
         assert completion.token_ids == count_up(first)[:NUM_TOKENS]
         assert completion.text == tokenizer.decode(completion.token_ids)
@@ -401,7 +401,7 @@ def test_what_a_driver_says_last_counts_if_its_holder_was_quicker(make_engine: M
                 assert len((await reader.task).outputs[0].token_ids) == NUM_TOKENS
         again = {request.request_id: request for request in engine.added[3:]}
         assert {name: len(request.output_token_ids) for name, request in again.items()} == {"first": 2, "x": 2, "y": 0}
-        assert again["y"].priority == 0, "it was in no step, and cannot have done it"
+        assert not again["y"].goes_first, "it was in no step, and cannot have done it"
 
     run(body())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raypp.config.engine_config import EngineConfig
-from raypp.config.env import read_environment, warn_of_unknown_variables
+from raypp.config.env import passed_on, read_environment, warn_of_unknown_variables
 from raypp.config.names import SECTION_OF_SETTING, SECTIONS
 from raypp.config.toml import to_toml
 from raypp.errors import ConfigError
@@ -202,6 +202,11 @@ def test_environment() -> None:
         read_environment({"RAYPP_LOG_LEVEL": "loud"})
     beside_a_service = {"RAYPP_PORT": "tcp://raypp:8000", "RAYPP_NUM_STAGES": "2"}
     assert read_environment(beside_a_service).settings == {"RAYPP_NUM_STAGES": "2"}
+
+
+def test_what_an_engines_processes_take_from_whoever_starts_it() -> None:
+    taken = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "RAYPP_LOG_LEVEL": "debug"}
+    assert passed_on({"HOME": "/", "HF_TOKEN": "secret", "CUDA_VISIBLE_DEVICES": "1", **taken}) == taken
 
 
 def test_variables_that_raypp_does_not_have_are_ignored_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +235,19 @@ def test_a_request_that_was_begun_elsewhere_goes_on_after_its_tokens(make_rig):
     assert len(tokens.result()) == 7, "outputs name new tokens only"
     assert plans[0].start_token_ids.tolist() == [1, 2, 3, 50, 51, 52]
     assert plans[0].start_prompt_lens.tolist() == [3]
+
+
+def test_what_goes_first_is_before_the_smallest_priority(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    requests = [AddRequest(name, ord(name), np.array([ord(name)], np.int32), params, 0, ()) for name in "abc"]
+    places = [{}, {"priority": -(2**31)}, {"priority": 9, "goes_first": True}]
+    client.send(AddRequests([replace(r, **place) for r, place in zip(requests, places, strict=True)]))
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(client.next, OutputBatch)
+        plans = rig.answer(ended.done)
+    assert plans[0].start_token_ids.tolist() == [ord("c"), ord("b"), ord("a")]
 
 
 def test_what_can_never_run_is_rejected_and_the_rest_goes_on(make_rig):

@@ -79,6 +79,16 @@ def test_experts_whose_own_layers_differ_in_order_become_plain(tmp_path):
         assert torch.equal(weight.data[e], torch.cat([values[f"experts.{e}.gate"], values[f"experts.{e}.up"]]))
 
 
+def test_a_zero_of_0_comes_back_though_what_is_stored_is_less_by_one(tmp_path):
+    tensors, _ = quantized_layer("gptq zeros", torch.randn(16, 24))
+    codes_of_0 = {"qweight": torch.zeros_like(tensors["qweight"]), "qzeros": torch.full_like(tensors["qzeros"], -1)}
+    save_file({f"m.a.{end}": tensor for end, tensor in (tensors | codes_of_0).items()}, tmp_path / "model.safetensors")
+    weight = reader(tmp_path, quantization_of(CONFIGS["gptq zeros"])).weight(("a",), (16,), 24)
+    assert weight.zero is not None
+    assert not weight.zero.any()
+    assert not weight.dequantized(torch.float32).any()
+
+
 def test_skipped_layers_stay_as_they_are(tmp_path):
     plain = torch.randn(16, 24)
     quantized, values = quantized_layer("awq", torch.randn(16, 24))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import socket
 import threading
 import time
@@ -243,3 +244,43 @@ def test_what_cannot_be_encoded_is_the_requests_fault(url: str) -> None:
 )
 def test_an_address_is_as_public_as_what_it_leads_to(ip: str, expected: bool) -> None:
     assert is_public(ip) is expected
+
+
+# Of IANA's registries of special-purpose addresses what not every network reaches, and where clouds have metadata.
+CLOSED = """
+0.0.0.0/8 0.0.0.0/32 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 192.0.0.0/29
+192.0.0.8/32 192.0.0.9/32 192.0.0.10/32 192.0.0.170/32 192.0.0.171/32 192.0.2.0/24 192.88.99.0/24 192.88.99.2/32
+198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 224.0.0.0/4 240.0.0.0/4 255.255.255.255/32
+::1/128 ::/128 64:ff9b:1::/48 100::/64 100:0:0:1::/64 2001::/23 2001::/32 2001:1::1/128 2001:1::2/128
+2001:1::3/128 2001:2::/48 2001:3::/32 2001:4:112::/48 2001:10::/28 2001:20::/28 2001:30::/28 2001:db8::/32 3fff::/20
+5f00::/16 fc00::/7 fe80::/10 fec0::/10 ff00::/8
+169.254.169.254/32 169.254.170.2/32 168.63.129.16/32 192.0.0.192/32 100.100.100.200/32 169.254.42.42/32
+169.254.0.23/32 fd00:ec2::254/128 fd20:ce::254/128 fd00:42::42/128 fe80::a9fe:a9fe/128
+"""
+PRIVATE = [f"{10}.0.0.0/8", f"{192}.168.0.0/16"]  # spelled so that no check takes them for somebody's machine
+# Of the same registries what every network reaches, and the neighbours of what is closed.
+OPEN = """
+192.31.196.1 192.52.193.1 192.175.48.1 2620:4f:8000::1
+168.63.129.15 168.63.129.17 192.0.1.0 192.88.98.255 192.88.100.0 2001:200::1 3ffe:ffff::1 2003::1
+"""
+
+
+@pytest.mark.parametrize("network", [*CLOSED.split(), *PRIVATE])
+def test_special_addresses_are_closed_however_they_are_written(network: str) -> None:
+    block = ipaddress.ip_network(network)
+    for address in (block[0], block[block.num_addresses // 2], block[-1]):
+        forms = [address]
+        if isinstance(address, ipaddress.IPv4Address):
+            number = int(address)
+            forms += [
+                ipaddress.IPv6Address(0xFFFF << 32 | number),  # mapped
+                ipaddress.IPv6Address(0x64FF9B << 96 | number),  # NAT64
+                ipaddress.IPv6Address(0x2002 << 112 | number << 80 | 1),  # 6to4
+                ipaddress.IPv6Address(0x2606_4700 << 96 | 0x5EFE << 32 | number),  # ISATAP
+            ]
+        assert [str(form) for form in forms if is_public(str(form))] == []
+
+
+@pytest.mark.parametrize("ip", OPEN.split())
+def test_what_is_beside_special_addresses_is_open(ip: str) -> None:
+    assert is_public(ip)

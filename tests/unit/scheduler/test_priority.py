@@ -51,6 +51,19 @@ def test_requests_that_another_engine_has_begun_are_served_before_others_of_thei
     queue.check_integrity([])
 
 
+def test_no_priority_is_before_those_that_go_first():
+    queue = WaitingQueue()
+    states = [_state(arrival, priority) for arrival, priority in enumerate([-(2**31), 3, 0, -(2**31)])]
+    states[0].request.num_earlier_tokens = 1
+    for arrival in (1, 2):
+        states[arrival].request.goes_first = True
+    for state in states:
+        queue.push(state)
+    assert [state.arrival for state in queue] == [2, 1, 0, 3]
+    assert queue.last_of(states) is states[3]
+    queue.check_integrity([])
+
+
 def test_a_preempted_request_takes_its_place_again():
     queue = WaitingQueue()
     first, second = _state(0, 0), _state(1, 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import ray
 from ray.serve.deployment import Deployment
 
 from raypp.config.engine_config import EngineConfig
@@ -61,6 +64,23 @@ def test_prefixes_route_where_there_is_a_choice() -> None:
         assert found.request_router_kwargs == {"max_excess": 7}
     for settings in ({}, {"max_replicas": 1}, {"num_replicas": 2, "prefix_routing": False}):
         assert router(**settings).is_default_request_router()
+
+
+def test_a_replica_takes_the_variables_that_are_passed_on_and_keeps_what_its_job_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "RAYPP_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    assert "runtime_env" not in deployed(HttpSettings()).ray_actor_options
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    assert deployed(HttpSettings()).ray_actor_options["runtime_env"]["env_vars"] == {"NCCL_SOCKET_IFNAME": "eth1"}
+    job = {"py_modules": ["gcs://a.zip"], "env_vars": {"A": "1", "NCCL_SOCKET_IFNAME": "eth0"}}
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env=job))
+    assert deployed(HttpSettings()).ray_actor_options["runtime_env"] == {
+        "py_modules": ["gcs://a.zip"],
+        "env_vars": {"A": "1", "NCCL_SOCKET_IFNAME": "eth1"},
+    }
 
 
 @pytest.mark.parametrize(

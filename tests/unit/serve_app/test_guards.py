@@ -8,12 +8,15 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from running_app import RunningApp, running_app
+from starlette.types import Message, Receive, Scope, Send
 
 from raypp.api.tokenizer import Tokenizer
 from raypp.errors import RequestError
 from raypp.models.registry import resolve_model_path
 from raypp.openai_api.body_preparer import BodyPreparer
+from serve_app.error_answers import BodyTooLargeError
 from serve_app.http_app import OPEN_PATHS
+from serve_app.middleware import BodyLimit
 
 BODY = {"prompt": "x", "max_tokens": 1}
 
@@ -78,6 +81,29 @@ def test_large_bodies_are_refused(door: httpx.Client, announced: bool) -> None:
     assert answer.status_code == 413
     assert "2000 bytes" in answer.json()["error"]["message"]
     assert answer.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(("sizes", "num_taken"), [([40, 40, 20], 3), ([40, 40, 21], 2), ([1] * 102, 100), ([101], 0)])
+def test_all_parts_of_a_body_count(sizes: list[int], num_taken: int) -> None:
+    taken: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        taken.extend([await receive() for _ in sizes[:num_taken]])
+        if num_taken < len(sizes):
+            with pytest.raises(BodyTooLargeError):
+                await receive()
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    parts: list[Message] = [{"type": "http.request", "body": bytes(size), "more_body": True} for size in sizes]
+    given = iter(parts)
+
+    async def receive() -> Message:
+        return next(given)
+
+    asyncio.run(BodyLimit(app, 100)({"type": "http", "headers": []}, receive, send))
+    assert taken == parts[:num_taken]
 
 
 @pytest.mark.parametrize(("origin", "allowed"), [("https://good.example", True), ("https://bad.example", False)])

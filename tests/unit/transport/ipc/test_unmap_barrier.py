@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -92,3 +94,29 @@ def test_strangers_are_not_taken_for_neighbours() -> None:
     assert first.wait(DEADLINE_S) == []
     for stage in (first, stranger, second):
         stage.close()
+
+
+def test_other_users_are_not_taken_for_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = UnmapBarrier(0), UnmapBarrier(1)
+    second.connect({0: first.address}, DEADLINE_S)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    silent.connect(f"\0{first.address}")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(DeadlineError, match="stage 1 did not connect"):
+            first.connect({1: second.address}, 0.2)
+    assert silent.recv(1) == b"", "it is refused at once, and does not keep others waiting"
+    again = UnmapBarrier(1)
+    again.connect({0: first.address}, DEADLINE_S)
+    first.connect({1: again.address}, DEADLINE_S)
+    for each in (first, second, again, silent):
+        each.close()
+
+
+def test_other_users_do_not_take_a_neighbours_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = UnmapBarrier(0), UnmapBarrier(1)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(DeadlineError, match=r"stage 0 cannot be reached.*of user \d+, this process of user 12345"):
+        second.connect({0: first.address}, DEADLINE_S)
+    first.close()
+    second.close()
