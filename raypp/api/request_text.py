@@ -4,30 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypp.api.detokenizer import Decoder, Detokenizer
+from raypp.api.detokenizer import Detokenizer
 from raypp.api.stop import StopChecker
 
 
 class RequestText:
     """Grows with the tokens of one continuation."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        stops: Sequence[str] = (),
-        *,
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
-    ) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False) -> None:
         """Begin empty.
 
         Args:
-            decoder: Makes text of tokens.
+            detokenizer: Makes its text of tokens.
             stops: Strings that end the text.
-            skip_special_tokens: Whether special tokens have no text.
             include_stop: Whether the text holds the string that ended it.
         """
-        self._detokenizer = Detokenizer(decoder, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = detokenizer
         self._stop_checker = StopChecker(stops) if stops else None
         self._include_stop = include_stop
         self._text = ""

@@ -70,7 +70,7 @@ class RunningRequest:
         if len(handles) > 1:
             names = [f"{self.request_id}{COMPLETION_SEPARATOR}{index}" for index in range(len(handles))]
         self.completions = [
-            RunningCompletion(index, name, handle, prepared.params, decoder, streams=stream)
+            RunningCompletion(index, name, handle, prepared.params, decoder, prepared.prompt_token_ids, streams=stream)
             for index, (name, handle) in enumerate(zip(names, handles, strict=True))
         ]
         self.prepared = prepared
