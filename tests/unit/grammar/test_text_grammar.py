@@ -74,7 +74,7 @@ def test_an_end_token_that_is_ordinary_text_is_named_where_a_text_would_need_it(
     assert kept is not None
     text = TextGrammar(1, compile_constraint(source_of(kept), ended_by_quote, 1), VOCAB_SIZE, None)
     text.accept(tokenizer().encode(["{"])[0].tolist())
-    with pytest.raises(RequestError, match="eos_token_id in config.json") as caught:
+    with pytest.raises(RequestError, match=r"eos_token_id in config\.json") as caught:
         next_masks(text, [])
     assert caught.value.param == "structured_outputs"
 
