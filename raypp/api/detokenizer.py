@@ -10,6 +10,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
+from raypp.messages import Int32s
 from raypp.types import SamplingParams
 
 _Utf8Decoder = getincrementaldecoder("utf-8")
@@ -32,7 +33,7 @@ class Decoder(Protocol):
 class Detokenizer:
     """The text of one request. What `add` and `finish` return, joined, is the decoding of all tokens at once."""
 
-    def __init__(self, decoder: Decoder, *, skipped: Collection[int] = (), prompt: Sequence[int] = ()) -> None:
+    def __init__(self, decoder: Decoder, *, skipped: Collection[int] = (), prompt: Sequence[int] | Int32s = ()) -> None:
         """Begin empty.
 
         Args:
@@ -46,7 +47,7 @@ class Detokenizer:
         self._is_begun = any(decoder.token_bytes(int(t)) for t in reversed(prompt) if t not in skipped)
 
     @classmethod
-    def of_continuation(cls, decoder: Decoder, params: SamplingParams, prompt: Sequence[int]) -> Detokenizer:
+    def of_continuation(cls, decoder: Decoder, params: SamplingParams, prompt: Sequence[int] | Int32s) -> Detokenizer:
         """Return one for what continues a prompt, with the special tokens that the parameters show."""
         skipped = decoder.special_token_ids.difference(params.shown_special_tokens)
         return cls(decoder, skipped=skipped if params.skip_special_tokens else (), prompt=prompt)

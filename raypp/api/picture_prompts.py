@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,9 @@ from raypp.pictures.places import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader
 from raypp.prompt_items import PromptItems
 
-_NOTHING = "(?!)"  # a pattern that is found nowhere
-_CUT = "\ufdd0"
-"""Where a placeholder that a message spells is cut, so that no token is the whole of it. It is no character."""
+_CUT = "\ufdd0\ufdd1"
+"""Where a placeholder that a message spells is cut, so that no token is the whole of it. No text has these: they are
+noncharacters of Unicode."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -98,39 +98,32 @@ class PicturePrompts:
                 hint="shorten the conversation, or leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
-        return EncodedPrompt(expanded, items, self._between_cuts.sub("", text))
+        return EncodedPrompt(expanded, items, text.replace(_CUT, ""))
 
     def _tokenized(self, text: str, *, add_special_tokens: bool, max_kept: int | None = None) -> EncodedPrompt:
         """Return the tokens of a text: what is cut in it is tokenized apart."""
-        first, *more = self._between_cuts.split(text)
+        first, *more = text.split(_CUT)
         encode = partial(self._tokenizer.encode, max_kept=max_kept)
         encoded = [*encode([first], add_special_tokens=add_special_tokens), *encode(more, add_special_tokens=False)]
         kept = slice(None if max_kept is None else -max_kept, None)
         return EncodedPrompt(np.concatenate(encoded)[kept], text=first + "".join(more))
 
-    def _with_cut_marks(self, value: Any) -> Any:
+    def _with_cut_marks(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
-        if isinstance(value, str):
-            return self._placeholders.sub(lambda mark: mark[0][0] + _CUT + mark[0][1:], value)
-        if isinstance(value, Mapping):
-            return {key: self._with_cut_marks(one) for key, one in value.items()}
-        return [self._with_cut_marks(one) for one in value] if isinstance(value, list | tuple) else value
-
-    @cached_property
-    def _placeholders(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self._placeholder_texts)) or _NOTHING)
-
-    @cached_property
-    def _between_cuts(self) -> re.Pattern[str]:
-        cuts = [f"(?<={re.escape(text[0])}){_CUT}(?={re.escape(text[1:])})" for text in self._placeholder_texts]
-        return re.compile("|".join(cuts) or _NOTHING)
-
-    @cached_property
-    def _placeholder_texts(self) -> list[str]:
         if self._reader is None:
-            return []
+            return messages
         config = self._reader.config
-        return self._tokenizer.token_texts([config.image_token_id, config.video_token_id])
+        placeholders = self._tokenizer.token_texts([config.image_token_id, config.video_token_id])
+        spelled = re.compile("|".join(map(re.escape, placeholders)))
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, str):
+                return spelled.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
+            if isinstance(value, Mapping):
+                return {key: cut(one) for key, one in value.items()}
+            return [cut(one) for one in value] if isinstance(value, list | tuple) else value
+
+        return [cut(message) for message in messages]
 
     def _marks(self, reader: PictureReader) -> PictureMarks:
         config = reader.config
