@@ -155,7 +155,7 @@ class ChunkWriter:
         if choice.text_logprobs is None:
             choice.text_logprobs = TextLogprobs(self._params, self._decoder, output, echo=self._is_echoed)
         told = choice.text_logprobs.new_in(completion)
-        return told and told.model_dump()
+        return None if told is None else told.model_dump()
 
 
 def _plain(by_position: PromptLogprobs) -> list[dict[str, Any] | None]:
