@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,12 +11,12 @@ from typing import Any
 
 from raypp.errors import RayppError
 from raypp.openai_api.from_outputs import ResponseHead, reason_of
-from raypp.openai_api.logprob_answers import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.openai_api.logprob_answers import TextLogprobs, chat_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageDelta, MessageParser
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import StreamOptions
 from raypp.openai_api.responses import PromptLogprobs
-from raypp.types import CompletionOutput, Logprobs, RequestOutput
+from raypp.types import CompletionOutput, RequestOutput
 from serve_app.client_connection import error_event
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -31,7 +31,7 @@ class _Choice:
     parser: MessageParser | None = None  # of a chat's
     num_chars: int = 0
     num_tokens: int = 0
-    logprobs_offset: int = 0  # characters of the tokens whose log-probabilities were sent
+    text_logprobs: TextLogprobs | None = None  # of a completion's
     is_begun: bool = False
     is_finished: bool = False
 
@@ -58,7 +58,8 @@ class ChunkWriter:
         name = "text_completion" if self._make_parser is None else "chat.completion.chunk"
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
         self._head = json.dumps(fields, separators=(",", ":"))[:-1]
-        self._num_top = prepared.params.logprobs or 0
+        self._params = prepared.params
+        self._decoder = prepared.decoder
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
         self._choices: dict[int, _Choice] = {}
@@ -148,22 +149,13 @@ class ChunkWriter:
         """Return those of the tokens that are new; with an echo, in the first chunk, of the prompt's tokens before."""
         if completion.logprobs is None:
             return None
-        token_ids: Sequence[int] = completion.token_ids[choice.num_tokens :]
-        logprobs: Sequence[Logprobs | None] = completion.logprobs[choice.num_tokens :]
         if choice.parser is not None:
-            return chat_logprobs(token_ids, completion.logprobs[choice.num_tokens :], self._num_top).model_dump()
-        first_text = ""
-        if self._is_echoed and not choice.is_begun:
-            echo, of_prompt = output.prompt or "", output.prompt_logprobs
-            if of_prompt is None:
-                choice.logprobs_offset = len(echo)
-            else:
-                later = completion_logprobs(output.prompt_token_ids[1:], of_prompt[1:], 0).tokens
-                first_text = echo[: max(0, len(echo) - sum(map(len, later)))]
-                token_ids, logprobs = [*output.prompt_token_ids, *token_ids], [*of_prompt, *logprobs]
-        columns = completion_logprobs(token_ids, logprobs, self._num_top, choice.logprobs_offset, first_text)
-        choice.logprobs_offset += sum(map(len, columns.tokens))
-        return columns.model_dump()
+            token_ids, logprobs = completion.token_ids[choice.num_tokens :], completion.logprobs[choice.num_tokens :]
+            return chat_logprobs(token_ids, logprobs, self._params.logprobs or 0, self._decoder).model_dump()
+        if choice.text_logprobs is None:
+            choice.text_logprobs = TextLogprobs(self._params, self._decoder, output, echo=self._is_echoed)
+        told = choice.text_logprobs.new_in(completion)
+        return None if told is None else told.model_dump()
 
 
 def _plain(by_position: PromptLogprobs) -> list[dict[str, Any] | None]:

@@ -1,25 +1,19 @@
 """Token ids to text while the tokens are still coming.
 
-    window:  [ context | pending ]        context: the last tokens whose text is out
-    text of pending = decode(window) without decode(context)
-
-A token alone has no text: its first character may have begun in the token before, and a leading space may depend on
-there being one. So a short window is decoded, twice. While its text ends in U+FFFD the last character is incomplete,
-and nothing of the pending tokens is given out.
-
-Vocabularies with byte fallback have tokens that are one byte each. A run of them is text if all its bytes together are
-valid UTF-8; if one is not, each of them becomes U+FFFD, the valid ones too. So a run is kept back until it ends.
+Text is the UTF-8 of its tokens' bytes, one behind the other. A token alone has no text: its first character may have
+begun in the token before, and the space of a word is text only behind another token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
+from codecs import getincrementaldecoder
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-_INCOMPLETE = "\ufffd"
-_MAX_PENDING = 16
-"""A character has at most 4 tokens. More pending ones are bytes that are no text, and the window must not grow."""
+from raypp.messages import Int32s
+from raypp.types import SamplingParams
+
+_Utf8Decoder = getincrementaldecoder("utf-8")
 
 
 class Decoder(Protocol):
@@ -29,97 +23,84 @@ class Decoder(Protocol):
     def special_token_ids(self) -> frozenset[int]:
         """The tokens that `skip_special_tokens` leaves out."""
 
-    @property
-    def byte_token_ids(self) -> frozenset[int]:
-        """The tokens of a byte fallback, one byte each; empty without one."""
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, special ones too."""
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token alone, special ones too."""
-
-
-class ShowingDecoder:
-    """A decoder to which some special tokens are text like any other."""
-
-    def __init__(self, decoder: Decoder, shown_token_ids: Iterable[int]) -> None:
-        self._decoder = decoder
-        self.special_token_ids = decoder.special_token_ids - frozenset(shown_token_ids)
-
-    @property
-    def byte_token_ids(self) -> frozenset[int]:
-        """The tokens of a byte fallback, one byte each; empty without one."""
-        return self._decoder.byte_token_ids
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of tokens."""
-        if skip_special_tokens:
-            token_ids = [token_id for token_id in token_ids if token_id not in self.special_token_ids]
-        return self._decoder.decode(token_ids, skip_special_tokens=False)
-
-    def token_text(self, token_id: int) -> str:
-        """Return the text of a token alone, special ones too."""
-        return self._decoder.token_text(token_id)
+        """Return the text of a token behind others, special ones too."""
 
 
 class Detokenizer:
     """The text of one request. What `add` and `finish` return, joined, is the decoding of all tokens at once."""
 
-    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool = True) -> None:
-        self._decode = partial(decoder.decode, skip_special_tokens=skip_special_tokens)
-        self._skipped_token_ids = decoder.special_token_ids if skip_special_tokens else frozenset()
-        self._byte_token_ids = decoder.byte_token_ids
-        self._run: list[int] = []  # the newest tokens, as far as they are single bytes
-        self._window: list[int] = []
-        self._num_context = 0  # tokens of the window whose text is out
-        self._context_text_len = 0
+    def __init__(self, decoder: Decoder, *, skipped: Collection[int] = (), prompt: Sequence[int] | Int32s = ()) -> None:
+        """Begin empty.
 
-    def add(self, token_ids: Sequence[int]) -> str:
+        Args:
+            decoder: Tells the tokens' bytes.
+            skipped: Tokens that have no text.
+            prompt: The tokens that the text continues.
+        """
+        self._token_bytes = decoder.token_bytes
+        self._skipped = skipped
+        self._utf8 = _Utf8Decoder("replace")
+        self._is_begun = any(decoder.token_bytes(int(t)) for t in reversed(prompt) if t not in skipped)
+
+    @classmethod
+    def of_continuation(cls, decoder: Decoder, params: SamplingParams, prompt: Sequence[int] | Int32s) -> Detokenizer:
+        """Return one for what continues a prompt, with the special tokens that the parameters show."""
+        skipped = decoder.special_token_ids.difference(params.shown_special_tokens)
+        return cls(decoder, skipped=skipped if params.skip_special_tokens else (), prompt=prompt)
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of the next token."""
+        piece = b"" if token_id in self._skipped else self._token_bytes(token_id)
+        if piece and not self._is_begun:
+            self._is_begun = True
+            return self._token_bytes(token_id, is_first=True)
+        return piece
+
+    def add(self, token_ids: Iterable[int]) -> str:
         """Take in tokens and return the text that they complete; no character of it will change any more."""
-        pending = self._without_open_run([t for t in token_ids if t not in self._skipped_token_ids])
-        if not pending:
-            return ""
-        window = self._window
-        window.extend(pending)
-        text = self._decode(window)
-        if text.endswith(_INCOMPLETE):
-            return self._settle_part(text) if len(window) - self._num_context > _MAX_PENDING else ""
-        new_text = text[self._context_text_len :]
-        self._set_context(window[self._num_context :], num_pending=0)
-        return new_text
+        return self._utf8.decode(b"".join(map(self.piece, token_ids)))
 
     def finish(self) -> str:
-        """Return the text of what is still pending, incomplete characters as U+FFFD."""
-        new_text = self._decode(self._window + self._run)[self._context_text_len :]
-        self._run = []
-        self._set_context([], num_pending=0)
-        return new_text
+        """Return the text of what is still pending: an incomplete character as U+FFFD."""
+        return self._utf8.decode(b"", final=True)
 
-    def _without_open_run(self, token_ids: list[int]) -> list[int]:
-        """Return the tokens up to the last one that is no single byte; keep those behind it back."""
-        end = len(token_ids)
-        while end and token_ids[end - 1] in self._byte_token_ids:
-            end -= 1
-        if not end:
-            self._run += token_ids
-            return []
-        closed = self._run + token_ids[:end]
-        self._run = token_ids[end:]
-        return closed
 
-    def _settle_part(self, text: str) -> str:
-        """Give out the pending tokens but the last few, cut where the text is the same cut or whole."""
-        window = self._window
-        for num_kept in range(1, _MAX_PENDING // 2):
-            head = self._decode(window[:-num_kept])
-            if head + self._decode(window[-num_kept:]) == text:
-                new_text = head[self._context_text_len :]
-                self._set_context(window[-num_kept:], num_pending=num_kept)
-                return new_text
-        return ""
+class TokenPlaces:
+    """Where the tokens of a text begin in it, in characters."""
 
-    def _set_context(self, window: list[int], num_pending: int) -> None:
-        self._window = window
-        self._num_context = len(window) - num_pending
-        self._context_text_len = len(self._decode(window[: self._num_context])) if self._num_context else 0
+    def __init__(self, num_chars: int = 0) -> None:
+        """Begin with the next token behind so many characters."""
+        self._utf8 = _Utf8Decoder("replace")
+        self.num_chars = num_chars
+        """Characters that are complete."""
+
+    def add(self, piece: bytes) -> int:
+        """Take in the bytes of a token; return the place of the character that the first of them is in."""
+        if not piece:
+            return self.num_chars
+        self.num_chars += len(self._utf8.decode(piece[:1]))
+        is_open = bool(self._utf8.getstate()[0])
+        place = self.num_chars - 1 + is_open
+        self.num_chars += len(self._utf8.decode(piece[1:]))
+        return place
+
+
+def prompt_places(decoder: Decoder, prompt: str, token_ids: Iterable[int]) -> list[int]:
+    """Return where the tokens of a prompt begin in its text.
+
+    What the tokenizer put in front of a text is not in it: special tokens, and the space of a first word.
+    """
+    places, found = TokenPlaces(), list[int]()
+    special = decoder.special_token_ids
+    for token_id in token_ids:
+        piece, at = decoder.token_bytes(token_id), places.num_chars
+        if token_id in special and not prompt.startswith(decoder.token_text(token_id), at):
+            piece = b""
+        elif piece.startswith(b" ") and not prompt.startswith(" ", at):
+            piece = piece[1:]
+        found.append(places.add(piece))
+    return found

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.stop import StopScope, WholeText
@@ -15,6 +19,10 @@ from raypp.pictures.content import Content, sources_as_contents, take_pictures
 from raypp.pictures.places import place_pictures
 from raypp.pictures.reader import PictureMarks, PictureReader
 from raypp.prompt_items import PromptItems
+
+_CUT = "\ufdd0\ufdd1"
+"""Where a placeholder that a message spells is cut, so that no token is the whole of it. No text has these: they are
+noncharacters of Unicode."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -56,7 +64,7 @@ class PicturePrompts:
         plain, contents = take_pictures(messages)
         if contents:
             self._needed_reader()
-        text = self._tokenizer.render_chat(plain, rendering)
+        text = self._tokenizer.render_chat(self._with_cut_marks(plain), rendering)
         return self._encoded(text, contents, add_special_tokens=rendering.add_special_tokens, max_kept=max_kept)
 
     def text(self, text: str, images: Any) -> EncodedPrompt:
@@ -78,13 +86,12 @@ class PicturePrompts:
         self, text: str, contents: Sequence[Content], *, add_special_tokens: bool, max_kept: int | None = None
     ) -> EncodedPrompt:
         if not contents:
-            [token_ids] = self._tokenizer.encode([text], add_special_tokens=add_special_tokens, max_kept=max_kept)
-            return EncodedPrompt(token_ids, text=text)
+            return self._tokenized(text, add_special_tokens=add_special_tokens, max_kept=max_kept)
         reader = self._needed_reader()
         pictures = reader.read(contents)
         marked = reader.mark_frames(text, pictures, self._marks(reader))
-        [token_ids] = self._tokenizer.encode([marked], add_special_tokens=add_special_tokens)
-        expanded, items = place_pictures(token_ids, [item for p in pictures for item in p.items], reader.config)
+        prompt = self._tokenized(marked, add_special_tokens=add_special_tokens)
+        expanded, items = place_pictures(prompt.token_ids, [item for p in pictures for item in p.items], reader.config)
         if max_kept is not None and len(expanded) > max_kept:
             raise RequestError(
                 "a prompt with images cannot be cut",
@@ -93,7 +100,32 @@ class PicturePrompts:
                 hint="shorten the conversation, or leave truncate_prompt_tokens out",
                 param="truncate_prompt_tokens",
             )
-        return EncodedPrompt(expanded, items, text)
+        return EncodedPrompt(expanded, items, text.replace(_CUT, ""))
+
+    def _tokenized(self, text: str, *, add_special_tokens: bool, max_kept: int | None = None) -> EncodedPrompt:
+        """Return the tokens of a text: what is cut in it is tokenized apart."""
+        first, *more = text.split(_CUT)
+        encode = partial(self._tokenizer.encode, max_kept=max_kept)
+        encoded = [*encode([first], add_special_tokens=add_special_tokens), *encode(more, add_special_tokens=False)]
+        kept = slice(None if max_kept is None else -max_kept, None)
+        return EncodedPrompt(np.concatenate(encoded)[kept], text=first + "".join(more))
+
+    def _with_cut_marks(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose texts hold no placeholder of the model; those that they spell are cut."""
+        if self._reader is None:
+            return messages
+        config = self._reader.config
+        placeholders = self._tokenizer.token_texts([config.image_token_id, config.video_token_id])
+        spelled = re.compile("|".join(map(re.escape, placeholders)))
+
+        def cut(value: Any) -> Any:
+            if isinstance(value, str):
+                return spelled.sub(lambda found: found[0][0] + _CUT + found[0][1:], value)
+            if isinstance(value, Mapping):
+                return {key: cut(one) for key, one in value.items()}
+            return [cut(one) for one in value] if isinstance(value, list | tuple) else value
+
+        return [cut(message) for message in messages]
 
     def _marks(self, reader: PictureReader) -> PictureMarks:
         config = reader.config

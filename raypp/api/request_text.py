@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raypp.api.detokenizer import Decoder, Detokenizer
+from raypp.api.detokenizer import Detokenizer
 from raypp.api.stop import StopChecker, StopScope, WholeText
 
 
@@ -13,23 +13,21 @@ class RequestText:
 
     def __init__(
         self,
-        decoder: Decoder,
+        detokenizer: Detokenizer,
         stops: Sequence[str] = (),
         *,
-        skip_special_tokens: bool = True,
         include_stop: bool = False,
         scope: StopScope | None = None,
     ) -> None:
         """Begin empty.
 
         Args:
-            decoder: Makes text of tokens.
+            detokenizer: Makes its text of tokens.
             stops: Strings that end the text.
-            skip_special_tokens: Whether special tokens have no text.
             include_stop: Whether the text holds the string that ended it.
             scope: Which parts of the text the strings are about; None: all of it.
         """
-        self._detokenizer = Detokenizer(decoder, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = detokenizer
         self._stop_checker = StopChecker(stops) if stops else None
         self._include_stop = include_stop
         self._scope: StopScope = WholeText() if scope is None else scope

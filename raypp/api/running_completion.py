@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from raypp.api.detokenizer import Decoder, ShowingDecoder
+from raypp.api.detokenizer import Decoder, Detokenizer
 from raypp.api.engine_counters import NOTHING_COUNTED, Counters, sum_over_engines
 from raypp.api.output_logprobs import LogprobLists, decoded_logprobs
 from raypp.api.request_text import RequestText
@@ -37,6 +37,7 @@ class RunningCompletion:
         handle: int,
         params: SamplingParams,
         decoder: Decoder | None,
+        prompt: Int32s,
         make_stop_scope: Callable[[], StopScope] = WholeText,
         *,
         streams: bool,
@@ -49,6 +50,7 @@ class RunningCompletion:
             handle: The number that outputs name it by.
             params: Of its request.
             decoder: Makes its text; None leaves it empty.
+            prompt: The tokens [P] that it continues.
             make_stop_scope: Of which parts of its text stop strings are about.
             streams: Whether its text is asked for before the end.
         """
@@ -63,20 +65,10 @@ class RunningCompletion:
         self._earlier: Counters | None = None  # of the engines before, if one of them ran it
         self._waited_us = 0  # before the engine that was the first to run it, or has it now
         self._params = params
-        self._decoder = decoder if params.detokenize else None
-        if self._decoder is not None and params.shown_special_tokens:
-            self._decoder = ShowingDecoder(self._decoder, params.shown_special_tokens)
-        self._vocabulary = decoder
-        self._text: RequestText | None = None
-        if self._decoder is not None and (streams or params.stop):
-            self._text = RequestText(
-                self._decoder,
-                params.stop,
-                skip_special_tokens=params.skip_special_tokens,
-                include_stop=params.include_stop_str_in_output,
-                scope=make_stop_scope(),
-            )
-        self._final_text = ""
+        self._decoder = decoder
+        self._prompt = prompt
+        self._make_stop_scope = make_stop_scope
+        self._text = self._empty_text() if streams or params.stop else None
         self._logprobs: list[Logprobs] | None = None if params.logprobs is None else []
         self._logprob_sums = [0.0]  # of the first tokens' log-probabilities
 
@@ -114,7 +106,7 @@ class RunningCompletion:
             logprobs: Of the new tokens, if they were asked for.
         """
         if self._logprobs is not None and logprobs is not None:
-            self._logprobs += decoded_logprobs(logprobs, self._vocabulary)
+            self._logprobs += decoded_logprobs(logprobs, self._decoder)
             own = [of_token[0] for of_token in logprobs.logprobs]
             self._logprob_sums += list(accumulate(own, initial=self._logprob_sums[-1]))[1:]
         if self._text is not None:
@@ -139,12 +131,23 @@ class RunningCompletion:
         logprobs = None if self._logprobs is None else self._logprobs[:num_tokens]
         return CompletionOutput(
             index=self.index,
-            text=self._text.visible if self._text is not None else self._final_text,
+            text=self._text.visible if self._text is not None else "",
             token_ids=self.token_ids.copy(),
             cumulative_logprob=None if logprobs is None else self._logprob_sums[num_tokens],
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+        )
+
+    def _empty_text(self) -> RequestText | None:
+        if self._decoder is None or not self._params.detokenize:
+            return None
+        detokenizer = Detokenizer.of_continuation(self._decoder, self._params, self._prompt)
+        return RequestText(
+            detokenizer,
+            self._params.stop,
+            include_stop=self._params.include_stop_str_in_output,
+            scope=self._make_stop_scope(),
         )
 
     def _add_with_text(self, text: RequestText, token_ids: list[int], reason: int) -> str | None:
@@ -169,8 +172,7 @@ class RunningCompletion:
     def _end(self, reason: FinishReasonName, stop_reason: int | str | None) -> None:
         self.finish_reason = reason
         self.stop_reason = stop_reason
-        if self._text is None and self._decoder is not None:
-            self._final_text = self._decoder.decode(
-                self.token_ids[: self._num_with_text(self.token_ids, reason)],
-                skip_special_tokens=self._params.skip_special_tokens,
-            )
+        if self._text is None and (text := self._empty_text()) is not None:
+            text.add(self.token_ids[: self._num_with_text(self.token_ids, reason)])
+            text.finish()
+            self._text = text

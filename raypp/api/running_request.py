@@ -72,7 +72,16 @@ class RunningRequest:
         if len(handles) > 1:
             names = [f"{self.request_id}{COMPLETION_SEPARATOR}{index}" for index in range(len(handles))]
         self.completions = [
-            RunningCompletion(index, name, handle, prepared.params, decoder, prepared.make_stop_scope, streams=stream)
+            RunningCompletion(
+                index,
+                name,
+                handle,
+                prepared.params,
+                decoder,
+                prepared.prompt_token_ids,
+                prepared.make_stop_scope,
+                streams=stream,
+            )
             for index, (name, handle) in enumerate(zip(names, handles, strict=True))
         ]
         self.prepared = prepared

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from raypp.api.context_length import context_length_error
+from raypp.api.detokenizer import Detokenizer
 from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.tokenizer_class import tokenizer_class
 from raypp.errors import ContextLengthError, ModelLoadError, RequestError
@@ -30,6 +31,9 @@ _PROBE_CHARS_PER_TOKEN = 16
 
 _MIN_END_CHARS, _MIN_END_TOKENS = 1024, 64
 """How much more than the tokens that are kept is tokenized at least, where only the end of a text is."""
+
+_BROKEN = "\ufffd"
+_FALLBACK_NAME = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
@@ -61,12 +65,12 @@ class Tokenizer:
             self._hf.chat_template = chat_template
         # transformers would warn in the log of a text that is longer; it is refused, and its client told.
         self._hf.model_max_length = sys.maxsize
-        # Streaming decodes two tokens at a time; transformers' own checks would cost several times the decoding.
         backend = getattr(self._hf, "backend_tokenizer", None)
         self._decode: Callable[..., Any] = (
             backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
         )
-        self._token_texts: dict[int, str] = {}  # at most the vocabulary
+        self._token_bytes: dict[int, bytes] = {}  # at most the vocabulary, as the next
+        self._token_texts: dict[int, str] = {}
         self._max_tokens = max_tokens
         self._vocabulary: dict[str, int] = self._hf.get_vocab()
         self._max_token_chars = max(map(len, self._vocabulary), default=1)
@@ -185,14 +189,43 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens, by default without special ones, spaces as they are."""
-        text: str = self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+        detokenizer = Detokenizer(self, skipped=self.special_token_ids if skip_special_tokens else ())
+        return detokenizer.add(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Return the bytes that a token adds to a text, special ones too; none for an id without a token.
+
+        Args:
+            token_id: The token.
+            is_first: Whether it begins the text: a SentencePiece vocabulary drops the space of a first word.
+        """
+        piece = self._token_bytes.get(token_id)
+        if piece is None:
+            piece = self._token_bytes[token_id] = self._bytes_behind_itself(token_id)
+        if is_first and _BROKEN not in (alone := self._decoded(token_id)):
+            return alone.encode()
+        return piece
+
+    def _bytes_behind_itself(self, token_id: int) -> bytes:
+        """Return what decoding a token twice adds to decoding it once, or the bytes that its name stands for."""
+        twice = self._decoded(token_id, token_id)
+        if _BROKEN in twice:  # a part of a character
+            [name] = self.token_texts([token_id])
+            if of_fallback := _FALLBACK_NAME.fullmatch(name):
+                return bytes.fromhex(of_fallback[1])
+            if _byte_characters().keys() >= set(name):
+                return bytes(_byte_characters()[char] for char in name)
+        return twice[len(self._decoded(token_id)) :].encode()
+
+    def _decoded(self, *token_ids: int) -> str:
+        text: str = self._decode(token_ids, skip_special_tokens=False)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token alone, special ones too. Kept: log-probabilities ask for the same ones often."""
+        """Return the text of a token behind others, special ones too; a part of a character is U+FFFD."""
         text = self._token_texts.get(token_id)
         if text is None:
-            text = self._token_texts[token_id] = self.decode((token_id,), skip_special_tokens=False)
+            text = self._token_texts[token_id] = self.token_bytes(token_id).decode(errors="replace")
         return text
 
     def token_id(self, text: str) -> int | None:
@@ -227,14 +260,6 @@ class Tokenizer:
         added = self._hf.added_tokens_decoder
         return frozenset(self._hf.all_special_ids) | {index for index, token in added.items() if token.special}
 
-    @cached_property
-    def byte_token_ids(self) -> frozenset[int]:
-        """The tokens of a byte fallback, `<0x00>` to `<0xFF>`; empty where they are no bytes to the decoder."""
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        if not self.has_tokens(*names) or self.decode([self._vocabulary[names[ord("A")]]]) != "A":
-            return frozenset()
-        return frozenset(self._vocabulary[name] for name in names)
-
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """The token that ends a text, as far as the tokenizer knows; the model may name more."""
@@ -244,6 +269,16 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included. A model's embedding may be larger: it is often padded."""
         return len(self._hf)
+
+
+@cache
+def _byte_characters() -> dict[str, int]:
+    """Return the characters that a byte-level vocabulary writes bytes as: themselves, or one above 255, in order."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    others = sorted(set(range(256)).difference(map(ord, alphabet)))
+    return dict(zip(alphabet, [*(ord(char) for char in alphabet if ord(char) < 256), *others], strict=True))
 
 
 def _too_long(got: str, max_tokens: int, more: str = "") -> ContextLengthError:

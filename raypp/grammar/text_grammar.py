@@ -108,7 +108,9 @@ class TextGrammar:
             raise RequestError(
                 "no token of the model continues this text under its grammar",
                 got=f"a text of {self.num_accepted} tokens",
-                expected="a grammar all of whose beginnings can be completed",
+                expected="a grammar all of whose beginnings can be completed, by tokens that do not end a text",
+                hint="if every JSON form fails, eos_token_id in config.json or generation_config.json may name a token "
+                "of ordinary text, such as a quote: no text can hold it; name the model's end token there",
                 param="structured_outputs",
             )
         num_followed, followed = 0, list[int]()

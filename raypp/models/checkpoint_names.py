@@ -82,7 +82,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     files = file_of_tensor(path)
     headers = {file: _header(path / file) for file in dict.fromkeys(files.values())}
-    return {name: headers[file][name] for name, file in files.items() if name in headers[file]}
+    found = {name: tensor for header in headers.values() for name, tensor in header.items()}  # the index may be wrong
+    return {name: headers[file].get(name, found[name]) for name, file in files.items() if name in found}
 
 
 def are_alike(one: StoredTensor, other: StoredTensor) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from raypp.errors import ModelLoadError
-from raypp.models.checkpoint_names import are_alike, has_safetensors, stored_tensors
+from raypp.models.checkpoint_names import are_alike, file_of_tensor, has_safetensors, stored_tensors
 from raypp.models.config_fields import ConfigFields, read_json
 from raypp.models.expert_config import ExpertConfig, read_experts
 from raypp.models.families import FAMILIES, Family
@@ -133,15 +133,21 @@ def load_model_config(
 
 
 def as_stored(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the configuration as the directory's weights have it: they decide whether the LM head is tied.
+    """Return the configuration as the directory's weights have it: their names, and whether the LM head is tied.
 
+    A model that was saved without its head has no `model.` in front of its names.
     Some checkpoints are called tied and store an LM head besides. It is mostly the embedding once more; where it is
     not, it is the LM head (as transformers has it: 5.17, `PreTrainedModel.tie_weights`).
 
     Raises:
         ModelLoadError: the checkpoint is not readable.
     """
-    if not config.tie_word_embeddings or not has_safetensors(path):
+    if not has_safetensors(path):
+        return config
+    names = file_of_tensor(path)
+    if config.vision is None and EMBEDDING in names and config.weight_prefix + EMBEDDING not in names:
+        config = replace(config, weight_prefix="")
+    if not config.tie_word_embeddings:
         return config
     tensors = stored_tensors(path)
     embedding, lm_head = tensors.get(f"{config.weight_prefix}{EMBEDDING}"), tensors.get(LM_HEAD)

@@ -182,9 +182,15 @@ def _read_awq(section: _Section, _: ConfigFields) -> Quantization:
     section.require("version", ("gemm",), where_unsaid="gemm")
     section.require("zero_point", (True,), where_unsaid=True)
     group_size = section.group_size("group_size" if section.get("group_size") is not None else "q_group_size")
-    return Quantization(
-        format="awq", block=(1, group_size), has_zeros=True, skipped=section.names("modules_to_not_convert")
-    )
+    skipped = tuple(map(_anywhere, section.names("modules_to_not_convert")))
+    return Quantization(format="awq", block=(1, group_size), has_zeros=True, skipped=skipped)
+
+
+def _anywhere(part: str) -> str:
+    """Return the pattern of modules whose names hold a text, as AWQ's tools take it; a dot at its end ends a part."""
+    if part.startswith(_PATTERN):
+        return part
+    return rf"{_PATTERN}.*{re.escape(part.rstrip('.'))}" + (r"(\.|$)" if part.endswith(".") else "")
 
 
 def _read_gptq(section: _Section, _: ConfigFields) -> Quantization:

@@ -77,6 +77,7 @@ class CheckpointWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._open_files: dict[str, Any] = {}
+        self._names: dict[str, Collection[str]] = {}  # of the tensors in an open file
         self._read: set[str] = set()
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -102,7 +103,7 @@ class CheckpointWeights:
     def _get(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, where: tuple[int | slice, ...] | None
     ) -> torch.Tensor:
-        file_name = self._file_of_tensor.get(name)
+        file_name = self._file_with(name)
         if file_name is None:
             raise missing_tensor(self._path, name, shape, self._file_of_tensor)
         self._read.add(name)
@@ -120,12 +121,12 @@ class CheckpointWeights:
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, None if there is none of that name."""
-        file_name = self._file_of_tensor.get(name)
+        file_name = self._file_with(name)
         return None if file_name is None else tuple(self._open(file_name).get_slice(name).get_shape())
 
     def type_of(self, name: str) -> torch.dtype | None:
         """Return the type of a tensor, None if there is none of that name, or it is one that raypp never uses."""
-        file_name = self._file_of_tensor.get(name)
+        file_name = self._file_with(name)
         return None if file_name is None else _TYPES.get(self._open(file_name).get_slice(name).get_dtype())
 
     def unread(self) -> Collection[str]:
@@ -136,6 +137,20 @@ class CheckpointWeights:
     def _file_of_tensor(self) -> dict[str, str]:
         """Which file holds which tensor."""
         return file_of_tensor(self._path)
+
+    def _file_with(self, name: str) -> str | None:
+        """Return the file that holds a tensor, which may be another one than the index says."""
+        said = self._file_of_tensor.get(name)
+        if said is None or name in self._names_in(said):
+            return said
+        others = dict.fromkeys(self._file_of_tensor.values())
+        found = (file for file in others if (self._path / file).is_file() and name in self._names_in(file))
+        return next(found, said)
+
+    def _names_in(self, file_name: str) -> Collection[str]:
+        if file_name not in self._names:
+            self._names[file_name] = frozenset(self._open(file_name).keys())
+        return self._names[file_name]
 
     def _open(self, file_name: str) -> Any:
         if file_name not in self._open_files:

@@ -222,6 +222,7 @@ class BodyPreparer:
             params,
             make_parser=make_parser,
             num_reasoning=partial(num_thought_tokens, self.tokenizer, thoughts, begun=begun),
+            decoder=self.tokenizer,
             return_token_ids=bool(request.return_token_ids),
         )
 
@@ -248,7 +249,7 @@ class BodyPreparer:
             prompts = await self._with_texts(prompts)
         prompts = [replace(prompt, cache_salt=request.cache_salt or "") for prompt in prompts]
         return PreparedCompletion(
-            prompts, params, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
+            prompts, params, self._tokenizer, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
         )
 
     async def _with_texts(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:

@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypp.openai_api.logprob_answers import chat_logprobs, completion_logprobs, prompt_logprobs
+from raypp.api.detokenizer import Decoder
+from raypp.openai_api.logprob_answers import TextLogprobs, chat_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import (
     AssistantMessage,
@@ -15,7 +16,6 @@ from raypp.openai_api.responses import (
     ChatCompletion,
     Completion,
     CompletionChoice,
-    CompletionLogprobs,
     CompletionTokensDetails,
     FinishReason,
     PromptTokensDetails,
@@ -77,6 +77,7 @@ def chat_completion(
     make_parser: Callable[[], MessageParser] = _plain_parser,
     num_reasoning: Callable[[CompletionOutput], int] | None = None,
     *,
+    decoder: Decoder | None = None,
     return_token_ids: bool = False,
 ) -> ChatCompletion:
     """Return a finished conversation's answers.
@@ -87,6 +88,7 @@ def chat_completion(
         params: How it was sampled.
         make_parser: Of a parser for each answer.
         num_reasoning: As of `usage_of`.
+        decoder: Tells the tokens' bytes.
         return_token_ids: Whether to hold the tokens.
     """
     parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
@@ -100,7 +102,7 @@ def chat_completion(
                 message=message,
                 logprobs=None
                 if completion.logprobs is None
-                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0),
+                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0, decoder),
                 finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
                 token_ids=completion.token_ids if return_token_ids else None,
@@ -140,6 +142,7 @@ def completion(
     outputs: Sequence[RequestOutput],
     params: SamplingParams,
     *,
+    decoder: Decoder | None = None,
     echo: bool = False,
     return_token_ids: bool = False,
 ) -> Completion:
@@ -149,6 +152,7 @@ def completion(
         head: The response's name.
         outputs: One per prompt.
         params: How they were sampled.
+        decoder: Tells where in a text its tokens are.
         echo: Begin each text with its prompt. A prompt that came as token ids has no text.
         return_token_ids: Whether to hold the tokens.
     """
@@ -156,7 +160,7 @@ def completion(
         CompletionChoice(
             index=prompt_index * len(output.outputs) + continued.index,
             text=(output.prompt or "") + continued.text if echo else continued.text,
-            logprobs=_text_logprobs(output, continued, params.logprobs or 0, echo=echo),
+            logprobs=TextLogprobs(params, decoder, output, echo=echo).new_in(continued),
             finish_reason=continued.finish_reason,
             stop_reason=continued.stop_reason,
             prompt_logprobs=None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs),
@@ -167,21 +171,3 @@ def completion(
         for continued in output.outputs
     ]
     return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage_of(outputs))
-
-
-def _text_logprobs(
-    output: RequestOutput, continued: CompletionOutput, num_top: int, *, echo: bool
-) -> CompletionLogprobs | None:
-    if continued.logprobs is None:
-        return None
-    if not echo or output.prompt_logprobs is None:
-        offset = len(output.prompt or "") if echo else 0
-        return completion_logprobs(continued.token_ids, continued.logprobs, num_top, offset)
-    later_text = completion_logprobs(output.prompt_token_ids[1:], output.prompt_logprobs[1:], 0).tokens
-    prompt = output.prompt or ""
-    return completion_logprobs(
-        [*output.prompt_token_ids, *continued.token_ids],
-        [*output.prompt_logprobs, *continued.logprobs],
-        num_top,
-        first_text=prompt[: max(0, len(prompt) - sum(map(len, later_text)))],
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from raypp.api.detokenizer import Decoder, Detokenizer, TokenPlaces, prompt_places
 from raypp.openai_api.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -11,26 +12,31 @@ from raypp.openai_api.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from raypp.types import Logprob, Logprobs
-
-_INCOMPLETE = "\ufffd"
+from raypp.types import CompletionOutput, Logprob, Logprobs, RequestOutput, SamplingParams
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], num_top: int) -> ChatLogprobs:
+def chat_logprobs(
+    token_ids: Sequence[int], logprobs: Sequence[Logprobs], num_top: int, decoder: Decoder | None
+) -> ChatLogprobs:
     """Return the log-probabilities of a message, or of a part of it.
 
     Args:
         token_ids: Its tokens.
         logprobs: What the engine said at each.
         num_top: Alternatives that were asked for.
+        decoder: Tells the tokens' bytes; None leaves them out.
     """
+
+    def utf8(token_id: int) -> list[int] | None:
+        return None if decoder is None else list(decoder.token_bytes(token_id))
+
     content = [
         TokenLogprob(
             token=token_text(token_id, at_position[token_id]),
             logprob=at_position[token_id].logprob,
-            bytes=_utf8(at_position[token_id]),
+            bytes=utf8(token_id),
             top_logprobs=[
-                TopLogprob(token=token_text(other, entry), logprob=entry.logprob, bytes=_utf8(entry))
+                TopLogprob(token=token_text(other, entry), logprob=entry.logprob, bytes=utf8(other))
                 for other, entry in _top(at_position, num_top)
             ],
         )
@@ -39,40 +45,57 @@ def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[Logprobs], num_to
     return ChatLogprobs(content=content)
 
 
-def completion_logprobs(
-    token_ids: Sequence[int], logprobs: Sequence[Logprobs | None], num_top: int, offset: int = 0, first_text: str = ""
-) -> CompletionLogprobs:
-    """Return the log-probabilities of a text, or of a part of it.
+class TextLogprobs:
+    """The log-probabilities of one choice's text while it grows; with an echo, those of its prompt come first."""
 
-    Args:
-        token_ids: Its tokens.
-        logprobs: What the engine said at each; None for a prompt's first token, which nothing precedes.
-        num_top: Alternatives that were asked for.
-        offset: Characters of the text before the first of these tokens.
-        first_text: The text of a prompt's first token.
-    """
-    tokens = [
-        first_text if at_position is None else token_text(token_id, at_position[token_id])
-        for token_id, at_position in zip(token_ids, logprobs, strict=True)
-    ]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    return CompletionLogprobs(
-        tokens=tokens,
-        token_logprobs=[
-            None if at_position is None else at_position[token_id].logprob
-            for token_id, at_position in zip(token_ids, logprobs, strict=True)
-        ],
-        top_logprobs=[
-            None if at_position is None else _by_text(token_id, at_position, num_top)
-            for token_id, at_position in zip(token_ids, logprobs, strict=True)
-        ]
-        if num_top
-        else None,
-        text_offset=offsets,
-    )
+    def __init__(self, params: SamplingParams, decoder: Decoder | None, output: RequestOutput, *, echo: bool) -> None:
+        """Begin before the first token.
+
+        Args:
+            params: How it is sampled.
+            decoder: Tells where in the text tokens are; without one there is no text.
+            output: The choice's.
+            echo: Whether the text begins with the prompt.
+        """
+        self._num_top = params.logprobs or 0
+        self._decoder = decoder
+        self._places = TokenPlaces(len(output.prompt or "") if echo else 0)
+        self._detokenizer = (
+            None if decoder is None else Detokenizer.of_continuation(decoder, params, output.prompt_token_ids)
+        )
+        self._num_told = 0
+        self._echoed = output if echo and output.prompt_logprobs is not None else None
+
+    def new_in(self, completion: CompletionOutput) -> CompletionLogprobs | None:
+        """Return those of the tokens that are new since the last call; None if none were asked for."""
+        if completion.logprobs is None:
+            return None
+        token_ids = completion.token_ids[self._num_told :]
+        logprobs: list[Logprobs | None] = [*completion.logprobs[self._num_told :]]
+        offsets = [self._places.add(self._detokenizer.piece(t) if self._detokenizer else b"") for t in token_ids]
+        self._num_told = len(completion.token_ids)
+        if self._echoed is not None:
+            prompt, prompt_ids = self._echoed.prompt or "", self._echoed.prompt_token_ids
+            of_prompt = prompt_places(self._decoder, prompt, prompt_ids) if self._decoder else [0] * len(prompt_ids)
+            offsets = of_prompt + offsets
+            token_ids, logprobs = prompt_ids + token_ids, [*(self._echoed.prompt_logprobs or ()), *logprobs]
+            self._echoed = None
+        positions = list(zip(token_ids, logprobs, strict=True))
+        return CompletionLogprobs(
+            tokens=[
+                token_text(token_id, at[token_id]) if at else self._text_of(token_id) for token_id, at in positions
+            ],
+            token_logprobs=[at[token_id].logprob if at else None for token_id, at in positions],
+            top_logprobs=[_by_text(token_id, at, self._num_top) if at else None for token_id, at in positions]
+            if self._num_top
+            else None,
+            text_offset=offsets,
+        )
+
+    def _text_of(self, token_id: int) -> str:
+        """Return the text of a prompt's first token, which nothing precedes."""
+        text = None if self._decoder is None else self._decoder.token_text(token_id)
+        return token_text(token_id, Logprob(0.0, 0, text))
 
 
 def prompt_logprobs(logprobs: Sequence[Logprobs | None]) -> list[dict[str, PromptLogprob] | None]:
@@ -106,9 +129,3 @@ def _by_text(token_id: int, at_position: Mapping[int, Logprob], num_top: int) ->
     for other, entry in entries:
         by_text.setdefault(token_text(other, entry), entry.logprob)
     return by_text
-
-
-def _utf8(entry: Logprob) -> list[int] | None:
-    """Return a token's bytes; None if it is a part of a character, whose bytes its text does not tell."""
-    text = entry.decoded_token
-    return None if text is None or _INCOMPLETE in text else list(text.encode())

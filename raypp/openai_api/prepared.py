@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from raypp.api.detokenizer import Decoder
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion, usage_of
 from raypp.openai_api.message_parser import MessageParser
@@ -25,6 +26,8 @@ class PreparedChat:
     """Of a parser for each answer."""
     num_reasoning: Callable[[CompletionOutput], int] = lambda _: 0
     """Returns how many of an answer's tokens are thoughts."""
+    decoder: Decoder | None = None
+    """The model's tokenizer."""
     return_token_ids: bool = False
     """Whether the response holds the tokens."""
 
@@ -41,7 +44,13 @@ class PreparedChat:
         """Return the response of the finished output."""
         [output] = outputs
         return chat_completion(
-            head, output, self.params, self.make_parser, self.num_reasoning, return_token_ids=self.return_token_ids
+            head,
+            output,
+            self.params,
+            self.make_parser,
+            self.num_reasoning,
+            decoder=self.decoder,
+            return_token_ids=self.return_token_ids,
         )
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
@@ -72,6 +81,8 @@ class PreparedCompletion:
 
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
+    decoder: Decoder | None = None
+    """The model's tokenizer, if it has one."""
     echo: bool = False
     """Whether texts begin with their prompts."""
     is_scoring: bool = False
@@ -99,7 +110,9 @@ class PreparedCompletion:
     def response(self, head: ResponseHead, outputs: Sequence[RequestOutput]) -> Completion:
         """Return the response of the finished outputs, one per prompt."""
         shown = [self.shown(output) for output in outputs]
-        return completion(head, shown, self.params, echo=self.echo, return_token_ids=self.return_token_ids)
+        return completion(
+            head, shown, self.params, decoder=self.decoder, echo=self.echo, return_token_ids=self.return_token_ids
+        )
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:
         """Return how many tokens the continuations have so far."""

@@ -55,12 +55,8 @@ class PreparedResponse(RetoldChat):
         if completion.logprobs is None:
             return []
         token_ids, logprobs = completion.token_ids[num_told:], completion.logprobs[num_told:]
-        entries: list[dict[str, Any]] = chat_logprobs(token_ids, logprobs, self.params.logprobs or 0).model_dump()[
-            "content"
-        ]
-        for entry in entries:
-            for token in (entry, *entry["top_logprobs"]):
-                token["bytes"] = token["bytes"] or []  # OpenAI has a list for half a character, too
+        told = chat_logprobs(token_ids, logprobs, self.params.logprobs or 0, self.chat.decoder)
+        entries: list[dict[str, Any]] = told.model_dump()["content"]
         return entries
 
     def begun(self, head: ResponseHead) -> ResponseObject:

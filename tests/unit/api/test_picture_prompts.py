@@ -150,7 +150,6 @@ def test_prompts_with_images(preparer: RequestPreparer, tokenizer: Tokenizer, ma
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "not allowed"),
         ({"type": "image_url", "image_url": {"url": "file:///a.png"}}, "address"),
         ({"type": "image", "image": Image.new("RGB", (2000, 500))}, "more tokens than"),
-        ({"type": "text", "text": "<|image_pad|>"}, "number of image placeholders"),
         ({"type": "audio", "audio": b""}, "neither text nor an image"),
     ],
 )
@@ -159,6 +158,25 @@ def test_what_is_wrong_is_said_of_that_request(preparer: RequestPreparer, part: 
     with pytest.raises(RequestError, match=words) as caught:
         preparer.chats([_ask(TEXT), bad], request_ids=["good", "bad"])
     assert caught.value.request_id == "bad"
+
+
+@pytest.mark.parametrize("mark", ["<|image_pad|>", "<|video_pad|>"])
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_a_placeholder_that_a_message_spells_is_text(
+    preparer: RequestPreparer, tokenizer: Tokenizer, marks: dict[str, int], mark: str, role: str
+) -> None:
+    said = {"role": role, "content": f"What is {mark}?"}
+    image, video = {"type": "image", "image": RED}, {"type": "video", "video": [RED, BLUE], "fps": 1.0}
+    [request] = preparer.chats([[said, *_ask(image, video, TEXT), said, *_ask({"type": "text", "text": mark})]])
+    [without] = preparer.chats([_ask(image, video, TEXT)])
+    ids, others = request.prompt_token_ids.tolist(), without.prompt_token_ids.tolist()
+    assert ids.count(marks[mark]) == others.count(marks[mark]) == 8
+    assert request.items is not None
+    assert len(request.items.items) == 2
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    assert text.count(mark) == 8 + 3
+    assert "\ufdd0" not in text + (request.prompt or "")
+    assert (request.prompt or "").count(f"What is {mark}?") == 2
 
 
 def test_a_conversation_with_an_image_is_not_cut(tokenizer: Tokenizer, reader: PictureReader) -> None:

@@ -286,15 +286,15 @@ def test_a_text_that_cannot_be_made_fails_its_request_alone(llm: LLM, monkeypatc
     prompts = [f"{PROMPT} == {i}:" for i in range(3)]
     quiet = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy())]
     tokenizer = llm._engine.tokenizer
-    decode = tokenizer.decode
+    token_bytes = tokenizer.token_bytes
     poison = 3  # a token that only the request that is allowed nothing else draws
 
-    def broken(token_ids: list[int], **options: bool) -> str:
-        if poison in token_ids:
+    def broken(token_id: int, **options: bool) -> bytes:
+        if token_id == poison:
             raise ValueError("no such token")
-        return decode(token_ids, **options)
+        return token_bytes(token_id, **options)
 
-    monkeypatch.setattr(tokenizer, "decode", broken)
+    monkeypatch.setattr(tokenizer, "token_bytes", broken)
     failed = threading.Event()
 
     def poisoned() -> None:

@@ -66,6 +66,19 @@ def walk(text: TextGrammar, rng: random.Random) -> list[int]:
         token_ids.append(token_id)
 
 
+def test_an_end_token_that_is_ordinary_text_is_named_where_a_text_would_need_it() -> None:
+    [quote] = tokenizer().encode(['"'])[0].tolist()
+    ended_by_quote = VocabularySource(PLAN.model_path, VOCAB_SIZE, (quote,)).load()
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    kept = as_structured_outputs({"json_schema": {**schema, "additionalProperties": False}})
+    assert kept is not None
+    text = TextGrammar(1, compile_constraint(source_of(kept), ended_by_quote, 1), VOCAB_SIZE, None)
+    text.accept(tokenizer().encode(["{"])[0].tolist())
+    with pytest.raises(RequestError, match=r"eos_token_id in config\.json") as caught:
+        next_masks(text, [])
+    assert caught.value.param == "structured_outputs"
+
+
 def test_any_way_through_a_grammar_is_a_text_of_it() -> None:
     rng = random.Random(0)
     for _ in range(20):

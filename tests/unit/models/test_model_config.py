@@ -18,8 +18,10 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from raypp.errors import ModelLoadError
 from raypp.models.config import LM_HEAD, as_stored, load_model_config
 from raypp.models.families import FAMILIES
+from raypp.models.registry import build_model
 from raypp.models.rope import inverse_frequencies
 from raypp.models.rope_config import RopeConfig
+from raypp.models.weights import CheckpointWeights
 
 TEXT_ARCHITECTURES = [name for name, family in FAMILIES.items() if not family.has_vision and family.experts is None]
 LLAMA3 = {
@@ -239,6 +241,19 @@ def test_a_stored_lm_head_that_is_not_the_embedding_is_not_tied(tmp_path, sharde
     other[-1, -1] += 1
     assert stored(other) == replace(config, tie_word_embeddings=False)
     assert LM_HEAD in caplog.text
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_without_a_prefix(tmp_path, tied):
+    config = load_model_config(write_config(tmp_path, tie_word_embeddings=tied))
+    tensors = random_tensors(tmp_path)
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    stored = as_stored(config, tmp_path)
+    assert stored == replace(config, weight_prefix="")
+    source = CheckpointWeights(tmp_path)
+    cpu = torch.device("cpu")
+    build_model(stored, start_layer=0, end_layer=3, dtype=torch.float32, device=cpu).load_weights(source)
+    assert not source.unread()
 
 
 @pytest.mark.parametrize(

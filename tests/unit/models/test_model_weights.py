@@ -100,6 +100,24 @@ def test_missing_tensor(tmp_path):
         _get(tmp_path)
 
 
+def test_an_index_that_names_the_wrong_shard(tmp_path):
+    tensors = random_tensors(write_config(tmp_path))
+    write_sharded(tmp_path, tensors)
+    index = tmp_path / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    files = values["weight_map"]
+    shards = sorted(set(files.values()))
+    values["weight_map"] = {name: shards[file == shards[0]] for name, file in files.items()}
+    index.write_text(json.dumps(values))
+    source = CheckpointWeights(tmp_path)
+    assert checkpoint_shapes(tmp_path) == tensor_shapes(tmp_path)
+    for name, tensor in tensors.items():
+        assert source.shape_of(name) == tuple(tensor.shape)
+        assert source.type_of(name) == torch.float32
+        assert torch.equal(source.get(name, tuple(tensor.shape), torch.float32), tensor)
+    assert not source.unread()
+
+
 def test_tensor_that_the_index_promises_and_the_shard_lacks(tmp_path):
     tensors = random_tensors(write_config(tmp_path))
     write_sharded(tmp_path, tensors)

@@ -124,6 +124,22 @@ def test_what_stays_in_16_bits(skipped, module, covered):
     assert _read(FP8).covers(module)
 
 
+@pytest.mark.parametrize(
+    ("skipped", "module", "covered"),
+    [
+        ("layers.1", "model.layers.10.mlp.up_proj", False),
+        ("_proj", "model.layers.0.mlp.up_proj", False),
+        ("attn.q", "model.layers.0.self_attn.q_proj", False),
+        ("mlp.gate.", "model.layers.0.mlp.gate", False),
+        ("mlp.gate.", "model.layers.0.mlp.gate_proj", True),
+        ("visual", "model.layers.0.mlp.gate_proj", True),
+        ("q.proj", "model.layers.0.self_attn.q_proj", True),
+    ],
+)
+def test_awq_takes_any_part_of_a_name(skipped, module, covered):
+    assert _read({**AWQ, "modules_to_not_convert": ["x", skipped]}).covers(module) == covered
+
+
 def test_gptqs_dynamic_modules():
     read = _read({**GPTQ, "dynamic": {r"-:.*\.q_proj": {}}})
     assert not read.covers("model.layers.0.self_attn.q_proj")

@@ -8,6 +8,18 @@ from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 HEAD = ResponseHead("id-1", 17, "tiny")
 
 
+class Letters:
+    """Token 1 is `a`, 2 is `b`, and so on; 8 is a part of a character, 9 has no text."""
+
+    special_token_ids = frozenset[int]()
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        return {7: b"x", 8: b"\xf0\x9f", 9: b""}.get(token_id, bytes([0x60 + token_id - (token_id > 3)]))
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
 def output(prompt: str | None, *texts: str) -> RequestOutput:
     return RequestOutput(
         request_id="r",
@@ -64,17 +76,17 @@ def with_logprobs() -> RequestOutput:
 
 
 def test_logprobs_of_a_message() -> None:
-    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2)).choices
+    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2), decoder=Letters()).choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     first, second = choice.logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("c", -2.0, [99])
-    assert [(top.token, top.bytes) for top in first.top_logprobs] == [("x", [120]), ("\ufffd", None)]
+    assert [(top.token, top.bytes) for top in first.top_logprobs] == [("x", [120]), ("\ufffd", [0xF0, 0x9F])]
     assert [(top.token, top.logprob) for top in second.top_logprobs] == [("d", -0.2), ("token_id:9", -3.0)]
 
 
 def test_logprobs_of_a_text() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1)).choices
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1), decoder=Letters()).choices
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {
         "tokens": ["c", "d"],
@@ -87,7 +99,7 @@ def test_logprobs_of_a_text() -> None:
 
 
 def test_logprobs_of_an_echoed_text_begin_with_the_prompt() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), echo=True).choices
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), decoder=Letters(), echo=True).choices
     assert choice.text == "abcd"
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {

@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.running_completion import RunningCompletion
+from raypp.messages import NO_INT32S
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
@@ -84,10 +85,9 @@ class ByteDecoder:
     """Tokens are bytes."""
 
     special_token_ids = frozenset({256})
-    byte_token_ids: frozenset[int] = frozenset()
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in token_ids if t < 256).decode(errors="replace")
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
@@ -134,7 +134,7 @@ def prepared_chat(name: str, **fields: Any) -> PreparedChat:
 def outputs_of(prepared: PreparedChat, text: str, sizes: list[int], reason: FinishReason) -> Iterator[RequestOutput]:
     """Yield what the engine has so far of a text that comes in pieces of so many bytes."""
     scope = prepared.prompt.make_stop_scope
-    completion = RunningCompletion(0, "r", 0, prepared.params, ByteDecoder(), scope, streams=True)
+    completion = RunningCompletion(0, "r", 0, prepared.params, ByteDecoder(), NO_INT32S, scope, streams=True)
     token_ids, start = list(text.encode()), 0
     for size in [*sizes, len(token_ids)]:
         if not completion.is_ended:
