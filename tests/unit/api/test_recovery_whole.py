@@ -21,9 +21,12 @@ import pytest
 import torch
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.errors import EngineDeadError, FatalRequestError
-from raypp.messages import StepPlan
+from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.engine_loop import Engine
+from raypp.errors import EngineDeadError, FatalRequestError, StageDiedError
+from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig
+from raypp.scheduler.request import RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage_spec import StageSpec
 from raypp.structured_outputs import StructuredOutputs
@@ -189,6 +192,46 @@ def test_the_same_requests_are_computed_in_the_same_steps_whenever_they_are_hand
     num_steps = 1 + max(index for index, (_, _, num_tokens) in enumerate(first) if max(num_tokens) > 1)
     assert num_steps > 4, "more than are in flight at a time"
     assert first[:num_steps] == second[:num_steps], "until then none ends"
+
+
+def test_requests_that_end_in_the_moment_of_a_death_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage dies while it is handed a plan, in a turn whose results have ended requests."""
+    step, submit, update = Engine.step, ChannelPipeline.submit, Scheduler.update
+    ended: list[str] = []  # in this turn
+    died_with: list[str] = []  # those that had ended in the turn of the death
+
+    def noted_step(engine: Engine) -> object:
+        ended.clear()
+        return step(engine)
+
+    def noted_update(scheduler: Scheduler, result: StepResult) -> list[RequestUpdate]:
+        updates = update(scheduler, result)
+        ended.extend(u.request.request_id for u in updates if u.request.finish_reason)
+        return updates
+
+    def dying_submit(pipeline: ChannelPipeline, plan: StepPlan) -> None:
+        if ended and not died_with:
+            died_with.extend(ended)
+            raise StageDiedError("stage 0 died", stage_index=0)
+        submit(pipeline, plan)
+
+    async def body() -> None:
+        settings = ENGINE | {"max_num_seqs": 64, "skip_tokenizer_init": True}
+        factory = FakeStage(step_ms=0)
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            params = [SamplingParams(max_tokens=8 + index % 24, ignore_eos=True) for index in range(32)]
+            outputs = await llm.complete([{"prompt_token_ids": [1 + index]} for index in range(32)], params)
+            stats = await llm.stats()
+        assert died_with
+        for output, of_output in zip(outputs, params, strict=True):
+            [completion] = output.outputs
+            assert (len(completion.token_ids), completion.finish_reason) == (of_output.max_tokens, "length")
+        assert stats["recoveries"]["num_carried_over"] <= 32 - len(died_with), "what had ended was computed again"
+
+    monkeypatch.setattr(Engine, "step", noted_step)
+    monkeypatch.setattr(Scheduler, "update", noted_update)
+    monkeypatch.setattr(ChannelPipeline, "submit", dying_submit)
+    asyncio.run(asyncio.wait_for(body(), 60))
 
 
 class PoisonedStage(FakeStage):
