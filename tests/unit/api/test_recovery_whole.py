@@ -21,6 +21,8 @@ import pytest
 import torch
 
 from raypp.api.async_llm import AsyncLLM
+from raypp.api.engine_connection import EngineConnection
+from raypp.client_messages import AddRequests, ClientMessage
 from raypp.driver.channel_pipeline import ChannelPipeline
 from raypp.driver.engine_loop import Engine
 from raypp.errors import EngineDeadError, FatalRequestError, StageDiedError
@@ -232,6 +234,33 @@ def test_requests_that_end_in_the_moment_of_a_death_are_whole(monkeypatch: pytes
     monkeypatch.setattr(Scheduler, "update", noted_update)
     monkeypatch.setattr(ChannelPipeline, "submit", dying_submit)
     asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_as_many_requests_as_the_new_engine_has_rows_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, num_requests = EngineConnection.send, list[int]()
+
+    def noted(connection: EngineConnection, message: ClientMessage) -> None:
+        if isinstance(message, AddRequests):
+            num_requests.append(len(list(message.requests)))
+        send(connection, message)
+
+    async def body() -> None:
+        settings = ENGINE | {"skip_tokenizer_init": True, "max_num_batched_tokens": 128}
+        factory = FakeStage(step_ms=1)
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            prompts = [{"prompt_token_ids": [1 + index]} for index in range(50)]
+            task = asyncio.create_task(llm.complete(prompts, params))
+            while sum(num_requests) < 50:
+                await asyncio.sleep(0.001)
+            num_requests.clear()
+            await llm.restart(max_num_seqs=40)
+            assert llm.config.scheduler.max_num_seqs == 40
+            await task
+
+    monkeypatch.setattr(EngineConnection, "send", noted)
+    asyncio.run(asyncio.wait_for(body(), 60))
+    assert num_requests[0] == 40
 
 
 class PoisonedStage(FakeStage):
