@@ -7,10 +7,10 @@ when the engine has died in three of its runs alone, one after the other.
 
 Deaths from outside must not look like that, also when they come in series:
 
-- A death in which no suspect ran alone is another one's doing: all suspects begin to count anew. So does one of which
-  another part died: a request kills the same part each time.
-- What kills by the clock, soon after each start, would meet the same run each time. So while there are suspects, a
-  death soon after a start makes them wait until the next engine has lived three times as long.
+- A death while no suspect ran alone has another cause: all counts begin anew. So does the count of a suspect if another
+  part of the engine died than before: a request kills the same part each time.
+- Something that kills soon after each start would meet the same run each time. So while there are suspects, a death
+  soon after a start makes them wait until the next engine has lived three times as long.
 - A run alone counts if the engine has run other requests before it, or if there are none. After one in which the engine
   died, the other suspects are next. So an engine that can run nothing finds no poison request, and uses its restarts
   up.
@@ -31,7 +31,7 @@ from raypp.errors import FatalRequestError
 
 _NUM_DEATHS = 3
 _TIMES_AS_OLD = 3.0
-_SOON_S = 15.0
+_SOON_S = 15.0  # younger engines died soon after their start
 _MAX_WAIT_S = 30.0
 
 
