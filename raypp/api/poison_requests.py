@@ -126,7 +126,7 @@ class PoisonDetector:
             for suspect in self._suspects.values():
                 suspect.num_deaths = 0
         for name in sorted(accused, key=lambda name: name == ran_alone):  # that one is the last of the next runs
-            self._suspects[name] = suspect = self._suspects.pop(name, None) or _Suspect()
+            self._suspects[name] = suspect = self._suspects.pop(name, _Suspect())
             suspect.num_counted += 1
         if ran_alone in accused and (self._works or is_only):
             return self._note_run(ran_alone)
