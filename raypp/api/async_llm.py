@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
-from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine, restarted
+from raypp.api.launch import Launch, Model, OpenEngine, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.rendering import Rendering, RenderingOptions
@@ -280,7 +280,7 @@ class AsyncLLM:
 
     async def restart(self, config: EngineConfig | None = None, **settings: object) -> None:
         """Start the engine again with other settings, under its requests; see `LLM.restart`."""
-        self._engine = await asyncio.to_thread(restarted, self._engine, config, settings)
+        await asyncio.to_thread(self._engine.restart, config, settings)
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

@@ -21,11 +21,11 @@ from raypp.api.engine_connection import EngineConnection
 from raypp.api.handing_over import messages_of_begun, messages_of_new
 from raypp.api.launch import OpenEngine
 from raypp.api.output_logprobs import logprobs_per_request
+from raypp.api.poison_requests import PoisonDetector, poison_error
 from raypp.api.recovery_log import RecoveryLog
 from raypp.api.running_completion import RunningCompletion
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.api.send_window import SendWindow
-from raypp.api.trials import Trials, conviction
 from raypp.api.waiting_room import WaitingRoom
 from raypp.client_messages import AbortRequests, DriverMessage, Rejected, StatsCall, StatsReply
 from raypp.errors import DeadlineError, EngineDeadError, RayppError, RequestError, StageDiedError
@@ -49,9 +49,9 @@ class Frontend:
         self._completions: dict[int, tuple[RunningRequest, RunningCompletion]] = {}  # by handle, unfinished ones
         self._stats_calls: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
         self._waiting_room: WaitingRoom | None = None  # while there is no engine
-        self._had: list[int] = []  # handles that the engine had when it died
+        self._had: list[str] = []  # the requests that the engine had when it died
         self._recoveries = RecoveryLog()
-        self._trials = Trials(engine.config.scheduler.max_num_seqs)
+        self._poison = PoisonDetector()
         self._connection = EngineConnection(engine.handle, engine.config.faults, self)
 
     @property
@@ -208,9 +208,9 @@ class Frontend:
     def on_lost(self, error: RayppError | None) -> None:
         """Keep all requests: the engine died, and may come back."""
         self._recoveries.begin()
-        self._trials.note_loss(error.stage_index if isinstance(error, StageDiedError) else "driver")
+        self._poison.note_loss(error.stage_index if isinstance(error, StageDiedError) else "driver")
         self._waiting_room = WaitingRoom(self._engine.config, self._requests.values())
-        self._had = list(self._completions)
+        self._had = list(self._requests)
         for reply in self._stats_calls.values():
             if not reply.done():
                 reply.set_result(None)
@@ -218,15 +218,14 @@ class Frontend:
     def on_back(self, in_flight: Collection[int] | None, *, is_explained: bool) -> None:
         """Hand over what is unfinished: the engine runs again."""
         back_s, self._waiting_room = time.monotonic(), None
-        convicted = self._judge(in_flight, is_explained=is_explained)
-        unfinished = {h: len(c.token_ids) for h, (request, c) in self._completions.items() if request is not convicted}
-        num_requests = len({id(self._completions[handle][0]) for handle in unfinished})
-        self._send_begun(self._trials.begin(unfinished))
-        self._recoveries.end(num_requests, back_s)
-        if convicted is not None:
-            self._fail(convicted, conviction(convicted.request_id))
-        self._go_on_with_trials()
-        self._loop.call_later(self._trials.hold_s, self._go_on_with_trials)
+        poison_id = self._find_poison(in_flight, is_explained=is_explained)
+        unfinished = {name: request.num_tokens for name, request in self._requests.items() if name != poison_id}
+        self._send_begun(self._poison.begin(unfinished))
+        self._recoveries.end(len(unfinished), back_s)
+        if poison_id is not None:
+            self._fail(self._requests[poison_id], poison_error(poison_id))
+        self._run_suspect()
+        self._loop.call_later(self._poison.wait_s, self._run_suspect)
 
     def on_dead(self, error: RayppError) -> None:
         """End all requests: the engine died for good."""
@@ -244,29 +243,30 @@ class Frontend:
             if not reply.done():
                 reply.set_exception(copy.copy(error))
 
-    def _judge(self, in_flight: Collection[int] | None, *, is_explained: bool) -> RunningRequest | None:
-        """Take in that the engine may have died of a request; return the one that it surely died of."""
-        had = {handle: self._completions[handle] for handle in self._had if handle in self._completions}
-        verdict = self._trials.note_death(
-            in_flight,
-            {handle: len(completion.token_ids) for handle, (_, completion) in had.items()},
-            is_only_request=len({request.request_id for request, _ in had.values()}) == 1,
+    def _find_poison(self, in_flight: Collection[int] | None, *, is_explained: bool) -> str | None:
+        """Take in that the engine may have died of a request; return the id of the one that it surely died of."""
+        finding = self._poison.note_death(
+            None if in_flight is None else self._ids_of(in_flight),
+            {name: self._requests[name].num_tokens for name in self._had if name in self._requests},
+            max_running=self._engine.config.scheduler.max_num_seqs,
             is_explained=is_explained,
         )
-        if verdict.num_excused:
-            self._engine.handle.excuse_restarts(verdict.num_excused)
-        return None if verdict.convicted is None else self._completions[verdict.convicted][0]
+        self._engine.handle.excuse_restarts(finding.num_excused)
+        return finding.poison_id
 
-    def _go_on_with_trials(self) -> None:
-        if not self._trials.are_going_on or not self._connection.is_open:
-            return
-        if handles := self._trials.next(self._completions):
-            names = ", ".join(self._completions[handle][1].engine_id for handle in handles)
-            _log.info("engines died before these had a token: they are handed over after others: %s", names)
-            self._send_begun(handles, goes_first=True)
+    def _run_suspect(self) -> None:
+        is_open = self._connection.is_open
+        if is_open and self._poison.has_suspects and (request_id := self._poison.next(self._requests)) is not None:
+            _log.info("an engine died before request %s had a token: it is handed over after others", request_id)
+            self._send_begun([request_id], goes_first=True)
 
-    def _send_begun(self, handles: Iterable[int], *, goes_first: bool = False) -> None:
-        max_running, begun = self._engine.config.scheduler.max_num_seqs, (self._completions[h] for h in handles)
+    def _ids_of(self, handles: Iterable[int]) -> set[str]:
+        """Return the requests of these continuations, as far as they are unfinished."""
+        return {self._completions[handle][0].request_id for handle in handles if handle in self._completions}
+
+    def _send_begun(self, request_ids: Iterable[str], *, goes_first: bool = False) -> None:
+        max_running = self._engine.config.scheduler.max_num_seqs
+        begun = ((r, c) for name in request_ids for r in [self._requests[name]] for c in r.unfinished)
         for message in messages_of_begun(begun, self._engine.eos_token_ids, max_running, goes_first=goes_first):
             self._connection.send(message)
 
@@ -320,7 +320,7 @@ class Frontend:
                 request.abort()
             except Exception as error:  # the last of its text
                 request.fail(_text_error(request.request_id, error))
-        self._go_on_with_trials()
+        self._run_suspect()
 
     def _abort_in_engine(self, engine_ids: list[str]) -> None:
         if engine_ids and self._connection.is_open:
@@ -339,7 +339,7 @@ class Frontend:
         engine_ids = [completion.engine_id for completion in request.unfinished if completion.handle != but]
         request.fail(error)
         self._abort_in_engine(engine_ids)
-        self._go_on_with_trials()
+        self._run_suspect()
 
     def _on_outputs(self, batch: OutputBatch) -> None:
         now_s = time.monotonic()
@@ -361,6 +361,8 @@ class Frontend:
                 strict=True,
             ),
         )
+        if self._poison.has_suspects:
+            self._poison.note_tokens(self._ids_of(h for h, n in zip(*columns[:2], strict=True) if n))
         for handle, num_tokens, reason, stop_token_id, (logprobs, prompt_logprobs), counters in zip(
             *columns, strict=True
         ):
@@ -385,9 +387,7 @@ class Frontend:
                 self._forget(request)
             request.note_update(num_tokens, now_s)
         self._abort_in_engine(stopped_by_text)
-        if self._trials.are_going_on:
-            self._trials.note_tokens([h for h, n in zip(columns[0], columns[1], strict=True) if n])
-            self._go_on_with_trials()
+        self._run_suspect()
 
 
 def _text_error(request_id: str, error: Exception) -> RequestError:

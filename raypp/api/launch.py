@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +36,10 @@ class EngineHandle(Protocol):
     @property
     def client_address(self) -> str:
         """The zmq address that clients connect to, of the present life: every start has one of its own."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the present life; while the engine restarts, that of the one that has ended."""
 
     @property
     def model_info(self) -> Mapping[str, Any]:
@@ -108,13 +112,22 @@ def launch_on_ray(config: EngineConfig, *, stage_factory: StageFactory | None = 
 class OpenEngine:
     """A running engine and what belongs to it on the client's side."""
 
-    config: EngineConfig
     handle: EngineHandle
     tokenizer: Tokenizer | None
     preparer: RequestPreparer
     pictures: PictureReader | None  # None for a model that takes text alone
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]  # of `SamplingParams`, where a request says nothing
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's configuration; `restart` changes it."""
+        return self.handle.config
+
+    def restart(self, config: EngineConfig | None, settings: Mapping[str, object]) -> None:
+        """Start it again with a configuration, None: its own, and settings. Blocks; see `EngineHandle.restart`."""
+        config = self.config if config is None else config
+        self.handle.restart(config.with_settings(**settings) if settings else config)
 
 
 @cache
@@ -180,15 +193,7 @@ def open_engine(
         )
     if freeze_gc:
         freeze_start()
-    return OpenEngine(config, handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
-
-
-def restarted(engine: OpenEngine, config: EngineConfig | None, settings: Mapping[str, object]) -> OpenEngine:
-    """Start an engine again with a configuration, None: its own, and settings. Blocks; see `EngineHandle.restart`."""
-    config = engine.config if config is None else config
-    config = config.with_settings(**settings) if settings else config
-    engine.handle.restart(config)
-    return replace(engine, config=config)
+    return OpenEngine(handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
 
 
 def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from raypp.api.beam_search import BeamSearchOutput, BeamSearchParams, search_bea
 from raypp.api.event_loop_thread import EventLoopThread
 from raypp.api.exit_hook import ExitHook
 from raypp.api.frontend import Frontend
-from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine, restarted
+from raypp.api.launch import EngineHandle, Launch, Model, launch_on_ray, open_engine
 from raypp.api.per_request import Params, Priority
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.api.prompt_forms import is_one_prompt
@@ -281,7 +281,7 @@ class LLM:
             ResourceError, ModelLoadError, DeadlineError: it does not start so, and goes on as it was.
             EngineDeadError: the engine died for good, or was closed.
         """
-        self._engine = restarted(self._engine, config, settings)
+        self._engine.restart(config, settings)
 
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""

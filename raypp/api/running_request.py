@@ -103,6 +103,11 @@ class RunningRequest:
         return self.error is not None or self._finish_s is not None
 
     @property
+    def num_tokens(self) -> int:
+        """Output tokens of all continuations."""
+        return sum([len(completion.token_ids) for completion in self.completions])
+
+    @property
     def unfinished(self) -> list[RunningCompletion]:
         """The continuations that have not ended."""
         return [completion for completion in self.completions if not completion.is_ended]

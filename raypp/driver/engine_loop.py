@@ -48,6 +48,7 @@ class Engine:
         self._tracer = tracer
         self._encoders = encoders
         self._grammars = None if grammars is None else Grammars(grammars, pipeline.send_masks)
+        self._updates: list[RequestUpdate] = []
         self._failed: list[tuple[Request, RayppError]] = []
         self._may_plan = False  # whether anything has changed since the scheduler had nothing to plan
 
@@ -95,10 +96,15 @@ class Engine:
         if self._grammars is not None:
             self._grammars.stop()
 
-    def step(self) -> list[RequestUpdate]:
-        """Take in the results that are there, dispatch every step that may go, and return what changed."""
+    def step(self) -> None:
+        """Take in the results that are there, and dispatch every step that may go.
+
+        What changed is there for `take_updates` and `take_failed`, also when this raises.
+
+        Raises:
+            RayppError: the pipeline failed.
+        """
         started = now_ns()
-        updates: list[RequestUpdate] = []
         results = self._pipeline.collect()
         for result in results:
             brought = self._scheduler.update(result)
@@ -106,7 +112,7 @@ class Engine:
             if self._grammars is not None and self._grammars.num_texts:
                 self._grammars.note_step(result.step_id, brought)
                 brought = [update for update in brought if update.is_news]
-            updates.extend(brought)
+            self._updates.extend(brought)
         if self._grammars is not None:
             self._look_at_grammars(self._grammars)
         if self._encoders is not None:
@@ -122,7 +128,6 @@ class Engine:
                 self._note_started(plan, now_ns())
         if step_id >= 0:
             self._tracer.record("step", step_id, started, now_ns())
-        return updates
 
     def relay_masks(self) -> bool:
         """Send on what the grammars allow; return whether `step` has anything to do about it.
@@ -132,6 +137,11 @@ class Engine:
         if self._grammars is not None:
             self._look_at_grammars(self._grammars)
         return self._may_plan or bool(self._failed)
+
+    def take_updates(self) -> Sequence[RequestUpdate]:
+        """Return what steps brought to requests since the last call."""
+        taken, self._updates = self._updates, []
+        return taken
 
     def take_failed(self) -> Sequence[tuple[Request, RayppError]]:
         """Return the requests that ended with an error since the last call."""

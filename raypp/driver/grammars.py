@@ -173,10 +173,10 @@ class Grammars:
             if update.draft_ids is not None and (text := self._texts.get(update.request)) is not None
         ]
         for text, update in told:
-            if update.request.finish_reason:
+            if update.finish_reason:
                 self.close(text.request)
         # Who is opened later is opened with all tokens that it has then.
-        told = [(text, update) for text, update in told if text.is_open and not update.request.finish_reason]
+        told = [(text, update) for text, update in told if text.is_open and not update.finish_reason]
         if not told:
             return
         now_s = time.monotonic()

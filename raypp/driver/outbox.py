@@ -1,8 +1,10 @@
 """Gathers what clients are to be told, and sends it when it matters: waking a client costs as much as a plan.
 
 A client hears at once of a request's first tokens, of its end, and of every token that it streams or searches for stop
-strings; and then of everything else that has come. What nobody waits for is held for a moment. A request that ended
-with an error is not told of here: its client gets the error, which is not sent from here, and that must be the end.
+strings; and then of everything else that has come. What nobody waits for is held for a moment.
+
+Tokens and the reason of an end are those of the updates. Counters are read from the request when they are sent: they
+only grow.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ class _Held:
     """What one request is still to be told."""
 
     token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason = FinishReason.NONE
     logprobs: list[LogprobRows] = field(default_factory=list)
     prompt_logprobs: list[LogprobRows] = field(default_factory=list)
 
     def take(self, update: RequestUpdate) -> None:
         self.token_ids += update.new_token_ids
+        self.finish_reason = update.finish_reason
         if update.logprobs is not None:
             self.logprobs.append(update.logprobs)
         if update.prompt_logprobs is not None:
@@ -60,13 +64,12 @@ class Outbox:
         now_s = time.monotonic()
         for update in updates:
             request = update.request
-            if request.finish_reason is FinishReason.ERROR:
-                continue
-            self._held.setdefault(request.client, {}).setdefault(request, _Held()).take(update)
+            held = self._held.setdefault(request.client, {}).setdefault(request, _Held())
+            held.take(update)
             if (
                 request.is_streamed
-                or request.finish_reason
-                or (update.new_token_ids and request.num_new_tokens == len(update.new_token_ids))
+                or update.finish_reason
+                or (update.new_token_ids and request.num_new_tokens == len(held.token_ids))  # all that it has had
                 or now_s - self._last_sent_s.get(request.client, 0.0) > self._hold_s
             ):
                 due.add(request.client)
@@ -85,8 +88,7 @@ class Outbox:
         self._last_sent_s.pop(client, None)
 
     def _send_held(self, client: bytes) -> None:
-        held = self._held.pop(client)
-        self._send(client, _output_batch({r: h for r, h in held.items() if r.finish_reason is not FinishReason.ERROR}))
+        self._send(client, _output_batch(self._held.pop(client)))
 
 
 def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
@@ -96,7 +98,7 @@ def _output_batch(held: dict[Request, _Held]) -> OutputBatch:
         handles=np.array([request.handle for request in requests], np.int64),
         num_tokens=_int32s([len(content.token_ids) for content in contents]),
         token_ids=_int32s([token_id for content in contents for token_id in content.token_ids]),
-        finish_reasons=_int32s([request.finish_reason for request in requests]),
+        finish_reasons=_int32s([content.finish_reason for content in contents]),
         stop_token_ids=_int32s([request.stop_token_id for request in requests]),
         num_cached_tokens=_int32s([request.num_cached_tokens for request in requests]),
         num_preemptions=_int32s([request.num_preemptions for request in requests]),

@@ -48,6 +48,7 @@ from raypp.driver.outbox import Outbox
 from raypp.driver.stage_health import StageHealth
 from raypp.errors import QueueFullError, RayppError, RequestError
 from raypp.scheduler.request import Request, RequestUpdate
+from raypp.types import FinishReason
 
 _COST_PER_TURN = 12.0
 """What one turn does for clients while steps are in flight: 1 for a message, for a request that comes, for one that is
@@ -170,7 +171,8 @@ class DriverServer:
             self._wakeup_out.recv(4096)
         if self._clients in ready or self._work:
             self._work_for_clients()
-        self._send_outputs(self._engine.step())
+        self._engine.step()
+        self._send_outputs()
         self._send_failures()
         self._check_health()
         self._forget_gone_clients()
@@ -244,7 +246,7 @@ class DriverServer:
                     found = self._requests.find(client, request_id)
                     if found is not None and self._engine.abort(found):
                         self._requests.remove(found)
-                        self._aborted.append(RequestUpdate(found, []))
+                        self._aborted.append(RequestUpdate(found, [], FinishReason.ABORT))
                     yield 1
             case StatsCall(call_id, spans_after_us):
                 self._send(client, StatsReply(call_id, self._stats(spans_after_us)))
@@ -280,18 +282,21 @@ class DriverServer:
             self._requests.remove(request)
             self._send(client, Rejected(added.handle, error))
 
-    def _send_outputs(self, updates: Sequence[RequestUpdate]) -> None:
+    def _send_outputs(self) -> None:
         aborted, self._aborted = self._aborted, []
-        updates = [*aborted, *updates]
+        updates = [*aborted, *self._engine.take_updates()]
         for update in updates:
-            if update.request.finish_reason:
+            if update.finish_reason:
                 self._requests.remove(update.request)
         if self._work:  # maybe for a client that has left
             updates = [update for update in updates if update.request.client in self._requests]
         self._outbox.put(updates)
 
     def _send_failures(self) -> None:
-        for request, error in self._engine.take_failed():
+        failed = self._engine.take_failed()
+        if failed:
+            self._outbox.flush()  # an error is the last that a client hears of a request
+        for request, error in failed:
             self._requests.remove(request)
             if request.client in self._requests:
                 self._send(request.client, Rejected(request.handle, error))
@@ -328,7 +333,7 @@ class DriverServer:
 
     def _tell_of_death(self, error: RayppError) -> None:
         """Send clients what there is for them, and then why nothing more will come."""
-        self._send_outputs([])
+        self._send_outputs()
         self._outbox.flush()
         self._send_failures()
         in_flight: dict[bytes, list[int]] = {}

@@ -68,6 +68,8 @@ class PrefillChooser:
                 break
             chunks.append(chunk)
             budget.take(chunk.start, chunk.num_tokens)
+            if not chunk.is_last:
+                break  # it was cut to all that there is room for
         return chunks
 
     def _waiting(self) -> Waiting:

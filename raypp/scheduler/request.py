@@ -79,10 +79,11 @@ class LogprobRows(NamedTuple):
 
 @dataclass(slots=True)  # not frozen: that would triple the time to make one
 class RequestUpdate:
-    """What a collected step brought to one request."""
+    """What a collected step brought to one request. It stays as it is when later steps change the request."""
 
     request: Request
     new_token_ids: list[int]
+    finish_reason: FinishReason  # not NONE: the request ended with these tokens
     logprobs: LogprobRows | None = None  # of the new tokens, if the request asks for them
     prompt_logprobs: LogprobRows | None = None  # of prompt tokens that come after those reported before
     # Of a request under a grammar, which gets an update for each of its steps: the drafts after its newest token.
@@ -91,4 +92,4 @@ class RequestUpdate:
     @property
     def is_news(self) -> bool:
         """Whether the client has to hear of it."""
-        return bool(self.new_token_ids or self.prompt_logprobs is not None or self.request.finish_reason)
+        return bool(self.new_token_ids or self.prompt_logprobs is not None or self.finish_reason)

@@ -199,7 +199,7 @@ class Scheduler:
                 continue
             self._counters.num_late_masks += not count
             if logprobs is None and not request.has_grammar:
-                updates.append(RequestUpdate(request, taken))
+                updates.append(RequestUpdate(request, taken, request.finish_reason))
             else:
                 updates.append(_update(state, index, taken, logprobs, draft_ids))
         for index, chunk in enumerate(step.chunks, len(step.decoding)):
@@ -326,7 +326,7 @@ def _update(
     if state.request.has_grammar:
         drafts = draft_ids[index] if draft_ids is not None else []
     if logprobs is None:
-        return RequestUpdate(state.request, taken, draft_ids=drafts)
+        return RequestUpdate(state.request, taken, state.request.finish_reason, draft_ids=drafts)
     update = logprobs.update(state, index, taken)
     update.draft_ids = drafts
     return update

@@ -115,9 +115,7 @@ class StepBudget:
     @property
     def has_room(self) -> bool:
         """Whether another chunk may fit."""
-        if self._num_tokens <= 0:
-            return False
-        return not self._has_chunks or self._fits(0, min(self._num_tokens, self._least_chunk))
+        return self._num_tokens > 0 and (not self._has_chunks or self._fits(0, 1))
 
     def chunk_tokens(self, start: int, num_rest: int) -> int:
         """Return the tokens of a prompt's next chunk; 0 when it should wait for the next step.

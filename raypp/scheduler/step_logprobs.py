@@ -47,7 +47,7 @@ class StepLogprobsReader:
         if taken and params.logprobs is not None:
             first = self._first[index]
             output = LogprobRows(self._output, first, first + len(taken), 1 + params.logprobs)
-        return RequestUpdate(state.request, taken, output, prompt)
+        return RequestUpdate(state.request, taken, state.request.finish_reason, output, prompt)
 
     def _of_prompt(self, index: int, num_scored_tokens: int, num_top: int) -> LogprobRows | None:
         """Return those of a row's prompt tokens that come after the first `num_scored_tokens` ones; None without any.

@@ -53,6 +53,11 @@ class SupervisedEngine(ABC, Generic[LifeT]):
         """The zmq address that clients connect to, of the present life."""
         return self._supervisor.life.client_address
 
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the present life."""
+        return self._plan.config
+
     def plan(self) -> dict[str, Any]:
         """Return layers, bytes and blocks per stage."""
         return self._plan.describe()

@@ -154,16 +154,16 @@ class LocalEngine:
         """End a request now; return whether it was running."""
         return self._engine.abort(request)
 
-    def step(self) -> list[RequestUpdate]:
+    def step(self) -> Sequence[RequestUpdate]:
         """Collect one step and dispatch what may go; return what changed.
 
         Raises:
             RequestError: a request was taken in and cannot run after all.
         """
-        updates = self._engine.step()
+        self._engine.step()
         for _, error in self._engine.take_failed():
             raise error
-        return updates
+        return self._engine.take_updates()
 
     @property
     def has_unfinished(self) -> bool:

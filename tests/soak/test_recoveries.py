@@ -107,7 +107,7 @@ def test_a_request_that_kills_engines_fails_alone(local_ray: str, note: Callable
         again = ask(llm, 0)
     note(f"a request that kills engines: {error!r} after {num_restarts} restarts")
     assert isinstance(error, FatalRequestError)
-    assert num_restarts <= 3
+    assert num_restarts <= 4
     assert [tokens for tokens in found if tokens is not None] == right[:poisoned] + right[poisoned + 1 :]
     assert again == right[0], "the engine works"
 

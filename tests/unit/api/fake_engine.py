@@ -23,6 +23,7 @@ from raypp.client_messages import (
     decode_client_message,
     encode_driver_message,
 )
+from raypp.config.engine_config import EngineConfig
 from raypp.errors import RayppError, StageDiedError
 from raypp.messages import OutputBatch
 from raypp.supervision.recovery import EngineWatcher, Recovery
@@ -80,7 +81,8 @@ class FakeEngine:
         self._changed = threading.Condition()
         self._ordering = threading.Lock()
 
-    def launch(self, config: object, *, stage_factory: object = None) -> FakeEngine:
+    def launch(self, config: EngineConfig, *, stage_factory: object = None) -> FakeEngine:
+        self.config = config
         self.stage_factory = stage_factory
         self._context = zmq.Context()
         self._open_clients()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from raypp.api.handing_over import messages_of_begun
+from raypp.api.poison_requests import PoisonDetector
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.api.tokenizer import Tokenizer
-from raypp.api.trials import Trials
 from raypp.client_messages import encode_client_message
 from raypp.models.registry import resolve_model_path
 from raypp.types import SamplingParams
@@ -31,7 +31,7 @@ def tokenizer() -> Tokenizer:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, stop: tuple[str, ...]) -> None:
     texts = np.random.default_rng(0).integers(260, 500, (NUM_TOKENS, NUM_REQUESTS))
-    params, trials = SamplingParams(max_tokens=NUM_TOKENS + 1, stop=list(stop)), Trials(NUM_REQUESTS)
+    params, detector = SamplingParams(max_tokens=NUM_TOKENS + 1, stop=list(stop)), PoisonDetector()
     prompt = np.arange(8, dtype=np.int32)
 
     def begin() -> list[RunningRequest]:
@@ -52,10 +52,10 @@ def test_a_token_takes_at_most_100_bytes(tokenizer: Tokenizer, streams: bool, st
                 request.completions[0].update([token_id], 0, -1, None)
 
     def die_and_go_on(requests: list[RunningRequest]) -> None:
-        unfinished = {c.handle: len(c.token_ids) for request in requests for c in request.completions}
-        trials.note_loss(0)
-        trials.note_death(unfinished, unfinished, is_only_request=False)
-        trials.begin(unfinished)
+        unfinished = {request.request_id: request.num_tokens for request in requests}
+        detector.note_loss(0)
+        detector.note_death(unfinished, unfinished, max_running=NUM_REQUESTS)
+        detector.begin(unfinished)
         for message in messages_of_begun(
             ((request, request.completions[0]) for request in requests), (0,), NUM_REQUESTS
         ):

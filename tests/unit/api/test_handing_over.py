@@ -1,10 +1,12 @@
-"""Which requests are handed to another engine in one message."""
+"""Which requests are handed to another engine in one message, and what of them is asked for again."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from raypp.api.handing_over import messages_of_begun
+from raypp.api.output_logprobs import LogprobLists
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.prompt_items import EncoderItem, PromptItems
 from raypp.types import SamplingParams
@@ -40,3 +42,13 @@ def test_what_can_run_at_once_is_one_message() -> None:
 def test_pixels_do_not_wait_for_those_of_all_others() -> None:
     assert handed_over([True] * 40, max_running=40) == [16, 16, 8]
     assert handed_over([False] * 30 + [True] * 10, max_running=40) == [30, 10]
+
+
+@pytest.mark.parametrize("num_known", [0, 2, 3])
+def test_prompt_logprobs_are_asked_for_again_if_some_are_missing(num_known: int) -> None:
+    prepared = PreparedRequest("r", None, np.ones(4, np.int32), SamplingParams(prompt_logprobs=0))
+    request = RunningRequest(prepared, [0], None, stream=False, on_change=lambda _: None)
+    request.add_prompt_logprobs(LogprobLists([[5]] * num_known, [[-1.0]] * num_known, [1] * num_known))
+    [message] = messages_of_begun([(request, request.completions[0])], (0,), 8)
+    [handed_over] = message.requests
+    assert handed_over.params.prompt_logprobs == (None if num_known == 3 else 0)

@@ -21,9 +21,14 @@ import pytest
 import torch
 
 from raypp.api.async_llm import AsyncLLM
-from raypp.errors import EngineDeadError, FatalRequestError
-from raypp.messages import StepPlan
+from raypp.api.engine_connection import EngineConnection
+from raypp.client_messages import AddRequests, ClientMessage
+from raypp.driver.channel_pipeline import ChannelPipeline
+from raypp.driver.engine_loop import Engine
+from raypp.errors import EngineDeadError, FatalRequestError, StageDiedError
+from raypp.messages import StepPlan, StepResult
 from raypp.models.config import ModelConfig
+from raypp.scheduler.request import RequestUpdate
 from raypp.scheduler.scheduler import Scheduler
 from raypp.stage.stage_spec import StageSpec
 from raypp.structured_outputs import StructuredOutputs
@@ -191,6 +196,73 @@ def test_the_same_requests_are_computed_in_the_same_steps_whenever_they_are_hand
     assert first[:num_steps] == second[:num_steps], "until then none ends"
 
 
+def test_requests_that_end_in_the_moment_of_a_death_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage dies while it is handed a plan, in a turn whose results have ended requests."""
+    step, submit, update = Engine.step, ChannelPipeline.submit, Scheduler.update
+    ended: list[str] = []  # in this turn
+    died_with: list[str] = []  # those that had ended in the turn of the death
+
+    def noted_step(engine: Engine) -> object:
+        ended.clear()
+        return step(engine)
+
+    def noted_update(scheduler: Scheduler, result: StepResult) -> list[RequestUpdate]:
+        updates = update(scheduler, result)
+        ended.extend(u.request.request_id for u in updates if u.request.finish_reason)
+        return updates
+
+    def dying_submit(pipeline: ChannelPipeline, plan: StepPlan) -> None:
+        if ended and not died_with:
+            died_with.extend(ended)
+            raise StageDiedError("stage 0 died", stage_index=0)
+        submit(pipeline, plan)
+
+    async def body() -> None:
+        settings = ENGINE | {"max_num_seqs": 64, "skip_tokenizer_init": True}
+        factory = FakeStage(step_ms=0)
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            params = [SamplingParams(max_tokens=8 + index % 24, ignore_eos=True) for index in range(32)]
+            outputs = await llm.complete([{"prompt_token_ids": [1 + index]} for index in range(32)], params)
+            stats = await llm.stats()
+        assert died_with
+        for output, of_output in zip(outputs, params, strict=True):
+            [completion] = output.outputs
+            assert (len(completion.token_ids), completion.finish_reason) == (of_output.max_tokens, "length")
+        assert stats["recoveries"]["num_carried_over"] <= 32 - len(died_with), "what had ended was computed again"
+
+    monkeypatch.setattr(Engine, "step", noted_step)
+    monkeypatch.setattr(Scheduler, "update", noted_update)
+    monkeypatch.setattr(ChannelPipeline, "submit", dying_submit)
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_as_many_requests_as_the_new_engine_has_rows_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    send, num_requests = EngineConnection.send, list[int]()
+
+    def noted(connection: EngineConnection, message: ClientMessage) -> None:
+        if isinstance(message, AddRequests):
+            num_requests.append(len(list(message.requests)))
+        send(connection, message)
+
+    async def body() -> None:
+        settings = ENGINE | {"skip_tokenizer_init": True, "max_num_batched_tokens": 128}
+        factory = FakeStage(step_ms=1)
+        async with await AsyncLLM.create("tiny", launch=launch_in_threads, stage_factory=factory, **settings) as llm:
+            params = SamplingParams(max_tokens=100, ignore_eos=True)
+            prompts = [{"prompt_token_ids": [1 + index]} for index in range(50)]
+            task = asyncio.create_task(llm.complete(prompts, params))
+            while sum(num_requests) < 50:
+                await asyncio.sleep(0.001)
+            num_requests.clear()
+            await llm.restart(max_num_seqs=40)
+            assert llm.config.scheduler.max_num_seqs == 40
+            await task
+
+    monkeypatch.setattr(EngineConnection, "send", noted)
+    asyncio.run(asyncio.wait_for(body(), 60))
+    assert num_requests[0] == 40
+
+
 class PoisonedStage(FakeStage):
     """A stage factory whose models fail when they see a token."""
 
@@ -226,7 +298,7 @@ def test_a_request_that_ends_a_stage_whenever_it_runs_fails_alone() -> None:
         assert isinstance(answers.pop(position), FatalRequestError)
         assert all(isinstance(answer, RequestOutput) and len(answer.outputs[0].token_ids) == 30 for answer in answers)
         assert len(after.outputs[0].token_ids) == 3
-        assert stats["recoveries"]["count"] <= 3
+        assert stats["recoveries"]["count"] <= 4
 
     asyncio.run(asyncio.wait_for(body(), 60))
 

@@ -30,7 +30,7 @@ from raypp.grammar.grammar_messages import (
 )
 from raypp.messages import MaskUpdate
 from raypp.scheduler.request import Request, RequestUpdate
-from raypp.types import SamplingParams
+from raypp.types import FinishReason, SamplingParams
 
 
 class Backend:
@@ -118,7 +118,7 @@ def test_a_request_runs_when_its_grammar_is_compiled_and_opens_when_it_has_a_row
     [update] = driver.sent
     assert (update.rows.tolist(), update.moments.tolist()) == ([4], [[7, 6, 3, 1]])
     request.output_token_ids.append(9)
-    driver.grammars.note_step(7, [RequestUpdate(request, [9], draft_ids=[5, 6])])
+    driver.grammars.note_step(7, [RequestUpdate(request, [9], FinishReason.NONE, draft_ids=[5, 6])])
     assert isinstance(driver.backend.orders[-1], GrammarAdvance)
     assert driver.backend.orders[-1].draft_ids.tolist() == [5, 6]
     driver.backend.allow(1, 1, after=7)
@@ -180,7 +180,7 @@ def test_a_constraint_that_was_thrown_out_is_compiled_again() -> None:
     driver.backend.orders.clear()
     driver.backend.replies.append(Unknown(1))
     driver.grammars.poll()
-    driver.grammars.note_step(3, [RequestUpdate(request, [], draft_ids=[])])  # nobody follows it
+    driver.grammars.note_step(3, [RequestUpdate(request, [], FinishReason.NONE, draft_ids=[])])  # nobody follows it
     driver.grammars.poll()
     [_, opened] = driver.backend.orders
     assert (opened.number, opened.token_ids) == (1, [7])
@@ -278,7 +278,7 @@ def test_a_frozen_process_is_replaced_and_nobody_is_blamed(monkeypatch: pytest.M
     wait(1000)
     driver.grammars.poll()
     assert driver.backend.num_restarts == 0, "nothing was asked of it"
-    driver.grammars.note_step(0, [RequestUpdate(request, [], draft_ids=[])])
+    driver.grammars.note_step(0, [RequestUpdate(request, [], FinishReason.NONE, draft_ids=[])])
     wait(21)
     news = driver.grammars.poll()
     assert driver.backend.num_restarts == 1
@@ -335,7 +335,7 @@ def test_a_turn_costs_nothing_for_requests_that_wait() -> None:
         fastest = float("inf")
         for step_id in range(100):
             started_s = time.perf_counter()
-            driver.grammars.note_step(step_id, [RequestUpdate(running, [], draft_ids=[])])
+            driver.grammars.note_step(step_id, [RequestUpdate(running, [], FinishReason.NONE, draft_ids=[])])
             driver.backend.allow(num_waiting + 1, 0, step_id)
             driver.grammars.poll()
             driver.grammars.num_held_back  # noqa: B018

@@ -15,9 +15,10 @@ def _request(name: str, *, client: bytes = b"c", is_streamed: bool = False) -> R
     )
 
 
-def _update(request: Request, *token_ids: int) -> RequestUpdate:
+def _update(request: Request, *token_ids: int, reason: FinishReason = FinishReason.NONE) -> RequestUpdate:
     request.output_token_ids.extend(token_ids)
-    return RequestUpdate(request, list(token_ids))
+    request.finish_reason = reason
+    return RequestUpdate(request, list(token_ids), reason)
 
 
 class Sent:
@@ -25,6 +26,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.messages: list[tuple[bytes, dict[int, list[int]]]] = []
+        self.reasons: list[list[int]] = []
 
     def __call__(self, client, batch) -> None:
         ends = batch.num_tokens.cumsum().tolist()
@@ -34,6 +36,7 @@ class Sent:
             for handle, count, end in zip(batch.handles.tolist(), batch.num_tokens.tolist(), ends, strict=True)
         }
         self.messages.append((client, tokens))
+        self.reasons.append(batch.finish_reasons.tolist())
 
 
 def test_first_tokens_go_at_once_and_the_rest_with_the_end():
@@ -43,9 +46,28 @@ def test_first_tokens_go_at_once_and_the_rest_with_the_end():
     outbox.put([_update(request, 6)])
     outbox.put([_update(request, 7)])
     assert sent.messages == [(b"c", {97: [5]})]
-    request.finish_reason = FinishReason.LENGTH
-    outbox.put([_update(request, 8)])
+    outbox.put([_update(request, 8, reason=FinishReason.LENGTH)])
     assert sent.messages[1:] == [(b"c", {97: [6, 7, 8]})]
+    assert sent.reasons == [[FinishReason.NONE], [FinishReason.LENGTH]]
+
+
+def test_first_tokens_of_two_steps_that_come_together_go_at_once():
+    sent = Sent()
+    outbox, request = Outbox(sent, hold_s=3600), _request("a")
+    outbox.put([_update(_request("b"), 1)])
+    outbox.put([_update(request, 5), _update(request, 6)])
+    assert sent.messages[1:] == [(b"c", {97: [5, 6]})]
+
+
+def test_what_is_sent_is_as_it_was_when_it_was_put_in():
+    sent = Sent()
+    outbox, request = Outbox(sent, hold_s=3600), _request("a")
+    outbox.put([_update(request, 5)])
+    outbox.put([_update(request, 6)])
+    _update(request, 7, reason=FinishReason.LENGTH)  # which never comes here
+    outbox.flush()
+    assert sent.messages[1:] == [(b"c", {97: [6]})]
+    assert sent.reasons[1:] == [[FinishReason.NONE]], "the text would look whole without its last token"
 
 
 def test_what_is_streamed_takes_along_what_is_held():
@@ -78,17 +100,5 @@ def test_a_client_that_left_is_told_nothing():
     outbox.put([_update(request, 1)])
     outbox.put([_update(request, 2)])
     outbox.forget(b"c")
-    request.finish_reason = FinishReason.ABORT
-    outbox.put([_update(request)])
+    outbox.put([_update(request, reason=FinishReason.ABORT)])
     assert sent.messages[1:] == [(b"c", {97: []})]
-
-
-def test_nothing_is_told_of_who_ended_with_an_error():
-    sent = Sent()
-    outbox, failed, other = Outbox(sent, hold_s=3600), _request("a"), _request("b")
-    outbox.put([_update(failed, 1), _update(other, 2)])
-    outbox.put([_update(failed, 3), _update(other, 4)])
-    failed.finish_reason = FinishReason.ERROR
-    other.finish_reason = FinishReason.LENGTH
-    outbox.put([_update(failed, 5), _update(other, 6)])
-    assert sent.messages == [(b"c", {97: [1], 98: [2]}), (b"c", {98: [4, 6]})]

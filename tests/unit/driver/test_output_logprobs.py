@@ -63,11 +63,11 @@ def test_every_request_gets_its_own(requests, seed):
         for count in counts:
             output = _piece(rng, count, width) if width and count else None
             prompt = _piece(rng, 2, prompt_width) if prompt_width else None
-            outbox.put([RequestUpdate(request, list(range(count)), output, prompt)])
+            outbox.put([RequestUpdate(request, list(range(count)), FinishReason.NONE, output, prompt)])
             sent[handle].take(count, *(None if rows is None else _lists(rows) for rows in (output, prompt)))
     last = Request("last", np.ones(1, np.int32), SamplingParams(), 0, handle=-1, finish_reason=FinishReason.LENGTH)
     last.output_token_ids = [0] * 99
-    outbox.put([RequestUpdate(last, [5])])  # takes along what is held
+    outbox.put([RequestUpdate(last, [5], FinishReason.LENGTH)])  # takes along what is held
     for batch in batches:
         columns = (batch.handles.tolist(), batch.num_tokens.tolist(), logprobs_per_request(batch))
         for handle, num_tokens, (output, prompt) in zip(*columns, strict=True):

@@ -149,8 +149,11 @@ class Rig:
     def client(self) -> Client:
         return Client(self.context, self.address)
 
-    def answer(self, until: Callable[[], bool]) -> list[StepPlan]:
-        """Play both stages: every step yields its own number for every row. Return the plans."""
+    def answer(self, until: Callable[[], bool], token_id: int | None = None) -> list[StepPlan]:
+        """Play both stages: every step yields a token, its own number if none is given, for every row.
+
+        Return the plans.
+        """
         ends, plans = time.monotonic() + DEADLINE_S, list[StepPlan]()
         while not until():
             assert time.monotonic() < ends
@@ -159,7 +162,7 @@ class Rig:
                 plan = unpack(StepPlan, received)
                 plans.append(plan)
                 num_rows = len(plan.rows)
-                token_ids = np.full((num_rows, 1), plan.step_id, np.int32)
+                token_ids = np.full((num_rows, 1), plan.step_id if token_id is None else token_id, np.int32)
                 result = StepResult(plan.step_id, token_ids, plan.samples.astype(np.int32))
                 self.stages[1].send_result(pack(result))
         return plans
@@ -385,6 +388,25 @@ def test_each_client_hears_what_of_its_own_was_in_flight_and_what_came_before_th
         assert dead.in_flight == ([] if name == "c" else [ord(name)])
     counted = rig.scheduler.stats().num_generated_tokens
     assert num_tokens == counted, "a token that was held back would be computed again, and seem never to have come"
+
+
+def test_an_error_is_the_last_that_a_client_hears_of_a_request(make_rig):
+    rig = make_rig()
+    client = rig.client()
+    client.add("a", max_tokens=50, is_streamed=False)
+    rig.answer(lambda: rig.scheduler.stats().num_generated_tokens >= 5)
+    rig.answer(lambda: rig.num_unfinished == 0, token_id=-1)  # as where logits are not finite
+    num_tokens = 0
+    while isinstance(message := client.next(OutputBatch | Rejected), OutputBatch):
+        assert message.finish_reasons.tolist() == [FinishReason.NONE]
+        num_tokens += len(message.token_ids)
+    assert message.handle == ord("a")
+    assert num_tokens == rig.scheduler.stats().num_generated_tokens
+    client.add("b", max_tokens=3, is_streamed=False)
+    rig.wait_for(lambda: rig.num_unfinished == 1)
+    rig.answer(lambda: rig.num_unfinished == 0)
+    while not (batch := client.next(OutputBatch)).finish_reasons.any():
+        assert batch.handles.tolist() == [ord("b")]
 
 
 def test_a_request_without_a_row_or_that_has_ended_is_not_in_flight(make_rig):

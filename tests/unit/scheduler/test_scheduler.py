@@ -178,6 +178,15 @@ def test_a_step_holds_its_share_of_the_rows():
     assert [len(plan.rows) for plan in pipeline.dispatch_all()][:3] == [3, 3, 1]
 
 
+def test_short_prompts_enter_a_pipeline_many_at_a_time():
+    limits = make_limits(max_num_seqs=64, max_num_batched_tokens=2048, min_prefill_chunk_tokens=512)
+    pipeline = Pipeline(Scheduler(limits))
+    for index in range(200):
+        pipeline.scheduler.add(make_request(f"r{index}", prompt=8, max_tokens=1))
+    pipeline.finish()
+    assert len(pipeline.plans) < 30, "of 32 rows each; a step may take 8 times as long as one with a single token"
+
+
 def test_decode_rows_come_first_and_prompts_take_what_is_left():
     pipeline = _pipeline(make_request("a", 4), num_stages=1, max_num_batched_tokens=16)
     pipeline.dispatch()

@@ -183,6 +183,21 @@ def test_chunks_share_the_time_of_their_step():
     assert PREDICTOR.ms(together) == pytest.approx(8 * ONE_MS, rel=0.06)
 
 
+def test_short_prompts_share_the_time_of_a_step_where_a_token_is_dear():
+    """As on a CPU, where the smallest part of a cut prompt takes more than there is time for."""
+    predictor = StepPredictor(RooflineCost(12.0), [TIMES])
+    budget, sizes = budget_for(10**6, any_decodes=True, predictor=predictor), []
+    while budget.has_room and (num_tokens := budget.chunk_tokens(0, 8)):
+        budget.take(0, num_tokens)
+        sizes.append(num_tokens)
+    assert set(sizes) == {8}
+    assert len(sizes) > 5
+    one_ms, pairs = predictor.ms(StepWork(num_prompt_tokens=1)), len(sizes) * prompt_pairs(0, 8)
+    together_ms = predictor.ms(StepWork(num_prompt_tokens=sum(sizes), num_prompt_pairs=pairs))
+    assert together_ms == pytest.approx(8 * one_ms, rel=0.1)
+    assert not budget.chunk_tokens(0, 100), "a part of a long one is too small"
+
+
 def test_the_first_chunk_is_never_nothing():
     deep = budget_for(10**6, decoding=ROWS)
     assert deep.chunk_tokens(20_000_000, 5000) == 512 // 8
