@@ -28,7 +28,7 @@ from serve_app.context import AppContext, Siblings
 from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
-from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
+from serve_app.middleware import ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
 from serve_app.pictures import OpenGate, PictureGate
 from serve_app.reading_gate import ReadingGate
 from serve_app.routes.generation import generation_routes
@@ -156,4 +156,5 @@ def make_http_app(context: AppContext) -> FastAPI:
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
         )
     app.add_middleware(RequestCounter, count=context.metrics.count_response)
+    app.add_middleware(HeadsOfGets)
     return app

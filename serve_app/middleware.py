@@ -88,6 +88,26 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
 
+class HeadsOfGets:
+    """Answers HEAD with the status and the headers that GET has."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and end the answer behind its headers."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def without_body(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app({**scope, "method": "GET"}, receive, without_body)
+
+
 class RequestCounter:
     """Counts responses by route and status."""
 

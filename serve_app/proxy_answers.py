@@ -6,6 +6,8 @@ Plain ASGI middleware around the proxy, which finds it by `ENVIRONMENT`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +36,8 @@ class ProxyAnswers:
 
     `/health`, `/ping` and `/ready` under any prefix are 503 when nothing has answered after `HEALTH_TIMEOUT_S`; other
     requests wait for the next replica. A request whose replica died gets a 503, a stream an event that tells the error
-    in its route's form.
+    in its route's form. While Serve has no application, since the only one starts or stops, every request gets a 503:
+    Serve's own answer is a 404, which clients and load balancers do not try again.
     """
 
     def __init__(self, app: ASGIApp, health_timeout_s: float = HEALTH_TIMEOUT_S) -> None:
@@ -46,7 +49,7 @@ class ProxyAnswers:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer(send, scope["path"])
+        answer = _Answer(send, scope["path"], partial(_has_applications, self._app, scope, receive))
         try:
             async with asyncio.timeout(self._health_timeout_s if _asks_for_health(scope) else None) as limit:
                 answer.limit = limit
@@ -58,7 +61,7 @@ class ProxyAnswers:
             message = f"no replica answered within {self._health_timeout_s:g} s: it is being replaced, or overloaded"
             await unhealthy_answer(message)(scope, receive, send)
         elif not answer.has_started:
-            await error_answer(_broken())(scope, receive, send)
+            await error_answer(_broken() if answer.is_served else _not_served())(scope, receive, send)
         elif answer.is_unfinished_stream:
             body = answer.last_event(_broken()).encode()
             await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -67,15 +70,18 @@ class ProxyAnswers:
 class _Answer:
     """What has been sent of an answer."""
 
-    def __init__(self, send: Send, path: str) -> None:
+    def __init__(self, send: Send, path: str, has_applications: Callable[[], Awaitable[bool]]) -> None:
         """Nothing has been.
 
         Args:
             send: Sends a message.
             path: What was asked for.
+            has_applications: Returns whether Serve has any.
         """
         self.limit: asyncio.Timeout | None = None
         self.has_started = False
+        self.is_served = True
+        self._has_applications = has_applications
         self.is_unfinished_stream = False
         self._send = send
         self._is_response = path.endswith("/v1/responses")
@@ -90,7 +96,11 @@ class _Answer:
         return response_error_event(error, int(number.partition(b"}")[0]) + 1 if number else 0)
 
     async def send(self, message: Message) -> None:
-        """Take note of a message, and send it."""
+        """Take note of a message, and send it, unless it is of Serve's own answer without an application."""
+        if message["type"] == "http.response.start":
+            self.is_served = message["status"] != 404 or await self._has_applications()
+        if not self.is_served:
+            return
         if message["type"] == "http.response.start":
             self.has_started = True
             self.is_unfinished_stream = _is_event_stream(message)
@@ -105,6 +115,24 @@ class _Answer:
 
 def _broken() -> EngineDeadError:
     return EngineDeadError("the replica ended before its answer did", hint="send the request again; /health tells when")
+
+
+def _not_served() -> EngineDeadError:
+    return EngineDeadError(
+        "no application is served: it starts or stops", hint="send the request again; /health tells when"
+    )
+
+
+async def _has_applications(app: ASGIApp, scope: Scope, receive: Receive) -> bool:
+    """Return whether Serve's list of routes has any; a proxy without one answers with a plain text."""
+    body = bytearray()
+
+    async def read(message: Message) -> None:
+        body.extend(message.get("body", b""))
+
+    path = f"{scope.get('root_path', '')}/-/routes"
+    await app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, read)
+    return body.startswith(b'{"')
 
 
 def _asks_for_health(scope: Scope) -> bool:

@@ -9,7 +9,7 @@ from raypp.errors import RayppError
 from raypp.openai_api.error_bodies import describe_error
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.openai_api.response_answer import PreparedResponse
-from raypp.openai_api.response_items import Event, ResponseItems
+from raypp.openai_api.response_items import Event
 from raypp.openai_api.response_object import FaultCode, ResponseFault, ResponseObject
 from raypp.types import CompletionOutput, RequestOutput
 from serve_app.typed_events import TypedEventWriter
@@ -36,7 +36,7 @@ class ResponseEventWriter(TypedEventWriter):
         super().__init__(prepared.chat.make_parser())
         self._head = head
         self._prepared = prepared
-        self._items = ResponseItems()
+        self._items = prepared.items()
         self._num_tokens = 0  # whose log-probabilities were told
 
     def failure(self, error: RayppError) -> str:

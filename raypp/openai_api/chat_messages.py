@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
@@ -32,7 +32,8 @@ class ImagePart(LenientModel):
     """An image between the texts."""
 
     type: Literal["image_url"]
-    image_url: ImageUrl
+    image_url: Annotated[ImageUrl, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
+    """Or the address alone."""
 
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]

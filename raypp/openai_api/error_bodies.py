@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
@@ -64,12 +65,13 @@ def decode_json(raw: bytes, what: str = "the body") -> Any:
     """Return the value that a text is, in JSON.
 
     Args:
-        raw: The text.
+        raw: The text; it may begin with a byte order mark.
         what: What errors call it.
 
     Raises:
         BodyError: it is none, or one that is too deep or has too long a number in it.
     """
+    raw = raw.removeprefix(BOM_UTF8)
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -122,7 +122,8 @@ def _parsed(completion: CompletionOutput, parser: MessageParser) -> tuple[Assist
     calls = [{name: value for name, value in call.items() if name != "index"} for call in plain.get("tool_calls", ())]
     message = AssistantMessage(
         content=delta.content or (None if delta.calls else ""),
-        reasoning_content=delta.reasoning or None,
+        reasoning_content=plain.get("reasoning_content"),
+        reasoning=plain.get("reasoning"),
         tool_calls=calls or None,
         function_call=plain.get("function_call"),
     )

@@ -68,7 +68,7 @@ class MessageDelta:
         """
         fields: dict[str, Any] = {}
         if self.reasoning:
-            fields["reasoning_content"] = self.reasoning
+            fields["reasoning_content"] = fields["reasoning"] = self.reasoning  # the older and the newer name
         if self.content:
             fields["content"] = self.content
         if as_function_call:

@@ -21,6 +21,7 @@ from raypp.openai_api.response_object import (
     ResponseUsage,
 )
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.response_tools import callable_tools, own_names
 from raypp.types import CompletionOutput, RequestOutput
 
 _STATUSES: dict[str, ResponseStatus] = {
@@ -42,13 +43,17 @@ class PreparedResponse(RetoldChat):
         """Return the response of the finished output."""
         [output] = outputs
         [completion] = output.outputs
-        items = ResponseItems()
+        items = self.items()
         delta = self.chat.make_parser().feed(completion.text, is_last=True)
         for _ in items.add(delta, self.logprobs(completion)):
             pass
         for _ in items.end(is_complete=completion.finish_reason == "stop"):
             pass
         return self.ended(head, items, output)
+
+    def items(self) -> ResponseItems:
+        """Return the items of the response, none so far."""
+        return ResponseItems(own_names(self.request.tools))
 
     def logprobs(self, completion: CompletionOutput, num_told: int = 0) -> list[dict[str, Any]]:
         """Return the log-probabilities of the tokens behind the first `num_told`; nothing if none were asked for."""
@@ -106,7 +111,7 @@ class PreparedResponse(RetoldChat):
             temperature=self.params.temperature,
             top_p=self.params.top_p,
             top_logprobs=self.params.logprobs or 0,
-            tools=[tool.model_dump() for tool in request.tools or ()],
+            tools=[tool.model_dump() for tool in callable_tools(request.tools)],
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
             parallel_tool_calls=request.parallel_tool_calls is not False,
             text={"format": wanted.model_dump(exclude_none=True, by_alias=True)},

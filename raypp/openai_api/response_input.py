@@ -18,6 +18,7 @@ from raypp.openai_api.chat_messages import (
     ToolCall,
 )
 from raypp.openai_api.request_fields import Entries, LenientModel
+from raypp.openai_api.response_tools import full_name
 
 
 class InputText(LenientModel):
@@ -63,6 +64,7 @@ class InputCall(LenientModel):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
     """A JSON object as text."""
 
@@ -179,7 +181,8 @@ def _message(item: InputItem, where: str) -> Message:
 
 
 def _call(item: InputCall) -> ToolCall:
-    return ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+    name = full_name(item.namespace, item.name)
+    return ToolCall(id=item.call_id, function=FunctionCall(name=name, arguments=item.arguments))
 
 
 def _content(content: str | Sequence[InputPart], where: str) -> str | list[ContentPart]:

@@ -7,7 +7,8 @@ which the model wrote them.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from raypp.openai_api.message_parser import CallDelta, MessageDelta
@@ -22,8 +23,13 @@ _ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 class ResponseItems:
     """The items of one response."""
 
-    def __init__(self) -> None:
-        """Begin without any."""
+    def __init__(self, own_names: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> None:
+        """Begin without any.
+
+        Args:
+            own_names: `namespace` and `name` of the functions in namespaces, by what the model calls them.
+        """
+        self._own_names = own_names
         self._items: list[dict[str, Any]] = []
         self._pieces: list[str] = []  # of the last item's text or arguments
         self._logprobs: list[dict[str, Any]] = []  # of its tokens
@@ -80,7 +86,8 @@ class ResponseItems:
     def _add_call(self, call: CallDelta) -> Iterator[Event]:
         if call.name is not None:
             yield from self._end_item()
-            yield from self._begin("function_call", call_id=call.id, name=call.name, arguments="")
+            called = self._own_names.get(call.name, {"name": call.name})
+            yield from self._begin("function_call", call_id=call.id, **called, arguments="")
         self._is_whole = call.is_whole
         if call.arguments:
             self._pieces.append(call.arguments)

@@ -42,6 +42,8 @@ class OutputCall(OpenAIModel):
     id: str
     call_id: str
     """What the function's output is sent back with."""
+    namespace: str | None = Field(default=None, exclude_if=lambda namespace: namespace is None)
+    """Where the function is in one."""
     name: str
     arguments: str
     """A JSON object as text."""

@@ -12,13 +12,19 @@ from raypp.openai_api.chat_request import ChatRequest, ResponseFormat
 from raypp.openai_api.derived_chat import DerivedChat
 from raypp.openai_api.request_fields import Entries, Integer, LenientModel, RequestFields, RequestModel
 from raypp.openai_api.response_input import InputItem, chat_messages
-from raypp.openai_api.tools import FunctionDefinition, FunctionName, NamedToolChoice, Tool, ToolName
+from raypp.openai_api.response_tools import ResponseTool, ResponseToolChoice, chat_choice, chat_tools, types_left_out
 
 Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
 """A field that is known, and refused with a word on what to do instead."""
 
 _LOGPROBS = "message.output_text.logprobs"
-IGNORED_BY_RESPONSES = ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention", "service_tier")
+IGNORED_BY_RESPONSES = (
+    "client_metadata",
+    "max_tool_calls",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "service_tier",
+)
 """Fields that have no effect, whatever they say."""
 
 _KEEPS_NOTHING = "no responses are kept here"
@@ -32,32 +38,6 @@ UNSUPPORTED = {
     "prompt": ("no prompt templates are kept here", "send instructions and input"),
     "context_management": ("conversations are not compacted here", "leave older items out of input"),
 }
-
-
-class ResponseTool(LenientModel):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of its arguments, an object; by default none."""
-    strict: bool | None = None
-    """Hold the arguments of every call to the schema."""
-
-    def as_chat_tool(self) -> Tool:
-        """Return the tool as a chat has it."""
-        function = FunctionDefinition(
-            name=self.name, description=self.description, parameters=self.parameters, strict=self.strict
-        )
-        return Tool(type="function", function=function)
-
-
-class ResponseToolChoice(RequestModel):
-    """The function that has to be called."""
-
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(LenientModel):
@@ -123,9 +103,10 @@ class ResponseRequest(RequestFields):
     reasoning: ReasoningFields | None = None
     """`effort` is chat's `reasoning_effort`. `summary` is ignored, with a warning: thoughts come whole."""
     tools: Entries[ResponseTool] | None = None
-    """Functions that the model may call. Tools that OpenAI's servers run are refused."""
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    """`auto`, the default, `none`, `required`, or the function to call."""
+    """Functions that the model may call, also in namespaces. Other tools, `web_search` for one, are left out, with a
+    warning; the `tools` of the answer are those that the model could call."""
+    tool_choice: ResponseToolChoice | None = None
+    """`auto`, the default, `none`, `required`, or the function to call; other tools are refused here."""
     parallel_tool_calls: bool | None = None
     """Whether one answer may call several times; by default it may."""
     top_logprobs: Integer | None = Field(default=None, ge=0, le=20)
@@ -164,6 +145,8 @@ class ResponseRequest(RequestFields):
     """The answer says `disabled`: what is longer than the context is refused. `auto` is ignored, with a warning."""
     max_tool_calls: Integer | None = Field(default=None, ge=0)
     """Calls of tools that OpenAI's servers run, of which there are none."""
+    client_metadata: dict[str, Any] | None = None
+    """Notes of a client about itself (Codex)."""
     prompt_cache_options: dict[str, Any] | None = None
     """How long OpenAI caches a prompt; here as long as there is room."""
     previous_response_id: Unsupported = None
@@ -181,6 +164,7 @@ class ResponseRequest(RequestFields):
         """Return the fields that the body gives and that have no effect; of fields in others, their path."""
         names = {name for name in IGNORED_BY_RESPONSES if getattr(self, name) is not None}
         names |= {f"include={value}" for value in self.include or () if value != _LOGPROBS}
+        names |= {f"tools={kind}" for kind in types_left_out(self.tools)}
         if self.store:
             names.add("store")
         if self.truncation == "auto":
@@ -229,10 +213,8 @@ class ResponseRequest(RequestFields):
             top_logprobs=self.top_logprobs if self.wants_logprobs else None,
             chat_template_kwargs=self.chat_template_kwargs,
             response_format=self._response_format(),
-            tools=None if self.tools is None else [tool.as_chat_tool() for tool in self.tools],
-            tool_choice=NamedToolChoice(type="function", function=FunctionName(name=self.tool_choice.name))
-            if isinstance(self.tool_choice, ResponseToolChoice)
-            else self.tool_choice,
+            tools=None if self.tools is None else chat_tools(self.tools),
+            tool_choice=chat_choice(self.tool_choice, self.tools),
             parallel_tool_calls=self.parallel_tool_calls,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
         )

@@ -83,6 +83,8 @@ class AssistantMessage(OpenAIModel):
     content: str | None
     refusal: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """`reasoning_content` by vLLM's newer name."""
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
     """The older form, for requests with `functions`."""
@@ -150,6 +152,8 @@ class Delta(OpenAIModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """`reasoning_content` by vLLM's newer name."""
     tool_calls: list[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
 

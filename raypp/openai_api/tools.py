@@ -19,12 +19,14 @@ _ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "additionalProperties": True
 
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+_FullName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,129}$")]
+"""With a namespace before it."""
 
 
 class FunctionDefinition(LenientModel):
     """A function."""
 
-    name: ToolName
+    name: _FullName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """JSON schema of its arguments, an object; by default none."""

@@ -39,9 +39,7 @@ def status_routes(context: AppContext) -> APIRouter:
     router = APIRouter(tags=["status"])
 
     @router.post("/ping", include_in_schema=False)  # as vLLM's server has it
-    @router.head("/ping", include_in_schema=False)
     @router.get("/ping", responses=documented(500, 503), response_model=Health)
-    @router.head("/health", include_in_schema=False)  # what load balancers ask
     @router.get("/health", responses=documented(500, 503), response_model=Health)
     async def health() -> Any:
         """Return whether the engine can serve: the driver answers, and hears from every stage; or is started again."""
@@ -51,7 +49,6 @@ def status_routes(context: AppContext) -> APIRouter:
             return unhealthy_answer(str(error))
         return Health(status="recovering" if context.llm.is_recovering else "ok")
 
-    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", responses=documented(500, 503), response_model=Readiness)
     async def ready() -> Any:
         """Return whether the engine can serve now; a new request would only wait while it is started again."""

@@ -60,6 +60,7 @@ CLIENTS = {
         Client("openai_agents", ("openai-agents==0.24.0",), "use_openai_agents.py"),
         Client("ai_sdk", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"), "use_ai_sdk.mjs"),
         Client("ai_sdk_openai", ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "zod@4.6.7"), "use_ai_sdk_openai.mjs"),
+        Client("codex", ("@openai/codex@0.169.0",), "use_codex.mjs"),
     )
 }
 

@@ -6,6 +6,7 @@ LOAD_CLIENTS and LOAD_SECONDS set the size of the load: 200 and 60 are the full 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -345,6 +346,17 @@ def kill_the_replica(url: str, ancestor: int) -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "3")
 
 
+def answers_until_the_end(url: str) -> set[tuple[int, str | None, str]]:
+    """Return status, Retry-After and Content-Type of what a server that stops answers, until it cannot be reached."""
+    answers, ends = set(), time.monotonic() + WAIT_S
+    with contextlib.suppress(httpx.TransportError):
+        while time.monotonic() < ends:
+            answer = httpx.get(f"{url}/health", timeout=HEALTH_LIMIT_S)
+            answers.add((answer.status_code, answer.headers.get("retry-after"), answer.headers["content-type"]))
+            time.sleep(0.05)  # what ends needs the machine, too
+    return answers
+
+
 def text_of(url: str) -> str:
     body = {"prompt": "def main(", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     return str(httpx.post(f"{url}/v1/completions", json=body, timeout=WAIT_S).json()["choices"][0]["text"])
@@ -396,6 +408,8 @@ def test_the_short_way(tmp_path) -> None:
             kill_the_replica(f"http://127.0.0.1:{port}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
+            refusals = answers_until_the_end(f"http://127.0.0.1:{port}")
             last_words = process.stderr.read()
             assert process.wait(WAIT_S) == 0
     assert "ServeController" not in last_words, last_words
+    assert refusals == {(503, "3", "application/json")}

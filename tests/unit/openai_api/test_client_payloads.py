@@ -72,6 +72,21 @@ def test_calls_can_be_sent_back_as_they_came(sent: dict[str, Any], read: dict[st
     assert plain({"content": None, "tool_calls": [sent]}) == {"role": "assistant", "content": "", "tool_calls": [read]}
 
 
+def test_an_image_may_be_its_address_alone() -> None:
+    for image_url in ("data:x", {"url": "data:x"}):
+        parts = [{"type": "image_url", "image_url": image_url}]
+        [message] = chat(messages=[{"role": "user", "content": parts}]).conversation(takes_images=True)
+        assert message["content"] == [{"type": "image_url", "image_url": {"url": "data:x"}}]
+    with pytest.raises(BodyError, match=r"messages\[0\].content\[0\].image_url"):
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": 3}]}])
+
+
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    assert decode_json(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}
+    with pytest.raises(BodyError, match="position 6"):
+        decode_json(b'\xef\xbb\xbf{"a": \xff}')
+
+
 def test_reasoning_has_two_names() -> None:
     assert plain({"content": "a", "reasoning": "so"})["reasoning_content"] == "so"
     assert plain({"content": "a", "reasoning": "so", "reasoning_content": "why"})["reasoning_content"] == "why"

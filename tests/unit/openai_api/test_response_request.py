@@ -10,6 +10,7 @@ from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.error_bodies import BodyError, parse_body
 from raypp.openai_api.response_request import ResponseRequest
+from raypp.openai_api.response_tools import chat_tools, own_names
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 FUNCTION = {"name": "f", "description": "Do it.", "parameters": SCHEMA, "strict": True}
@@ -163,9 +164,61 @@ def test_tools_are_those_of_the_chat(choice: Any, chat_choice: Any) -> None:
     assert (given.tools, given.tool_choice, given.parallel_tool_calls) == (chat.tools, chat.tool_choice, False)
 
 
+SPACE = {"type": "namespace", "name": "n", "description": "Words.", "tools": [{"type": "function", **FUNCTION}]}
+
+
+def test_functions_of_a_namespace_are_called_by_both_names() -> None:
+    other = {"type": "function", "name": "g", "description": "Go."}
+    space = {**SPACE, "tools": [{"type": "function", **FUNCTION}, {"type": "custom", "name": "c"}, other]}
+    given = respond(
+        tools=[{"type": "function", **FUNCTION}, space],
+        tool_choice={"type": "function", "name": "n.f"},
+        input=[user("a"), {**CALL, "namespace": "n"}, OUTPUT],
+    )
+    chat = given.chat().request
+    functions = [tool.function for tool in chat.tools or ()]
+    assert [(function.name, function.description) for function in functions] == [
+        ("f", "Do it."),
+        ("n.f", "Words.\nDo it."),
+        ("n.g", "Go."),
+    ]
+    assert (functions[1].parameters, functions[1].strict) == (SCHEMA, True)
+    [_, turn, _] = chat.conversation(takes_images=False)
+    assert turn["tool_calls"][0]["function"]["name"] == "n.f"
+    assert own_names(given.tools) == {
+        "n.f": {"namespace": "n", "name": "f"},
+        "n.g": {"namespace": "n", "name": "g"},
+    }
+    long = "x" * 64
+    [named] = chat_tools(respond(tools=[{**SPACE, "name": long, "tools": [{**other, "name": long}]}]).tools)
+    assert named.function.name == f"{long}.{long}"
+
+
+def test_tools_that_cannot_be_called_are_left_out_of_the_chat() -> None:
+    others = [{"type": "web_search", "external_web_access": False}, {"type": "mcp", "server_label": "a"}]
+    for tool_choice in (None, "auto", "none"):
+        given = respond(tools=[*others, {"type": "function", **FUNCTION}], tool_choice=tool_choice)
+        assert [tool.function.name for tool in given.chat().request.tools or ()] == ["f"]
+        assert given.ignored() == ["tools=mcp", "tools=web_search"]
+        assert respond(tools=others, tool_choice=tool_choice).chat().request.tools == []
+    assert respond(tools=[*others, {"type": "function", **FUNCTION}], tool_choice="required").chat()
+
+
+def test_notes_of_a_client_about_itself_are_ignored() -> None:
+    given = respond(client_metadata={"a": "b", "c": {"d": 1}})
+    assert given.chat().request == respond().chat().request
+    assert given.ignored() == ["client_metadata"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice",
+            "with tools of type web_search",
+        ),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "got: web_search"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation so far as input"),
         ({"conversation": {"id": "c"}}, "conversation", "send the conversation so far as input"),
         ({"background": True}, "background", "leave background out"),
@@ -195,7 +248,9 @@ def test_what_is_not_supported_says_what_to_do(fields: dict[str, Any], param: st
         ({"input": [{"content": "a"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0]"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "websearch"}]}, "tools[0]"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        ({"tool_choice": {"type": "websearch"}}, "tool_choice"),
         ({"include": ["file_search"]}, "include[0]"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"messages": [user("a")]}, "messages"),

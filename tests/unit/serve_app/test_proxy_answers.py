@@ -100,6 +100,37 @@ def test_a_request_whose_replica_died_is_told_so(path: str) -> None:
     assert error_of(ask(proxy(), path)) == (503, "3", "engine_dead")
 
 
+def with_routes(routes: bytes, content_type: str) -> ASGIApp:
+    """Return a proxy that finds nothing under any path but its own list of routes."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        is_list = scope["path"].endswith("/-/routes")
+        await send(start("application/json") if is_list else start(content_type, 404))
+        await send(piece(routes if is_list else b"not found", more=False))
+
+    return app
+
+
+@pytest.mark.parametrize("routes", [b"{}", b"Route table is not populated yet."])
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/"), ("GET", "/health"), ("POST", "/x/y")],
+)
+def test_without_an_application_every_route_says_to_come_back(method: str, path: str, routes: bytes) -> None:
+    assert error_of(ask(with_routes(routes, "text/plain"), path, method)) == (503, "3", "engine_dead")
+
+
+def test_without_an_application_a_message_is_refused_in_its_own_form() -> None:
+    head, body = ask(with_routes(b"{}", "text/plain"), "/v1/messages", "POST")
+    assert (head["status"], json.loads(body["body"])["error"]["type"]) == (503, "overloaded_error")
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/json"])
+def test_where_there_are_applications_a_404_is_as_it_was(content_type: str) -> None:
+    sent = ask(with_routes(b'{"/second":"second"}', content_type), "/v1/models")
+    assert sent == [start(content_type, 404), piece(b"not found", more=False)]
+
+
 def test_a_cut_stream_ends_with_an_event_that_says_so() -> None:
     begun = [start("text/event-stream; charset=utf-8"), piece(b'data: {"choices":[]}\n\n', more=True)]
     *passed, last = ask(proxy(*begun), "/v1/completions", "POST")

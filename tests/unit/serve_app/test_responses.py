@@ -204,6 +204,21 @@ def test_a_call_is_answered_in_the_next_turn(client: openai.OpenAI) -> None:
     assert {item.type for item in last.output} <= {"message", "reasoning"}
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_call_of_a_function_in_a_namespace_names_both(http: httpx.Client, is_stream: bool) -> None:
+    space = {"type": "namespace", "name": "weather", "description": "Of today.", "tools": TOOLS[:1]}
+    given = {"tools": [{"type": "web_search"}, space], "max_output_tokens": 200, "seed": 1, **SILENT}
+    forced = {**given, "tool_choice": "required", "parallel_tool_calls": False}
+    response = stream(http, **forced)[-1]["response"] if is_stream else respond(http, **forced)
+    [call] = [item for item in response["output"] if item["type"] == "function_call"]
+    assert (call["namespace"], call["name"]) == ("weather", "GetWeather")
+    [named] = response["tools"]
+    assert ([tool["name"] for tool in named["tools"]], named["type"]) == (["GetWeather"], "namespace")
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "fine"}
+    items = [{"role": "user", "content": "hello"}, *response["output"], output]
+    assert respond(http, **given, input=items)["status"] in ("completed", "incomplete")
+
+
 def test_forms_are_parsed_by_openais_client(client: openai.OpenAI) -> None:
     given: dict[str, Any] = {"model": "tiny", "input": "hello", "max_output_tokens": 200}
     extra = {**SILENT, "seed": 1}

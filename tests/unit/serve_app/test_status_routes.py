@@ -36,9 +36,24 @@ def test_models_health_and_version(http: httpx.Client) -> None:
     assert http.get("/v1/models/tiny").json() == model
     assert http.get("/v1/models/other").status_code == 404
     assert http.get("/health").json() == {"status": "ok"}
-    assert (http.head("/health").status_code, http.head("/health").content) == (200, b"")
     assert http.get("/ping").json() == http.post("/ping").json() == {"status": "ok"}
     assert http.get("/version").json() == {"version": raypp.__version__}
+
+
+@pytest.mark.parametrize("path", ["/", "/page/answer.js", "/v1/models", "/health", "/ping", "/ready", "/live", "/no"])
+def test_head_is_answered_like_get_without_a_body(http: httpx.Client, path: str) -> None:
+    head = http.head(path)  # over one connection: the next answer is read from where this one ends
+    with http.stream("GET", path) as got:
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        for name in ("content-type", "content-length", "cache-control"):
+            assert head.headers.get(name) == got.headers.get(name)
+    if got.is_success:
+        label = path.replace("answer.js", "{name}")
+        assert f'route="{label}",status="200"' in http.get("/metrics").text
+
+
+def test_head_of_what_only_takes_posts_is_refused(http: httpx.Client) -> None:
+    assert http.head("/v1/completions").status_code == 405
 
 
 def test_metrics_count_what_was_done(http: httpx.Client) -> None:

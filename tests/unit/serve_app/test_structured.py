@@ -58,7 +58,8 @@ def test_json_object(http: httpx.Client) -> None:
     assert isinstance(json.loads(choice["message"]["content"]), dict)
 
 
-def test_thoughts_are_told_apart(http: httpx.Client) -> None:
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_are_told_apart(http: httpx.Client, name: str) -> None:
     thought = {
         "structured_outputs": {"regex": "<think>\nwhy not\n</think>\n\nfine"},
         "max_tokens": 60,
@@ -66,7 +67,7 @@ def test_thoughts_are_told_apart(http: httpx.Client) -> None:
     }
     answer = http.post("/v1/chat/completions", json={"messages": HELLO, **thought}).json()
     [choice], usage = answer["choices"], answer["usage"]
-    assert choice["message"]["reasoning_content"] == "why not"
+    assert choice["message"][name] == "why not"
     assert choice["message"]["content"] == "fine"
     assert usage["completion_tokens"] > usage["completion_tokens_details"]["reasoning_tokens"] > 3
     reasoning = content = ""
@@ -77,7 +78,7 @@ def test_thoughts_are_told_apart(http: httpx.Client) -> None:
                 assert json.loads(line[6:])["usage"]["completion_tokens_details"] == usage["completion_tokens_details"]
             elif line.startswith("data: {"):
                 delta = json.loads(line[6:])["choices"][0]["delta"]
-                reasoning += delta.get("reasoning_content", "")
+                reasoning += delta.get(name, "")
                 content += delta.get("content", "")
     assert (reasoning, content) == ("why not", "fine")
 
