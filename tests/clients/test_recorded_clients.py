@@ -72,6 +72,8 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
 
 def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
     recorded, body = exchange["answer"], exchange["body"]
+    if exchange["path"].endswith(("/responses", "/messages")):
+        body = {"temperature": 0, **body}  # a text that is drawn at random has another shape now and then
     content = None if body is None else json.dumps(body)
     response = http.request(exchange["method"], exchange["path"], content=content, headers=exchange["headers"])
     if response.status_code != recorded["status"]:
