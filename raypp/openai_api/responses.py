@@ -88,7 +88,7 @@ class AssistantMessage(OpenAIModel):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
-    annotations: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = Field(default=[])
     """Always empty."""
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = Field(default=None, exclude_if=_is_none)

@@ -65,10 +65,8 @@ def _faults(kind: Any, path: str, value: Any) -> list[str]:
 
 def _of_type(kind: Any, name: str | None) -> Any:
     """Return which of several classes of events has this `type`; what is no choice of classes as it is."""
-    for one in get_args(get_args(kind)[0]) if get_args(kind) else ():
-        if isinstance(one, type) and issubclass(one, BaseModel) and name in get_args(one.model_fields["type"].annotation):
-            return one
-    return kind
+    choices: tuple[type[BaseModel], ...] = get_args(get_args(kind)[0]) if get_args(kind) else ()
+    return next((one for one in choices if name in get_args(one.model_fields["type"].annotation)), kind)
 
 
 @cache
