@@ -29,8 +29,8 @@ _EXCEPTIONS = {
     "/v1/chat/completions": rf"{_VLLM}|choices\.\d+\.(message|delta)\.reasoning(_content)?",
     # OpenAI sends null before the end of a stream, and for the first token of an echoed prompt.
     "/v1/completions": rf"{_VLLM}|choices\.\d+\.(finish_reason|logprobs\.(token|top)_logprobs\.0)",
-    # OpenAI says whether a response is stored. Open Responses requires `bytes`, earlier packages required `name`.
-    "/v1/responses": r"(response\.)?store|logprobs\.\d+\.(top_logprobs\.\d+\.)?bytes|name",
+    # OpenAI says whether a response is stored. Open Responses requires penalties and `bytes`, earlier packages `name`.
+    "/v1/responses": r"(response\.)?(store|presence_penalty|frequency_penalty)|logprobs\.\d+\.(top_logprobs\.\d+\.)?bytes|name",
 }
 """By path: the places at which an answer may differ."""
 
