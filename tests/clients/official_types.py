@@ -30,7 +30,8 @@ _EXCEPTIONS = {
     # OpenAI sends null before the end of a stream, and for the first token of an echoed prompt.
     "/v1/completions": rf"{_VLLM}|choices\.\d+\.(finish_reason|logprobs\.(token|top)_logprobs\.0)",
     # OpenAI says whether a response is stored. Open Responses requires penalties and `bytes`, earlier packages `name`.
-    "/v1/responses": r"(response\.)?(store|presence_penalty|frequency_penalty)|logprobs\.\d+\.(top_logprobs\.\d+\.)?bytes|name",
+    "/v1/responses": r"(response\.)?(store|presence_penalty|frequency_penalty)"
+    r"|logprobs\.\d+\.(top_logprobs\.\d+\.)?bytes|name",
 }
 """By path: the places at which an answer may differ."""
 
