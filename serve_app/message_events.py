@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from raypp.errors import RayppError
-from raypp.openai_api.anthropic_answer import MessageBlocks, PreparedMessage
+from raypp.openai_api.anthropic_answer import MessageBlocks, MessageDeltaUsage, PreparedMessage
 from raypp.openai_api.from_outputs import ResponseHead
 from raypp.types import RequestOutput
 from serve_app.client_connection import message_error_event
@@ -40,8 +40,9 @@ class MessageEventWriter(TypedEventWriter):
         if output.outputs[0].finish_reason is not None:
             events += self._written(self._blocks.end())
             ended = self._answer(output)
-            delta = {name: ended[name] for name in ("stop_reason", "stop_sequence")}
-            told = {"type": "message_delta", "delta": delta, "usage": ended["usage"]}
+            delta = {name: ended[name] for name in ("stop_reason", "stop_sequence", "stop_details", "container")}
+            usage = {name: ended["usage"][name] for name in MessageDeltaUsage.model_fields}
+            told = {"type": "message_delta", "delta": delta, "usage": usage}
             events += self._written([told, {"type": "message_stop"}])
         return events
 

@@ -31,6 +31,12 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """What a block's new text comes as, by the block's type."""
+_CONSTANTS: dict[str, dict[str, Any]] = {
+    "text": {"citations": None},
+    "thinking": {"signature": ""},
+    "tool_use": {"caller": {"type": "direct"}},
+}
+"""What all blocks of a type have."""
 _ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -46,6 +52,8 @@ class OutputText(OpenAIModel):
 
     type: Literal["text"]
     text: str
+    citations: None
+    """There are no documents to cite."""
 
 
 class OutputThinking(OpenAIModel):
@@ -64,13 +72,22 @@ class OutputToolUse(OpenAIModel):
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, str]
+    """The model itself: `{"type": "direct"}`."""
 
 
 OutputBlock = Annotated[OutputText | OutputThinking | OutputToolUse, Field(discriminator="type")]
 
 
-class MessageUsage(OpenAIModel):
-    """How many tokens a request had."""
+class OutputTokensDetails(OpenAIModel):
+    """What the output's tokens are."""
+
+    thinking_tokens: int
+    """Of thoughts, their tags included."""
+
+
+class MessageDeltaUsage(OpenAIModel):
+    """How many tokens a request had, as the end of a stream tells."""
 
     input_tokens: int
     """Those that were not cached."""
@@ -78,6 +95,17 @@ class MessageUsage(OpenAIModel):
     """Always 0: what is written to the cache costs nothing."""
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    server_tool_use: None = None
+    """No tools run here."""
+
+
+class MessageUsage(MessageDeltaUsage):
+    """How many tokens a request had, and how it was served."""
+
+    cache_creation: None = None
+    inference_geo: None = None
+    service_tier: Literal["standard"] = "standard"
 
 
 class MessageAnswer(OpenAIModel):
@@ -90,6 +118,10 @@ class MessageAnswer(OpenAIModel):
     content: list[OutputBlock]
     stop_reason: StopReason | None
     stop_sequence: str | None
+    stop_details: None = None
+    """Of refusals, of which there are none."""
+    container: None = None
+    """Nothing is run here."""
     usage: MessageUsage
 
 
@@ -142,12 +174,12 @@ class MessageBlocks:
             if isinstance(piece, CallDelta):
                 text = piece.arguments
                 if piece.name is not None:
-                    yield from self._begin({"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}})
+                    yield from self._begin("tool_use", id=piece.id, name=piece.name, input={})
                 self._is_whole = piece.is_whole
             else:
                 kind, text = "text" if piece[0] == "content" else "thinking", piece[1]
                 if not self._is_open or self.blocks[-1]["type"] != kind:
-                    yield from self._begin({"type": kind, kind: ""} | ({} if kind == "text" else {"signature": ""}))
+                    yield from self._begin(kind, **{kind: ""})
             if text:
                 self._pieces.append(text)
                 name, field = _DELTAS[self.blocks[-1]["type"]]
@@ -164,8 +196,9 @@ class MessageBlocks:
                 block[block["type"]] = text
             yield self._event("content_block_stop")
 
-    def _begin(self, block: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, kind: str, **fields: Any) -> Iterator[Event]:
         yield from self.end()
+        block = {"type": kind, **fields, **_CONSTANTS[kind]}
         self.blocks.append(block)
         self._pieces, self._is_open = [], True
         yield self._event("content_block_start", content_block=dict(block))
@@ -212,5 +245,6 @@ class PreparedMessage(RetoldChat):
                 input_tokens=usage.prompt_tokens - num_cached,
                 cache_read_input_tokens=num_cached,
                 output_tokens=usage.completion_tokens,
+                output_tokens_details=OutputTokensDetails(thinking_tokens=self.chat.num_reasoning(completion)),
             ),
         )

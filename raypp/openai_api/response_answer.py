@@ -110,6 +110,8 @@ class PreparedResponse(RetoldChat):
             max_tool_calls=request.max_tool_calls,
             temperature=self.params.temperature,
             top_p=self.params.top_p,
+            presence_penalty=self.params.presence_penalty,
+            frequency_penalty=self.params.frequency_penalty,
             top_logprobs=self.params.logprobs or 0,
             tools=[tool.model_dump() for tool in callable_tools(request.tools)],
             tool_choice=choice if isinstance(choice, str) else choice.model_dump(),

@@ -128,6 +128,8 @@ class ResponseObject(OpenAIModel):
     max_tool_calls: int | None
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     top_logprobs: int
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]

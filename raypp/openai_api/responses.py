@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from raypp.openai_api.request_fields import OpenAIModel
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call", "abort", "error"]
@@ -76,17 +78,24 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """By position, then by token id; None for the first position."""
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class AssistantMessage(OpenAIModel):
     """The model's answer."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
+    annotations: list[dict[str, Any]] = Field(default=[])
+    """Always empty."""
     reasoning_content: str | None = None
     reasoning: str | None = None
     """`reasoning_content` by vLLM's newer name."""
-    tool_calls: list[dict[str, Any]] | None = None
-    function_call: dict[str, Any] | None = None
+    tool_calls: list[dict[str, Any]] | None = Field(default=None, exclude_if=_is_none)
+    """Left out where there are none, like the next one: OpenAI's schema has no null for them."""
+    function_call: dict[str, Any] | None = Field(default=None, exclude_if=_is_none)
     """The older form, for requests with `functions`."""
 
 

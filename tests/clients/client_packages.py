@@ -56,13 +56,23 @@ CLIENTS = {
         Client("pydantic_ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py"),
         Client("llama_index", ("llama-index-llms-openai-like==0.8.1",), "use_llama_index.py"),
         Client("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.17.0"), "use_lm_eval.py"),
-        Client("anthropic", ("anthropic==2.12.0",), "use_anthropic.py"),
+        Client("anthropic", ("anthropic==2.14.0",), "use_anthropic.py"),
+        Client("claude_code", ("@anthropic-ai/claude-code@2.1.197",), "use_claude_code.mjs"),
         Client("openai_agents", ("openai-agents==0.24.0",), "use_openai_agents.py"),
         Client("ai_sdk", ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"), "use_ai_sdk.mjs"),
         Client("ai_sdk_openai", ("ai@6.0.326", "@ai-sdk/openai@3.0.141", "zod@4.6.7"), "use_ai_sdk_openai.mjs"),
         Client("codex", ("@openai/codex@0.169.0",), "use_codex.mjs"),
     )
 }
+
+CONFORMANCE = {
+    program.name: program
+    for program in (
+        Client("llm_comply", ("llm-comply==0.5.0",), "use_llm_comply.py"),
+        Client("compatcanary", ("compatcanary@0.2.2",), "use_compatcanary.mjs"),
+    )
+}
+"""Programs that check a server; they ask `tiny-vl`, and are not recorded: the lengths of their answers are chance."""
 
 
 class Environment:

@@ -49,7 +49,7 @@ class Recorder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and keep it with its answer."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["method"] == "HEAD":  # which only asks whether there is a server
             await self._app(scope, receive, send)
             return
         sent, got = bytearray(), bytearray()

@@ -15,6 +15,7 @@ import httpx
 import jsonschema
 import pytest
 from client_packages import CLIENTS, PROGRAMS
+from official_types import KINDS, type_faults
 from recorder import ENGINE, RECORDINGS, answer_values, load, missing, shape_of
 from running_app import RunningApp, running_app
 
@@ -71,7 +72,7 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
 
 def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
     recorded, body = exchange["answer"], exchange["body"]
-    if exchange["path"].endswith("/responses"):
+    if exchange["path"].endswith(("/responses", "/messages")):
         body = {"temperature": 0, **body}  # a text that is drawn at random has another shape now and then
     content = None if body is None else json.dumps(body)
     response = http.request(exchange["method"], exchange["path"], content=content, headers=exchange["headers"])
@@ -81,6 +82,10 @@ def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
     if content_type != recorded["content_type"]:
         return [f"{content_type}, not {recorded['content_type']}"]
     values = answer_values(content_type, response.text)
+    faults = missing(recorded["shape"], shape_of(values))
+    if exchange["path"] in KINDS:
+        is_stream = content_type == "text/event-stream"
+        faults += type_faults(exchange["path"], values, is_success=response.is_success, is_stream=is_stream)
     if response.is_success and exchange["path"].endswith("/chat/completions"):
         for content, calls in _messages(values, is_stream=bool(body.get("stream"))):
             _check_forms(body, content, calls)
@@ -88,7 +93,7 @@ def _replay(http: httpx.Client, exchange: dict[str, Any]) -> list[str]:
         _check_response_forms(body, values[-1].get("response", values[-1]))
     if response.is_success and exchange["path"].endswith("/messages"):
         _check_message_forms(body, values)
-    return missing(recorded["shape"], shape_of(values))
+    return faults
 
 
 def _messages(values: list[Any], *, is_stream: bool) -> list[tuple[str, list[list[str]]]]:

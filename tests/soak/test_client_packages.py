@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from client_packages import CLIENTS, Environment, RegistryUnreachableError
+from client_packages import CLIENTS, CONFORMANCE, Client, Environment, RegistryUnreachableError
 from recorder import ENGINE
 from running_app import RunningApp, running_app
 
@@ -17,10 +17,25 @@ def app() -> Iterator[RunningApp]:
         yield app
 
 
+@pytest.fixture(scope="module")
+def picture_app() -> Iterator[RunningApp]:
+    with running_app(**{**ENGINE, "model": "tiny-vl", "max_model_len": 2048}) as app:
+        yield app
+
+
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_gets_through_with_its_own_code(app: RunningApp, client: str, tmp_path: Path) -> None:
+    _run(CLIENTS[client], app, tmp_path)
+
+
+@pytest.mark.parametrize("program", CONFORMANCE)
+def test_a_conformance_program_finds_what_it_wants(picture_app: RunningApp, program: str, tmp_path: Path) -> None:
+    _run(CONFORMANCE[program], picture_app, tmp_path)
+
+
+def _run(client: Client, app: RunningApp, folder: Path) -> None:
     try:
-        environment = Environment(CLIENTS[client], tmp_path)
+        environment = Environment(client, folder)
     except RegistryUnreachableError as error:
         pytest.skip(str(error))
     environment.run(f"{app.url}/v1")

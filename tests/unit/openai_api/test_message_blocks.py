@@ -12,6 +12,7 @@ from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.syntaxes import HERMES_CALLS, THINK_TAGS
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": %d}}\n</tool_call>'
+DIRECT = {"caller": {"type": "direct"}}
 TEXT = f"<think>\nwhy\n</think>\n\nfirst {CALL % 1}\n{CALL % 2}\nthen {CALL % 3}\nlast"
 
 
@@ -31,12 +32,12 @@ def test_blocks_are_what_the_model_wrote_in_its_order(num_chars: int) -> None:
     assert [block.get("id") is not None for block in blocks] == [False, False, True, True, False, True, False]
     assert [{**block, "id": ""} for block in blocks] == [
         {"type": "thinking", "thinking": "why", "signature": "", "id": ""},
-        {"type": "text", "text": "first", "id": ""},
-        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 1}},
-        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 2}},
-        {"type": "text", "text": "then", "id": ""},
-        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 3}},
-        {"type": "text", "text": "last", "id": ""},
+        {"type": "text", "text": "first", "citations": None, "id": ""},
+        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 1}, **DIRECT},
+        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 2}, **DIRECT},
+        {"type": "text", "text": "then", "citations": None, "id": ""},
+        {"type": "tool_use", "id": "", "name": "f", "input": {"x": 3}, **DIRECT},
+        {"type": "text", "text": "last", "citations": None, "id": ""},
     ]
 
 

@@ -43,7 +43,7 @@ def test_chat() -> None:
         "choices": [
             {
                 "index": 0,
-                "message": {"role": "assistant", "content": "a"},
+                "message": {"role": "assistant", "content": "a", "annotations": []},
                 "finish_reason": "stop",
                 "stop_reason": "x",
             }
@@ -55,6 +55,11 @@ def test_chat() -> None:
             "prompt_tokens_details": {"cached_tokens": 2},
         },
     }
+
+
+def test_a_message_without_calls_has_no_null_in_their_place() -> None:
+    message = chat_completion(HEAD, output("p", "a"), SamplingParams()).model_dump()["choices"][0]["message"]
+    assert message.keys() == {"role", "content", "refusal", "annotations", "reasoning_content"}
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:

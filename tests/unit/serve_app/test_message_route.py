@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Any
 
+import anthropic.types
 import httpx
 import pytest
 from running_app import RunningApp, running_app
@@ -103,6 +104,15 @@ def without_names(message: dict[str, Any]) -> Any:
     return {**message, "id": "", "content": content, "usage": (num_input, counted["output_tokens"])}
 
 
+def test_thoughts_are_counted(http: httpx.Client) -> None:
+    form = {"structured_outputs": {"regex": "<think>\nwhy not\n</think>\n\nfine"}, "max_tokens": 60}
+    chat = http.post("/v1/chat/completions", json={"messages": [HELLO], **form}).json()
+    num_thought = chat["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    usage = ask(http, **form)["usage"]
+    assert 0 < num_thought < usage["output_tokens"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": num_thought}
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("is_long", [False, True])
 def test_the_text_is_that_of_a_chat(http: httpx.Client, sampling: dict[str, Any], is_long: bool) -> None:
@@ -118,6 +128,7 @@ def test_the_text_is_that_of_a_chat(http: httpx.Client, sampling: dict[str, Any]
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     assert usage["output_tokens"] == chat["usage"]["completion_tokens"] == 24
+    assert usage.keys() == anthropic.types.Usage.model_fields.keys() - {"speed"}
     assert without_names(told(stream(http, **given))) == without_names(message)
     read = {name: given[name] for name in ("messages", "system", "tools") if name in given} or {"messages": [HELLO]}
     counted = http.post("/v1/messages/count_tokens", json=read)

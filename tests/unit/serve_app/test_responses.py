@@ -126,6 +126,8 @@ def test_a_response_says_what_was_asked_for(http: httpx.Client) -> None:
         "max_output_tokens": 5,
         "temperature": 0.5,
         "top_p": 0.9,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
         "tools": TOOLS,
         "tool_choice": "none",
         "parallel_tool_calls": False,
