@@ -26,6 +26,7 @@ from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission, AdmissionLimits
 from serve_app.context import AppContext, Siblings
 from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
+from serve_app.json_route import IGNORED_HEADER
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, RequestCounter
@@ -153,7 +154,11 @@ def make_http_app(context: AppContext) -> FastAPI:
         app.add_middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
         )
     app.add_middleware(RequestCounter, count=context.metrics.count_response)
     return app

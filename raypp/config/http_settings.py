@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raypp.config.sections import Section
 from raypp.errors import ConfigError
+
+UnknownFields = Literal["refuse", "warn"]
 
 _OF_AUTOSCALING = {
     "min_replicas",
@@ -56,6 +58,10 @@ class HttpSettings(Section):
     """A file with one more key per line. A key in a file does not show in the process list."""
     cors_origins: list[str] = Field(default=[])
     """Web pages of other origins that may call from a browser, e.g. `https://example.org`, or `*`. Empty: none."""
+    unknown_fields: UnknownFields = "warn"
+    """Fields of a body that raypp does not know. `warn` ignores them, and says so: once each in the log, and in the
+    answer's header X-Raypp-Ignored-Fields. `refuse` answers 400. Both refuse what looks like a misspelt field, and
+    fields of other servers that would change the answer: docs/http_api.md."""
     max_body_bytes: int = Field(default=32 << 20, ge=1024)
     """The largest request body; larger ones are refused with 413."""
     max_queued_requests: int = Field(default=1024, ge=0)

@@ -168,7 +168,7 @@ def test_tools_are_those_of_the_chat(choice: Any, chat_choice: Any) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation so far as input"),
         ({"conversation": {"id": "c"}}, "conversation", "send the conversation so far as input"),
-        ({"background": True}, "background", "leave background out"),
+        ({"background": True}, "background", "without background; hint: no responses are kept"),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"context_management": [{"type": "compaction"}]}, "context_management", "leave older items out"),
         ({"input": []}, "input", "there is no input"),
