@@ -12,14 +12,16 @@ _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that another one is probably a misspelling of; None if none is near.
+    """Return the name that another one is probably a misspelling or the beginning of; None if none is near.
 
     Capitals, hyphens and underscores do not count: `topP` is `top_p`.
     """
     if len(name) > _MAX_CHARS:
         return None
-    by_plain = {_plain(each): each for each in names}
-    found = difflib.get_close_matches(_plain(name), by_plain, n=1, cutoff=_LEAST_LIKENESS)
+    plain, by_plain = _plain(name), {_plain(each): each for each in names}
+    near = difflib.get_close_matches(plain, by_plain, n=1, cutoff=_LEAST_LIKENESS)
+    begun = [each for each in by_plain if "_" in plain and each.startswith(f"{plain}_")]  # of one word, too many are
+    found = near or begun
     return by_plain[found[0]] if found else None
 
 
