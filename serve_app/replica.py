@@ -62,7 +62,8 @@ class EngineReplica:
         processes = await asyncio.to_thread(self._llm.processes)
         logger.info("the engine runs: driver pid %s, stages' pids %s", processes["driver"], processes["stages"])
         context = serve.get_replica_context()
-        self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
+        name = model_names(config.model.model, settings)[0]
+        self._metrics = EngineMetrics(name, context.replica_id.unique_id, as_vllm=settings.vllm_metrics)
         self._pictures: PictureGate = OpenGate()
         if encoder is not None:
             self._pictures = ServedPictures(encoder, context.replica_id.unique_id, self._llm.encoder_actors)

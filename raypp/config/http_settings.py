@@ -80,6 +80,9 @@ class HttpSettings(Section):
     """The longest silence of a stream: a comment goes out where there is nothing else, so that no proxy cuts it."""
     health_check_period_s: float = Field(default=0.5, gt=0)
     """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""
+    vllm_metrics: bool = False
+    """Show series of `/metrics` under vLLM's names, too (`vllm:num_requests_running`), for dashboards, autoscalers and
+    routers that were made for it."""
     ray_metrics_period_s: float = Field(default=5.0, ge=0)
     """How often Ray's own metrics are told how those of `/metrics` stand; 0: never."""
     live_period_s: float = Field(default=0.2, gt=0)

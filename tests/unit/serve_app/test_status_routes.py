@@ -18,6 +18,7 @@ from running_app import RunningApp, running_app
 import raypp
 from serve_app import ray_metrics
 from serve_app.metrics import EngineMetrics, busy_shares, merge
+from serve_app.vllm_metrics import VLLM_NAMES
 
 
 def series(text: str) -> dict[str, float]:
@@ -75,6 +76,22 @@ def test_the_process_is_told_of(http: httpx.Client) -> None:
     assert 0 < seen["process_start_time_seconds"] < time.time()
     sum(range(1_000_000))
     assert series(http.get("/metrics").text)["process_cpu_seconds_total"] >= seen["process_cpu_seconds_total"] > 0
+
+
+def test_series_have_vllms_names_where_that_is_asked_for(http: httpx.Client) -> None:
+    assert "vllm:" not in http.get("/metrics").text
+    with running_app({"vllm_metrics": True}) as app, httpx.Client(base_url=app.url, timeout=60) as client:
+        client.post("/v1/completions", json={"prompt": "import os", "max_tokens": 6, "ignore_eos": True})
+        families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
+    assert {f"vllm:{name}" for names in VLLM_NAMES.values() for name in names} <= families.keys()
+    [tokens] = families["vllm:generation_tokens"].samples
+    assert (tokens.name, tokens.value) == ("vllm:generation_tokens_total", 6)
+    assert tokens.labels == {"model_name": "tiny", "engine": "test"}
+    [ended] = families["vllm:request_success"].samples
+    assert (ended.labels["finished_reason"], ended.value) == ("length", 1)
+    assert families["vllm:e2e_request_latency_seconds"].type == "histogram"
+    for name, (vllm_name, *_) in VLLM_NAMES.items():
+        assert [s.value for s in families[name].samples] == [s.value for s in families[f"vllm:{vllm_name}"].samples]
 
 
 def test_rays_metrics_are_those_of_the_exposition(monkeypatch: pytest.MonkeyPatch) -> None:
