@@ -80,6 +80,9 @@ class HttpSettings(Section):
     """The longest silence of a stream: a comment goes out where there is nothing else, so that no proxy cuts it."""
     health_check_period_s: float = Field(default=0.5, gt=0)
     """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""
+    control_routes: bool = False
+    """Offer `POST /reset_prefix_cache` and `GET /server_info`, for benchmarks and training loops. With API keys, any
+    key may use them."""
     vllm_metrics: bool = False
     """Show series of `/metrics` under vLLM's names, too (`vllm:num_requests_running`), for dashboards, autoscalers and
     routers that were made for it."""
