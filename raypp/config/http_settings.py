@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from typing import Literal, Self, TypeVar
 
@@ -140,6 +141,14 @@ class HttpAddress(Section):
     route_prefix: str = "/"
     """What its paths begin with: several applications of a cluster share one port."""
 
+    root_path: str = ""
+    """What a reverse proxy in front of the server takes off the paths, e.g. `/llm`."""
+    ssl_certfile: str | None = None
+    """A certificate in PEM, the chain behind it: the server then speaks HTTPS. Each node of a cluster that has one of
+    Serve's proxies must have the file."""
+    ssl_keyfile: str | None = None
+    """Its private key in PEM, without a password."""
+
     @field_validator("route_prefix")
     @classmethod
     def _is_prefix(cls, prefix: str) -> str:
@@ -147,10 +156,42 @@ class HttpAddress(Section):
             raise ConfigError("not a route prefix", got=prefix, expected="/, or a path like /second")
         return prefix
 
+    @field_validator("root_path")
+    @classmethod
+    def _is_path(cls, path: str) -> str:
+        if path and (not path.startswith("/") or path.endswith("/")):
+            raise ConfigError("not a root path", got=path, expected="a path like /llm, or nothing")
+        return path
+
+    @model_validator(mode="after")
+    def _certificate_is_one(self) -> Self:
+        if self.ssl_certfile is None and self.ssl_keyfile is None:
+            return self
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            given = "ssl_keyfile" if self.ssl_certfile is None else "ssl_certfile"
+            raise ConfigError("HTTPS needs a certificate and its key", got=f"{given} alone", expected="both files")
+        try:  # else Serve's proxies fail one after the other
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.ssl_certfile, self.ssl_keyfile, password=lambda: b""
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "the certificate cannot be used",
+                got=f"{self.ssl_certfile}, {self.ssl_keyfile}: {error}",
+                expected="a certificate and its key in PEM, without a password",
+            ) from error
+        return self
+
     @property
     def url(self) -> str:
         """The address of its root."""
-        return f"http://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
+
+    @property
+    def of_serve(self) -> dict[str, str | None]:
+        """What Serve is told when it starts, beside host and port."""
+        return {name: getattr(self, name) for name in ("root_path", "ssl_certfile", "ssl_keyfile")}
 
 
 _Settings = TypeVar("_Settings", HttpSettings, HttpAddress)
