@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from raypp import request_limits as limits
 from raypp.errors import RequestError
+from raypp.nearest_name import refusing_unknown
 from raypp.structured_outputs import as_structured_outputs
 
 _MAX_NUMBER = 1e30  # what float32 holds with room to spare
@@ -28,6 +29,7 @@ TokenIds = tuple[int, ...] | list[int]
 Strings = tuple[str, ...] | list[str]
 
 
+@refusing_unknown
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
@@ -14,12 +14,15 @@ from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.runner import RequestRunner
 
+Question = Literal["exposition", "load", "reset_prefix_cache"]
+"""What a replica asks of all: see `OwnAnswers`."""
+
 
 class Siblings(Protocol):
     """The replicas behind the same address, this one included."""
 
-    async def expositions(self) -> list[str]:
-        """Return every replica's metrics."""
+    async def ask(self, question: Question) -> list[Any]:
+        """Return every replica's answer."""
 
 
 @dataclass(frozen=True)

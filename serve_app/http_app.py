@@ -24,13 +24,15 @@ from raypp.api.async_llm import AsyncLLM
 from raypp.config.http_settings import HttpSettings
 from raypp.openai_api.body_preparer import BodyPreparer
 from serve_app.admission import Admission, AdmissionLimits
-from serve_app.context import AppContext, Siblings
+from serve_app.context import AppContext, Question, Siblings
 from serve_app.error_answers import AsciiJSONResponse, add_error_handlers
+from serve_app.json_route import IGNORED_HEADER
 from serve_app.live import LiveFeed
 from serve_app.metrics import EngineMetrics
 from serve_app.middleware import ApiKeys, BodyLimit, HeadsOfGets, RequestCounter
 from serve_app.pictures import OpenGate, PictureGate
 from serve_app.reading_gate import ReadingGate
+from serve_app.routes.control import control_routes
 from serve_app.routes.generation import generation_routes
 from serve_app.routes.models import model_routes
 from serve_app.routes.page import PAGE_PATHS, page_routes
@@ -38,25 +40,31 @@ from serve_app.routes.status import status_routes
 from serve_app.routes.tokens import token_routes
 from serve_app.runner import RequestRunner
 
-OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/openapi.json"}
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ping", "/ready", "/version", "/metrics", "/load", "/openapi.json"}
 """What needs no key: the page, and what orchestrators and monitors ask for."""
 
 
-class OnlyReplica:
-    """A replica without siblings."""
+class OwnAnswers:
+    """What one replica answers to all."""
 
     def __init__(self, llm: AsyncLLM, metrics: EngineMetrics) -> None:
         self._llm = llm
         self._metrics = metrics
 
-    async def expositions(self) -> list[str]:
-        """Return this replica's metrics."""
-        return [await exposition(self._llm, self._metrics)]
+    async def answer(self, question: Question) -> Any:
+        """Return the metrics, or the number of requests that run or wait; or reset the prefix cache."""
+        match question:
+            case "exposition":  # of a dead engine only what happened before
+                return self._metrics.exposition(await stats_if_alive(self._llm))
+            case "load":
+                stats = await stats_if_alive(self._llm)
+                return stats.get("num_running", 0) + stats.get("num_waiting", 0)
+            case "reset_prefix_cache":
+                return self._llm.reset_prefix_cache()
 
-
-async def exposition(llm: AsyncLLM, metrics: EngineMetrics) -> str:
-    """Return one replica's metrics; of a dead engine only what happened before."""
-    return metrics.exposition(await stats_if_alive(llm))
+    async def ask(self, question: Question) -> list[Any]:
+        """Answer for a replica without siblings."""
+        return [await self.answer(question)]
 
 
 async def stats_if_alive(llm: AsyncLLM) -> dict[str, Any]:
@@ -113,7 +121,7 @@ def make_context(
         ),
         takes_images=llm.takes_images,
         live=LiveFeed(llm, settings.live_period_s),
-        siblings=siblings or OnlyReplica(llm, metrics),
+        siblings=siblings or OwnAnswers(llm, metrics),
         model_names=model_names(llm.config.model.model, settings),
         created_s=int(time.time()),
     )
@@ -143,7 +151,10 @@ def make_http_app(context: AppContext) -> FastAPI:
     add_error_handlers(app)
     ways = (HTTPBearer(auto_error=False), APIKeyHeader(name="X-API-Key", auto_error=False))
     guarded = [Depends(way) for way in ways] if keys else []  # describes what the middleware checks
-    for router in (generation_routes(context), token_routes(context), model_routes(context)):
+    routers = [generation_routes(context), token_routes(context), model_routes(context)]
+    if settings.control_routes:
+        routers.append(control_routes(context))
+    for router in routers:
         app.include_router(router, dependencies=guarded)
     app.include_router(status_routes(context))
     app.include_router(page_routes(context))
@@ -153,7 +164,11 @@ def make_http_app(context: AppContext) -> FastAPI:
         app.add_middleware(ApiKeys, keys=keys, open_paths=OPEN_PATHS)
     if settings.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER],
         )
     app.add_middleware(RequestCounter, count=context.metrics.count_response)
     app.add_middleware(HeadsOfGets)

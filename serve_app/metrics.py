@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from raypp.types import RequestOutput
+from serve_app.vllm_metrics import VllmSeries
 
 _LABELS = ("model", "replica")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -68,7 +69,15 @@ _RECOVERY_COUNTERS = (
 class EngineMetrics:
     """All series of one replica. Lives on one event loop."""
 
-    def __init__(self, model: str, replica: str) -> None:
+    def __init__(self, model: str, replica: str, *, as_vllm: bool = False) -> None:
+        """Begin at zero.
+
+        Args:
+            model: The model's name.
+            replica: The replica's.
+            as_vllm: Expose series under vLLM's names, too.
+        """
+        self._as_vllm = as_vllm
         self._names = (model, replica)
         self._collectors: list[Collector] = [_ProcessSeries(self._names)]
         self._ttft = self._histogram("raypp_time_to_first_token_seconds", "Arrival to first token", _SECONDS)
@@ -114,7 +123,9 @@ class EngineMetrics:
         Args:
             stats: The engine's figures of this moment; empty when it is dead.
         """
-        return generate_latest(self._view.look(stats)).decode()
+        series = self._view.look(stats)
+        also = generate_latest(VllmSeries(series)) if self._as_vllm else b""
+        return (generate_latest(series) + also).decode()
 
     def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(name, what, _LABELS, buckets=buckets, registry=None)

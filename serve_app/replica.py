@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -21,9 +20,10 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpSettings
 from raypp.config.log import log_to_stderr
 from raypp.errors import RayppError
+from serve_app.context import Question
 from serve_app.encoder import ServedPictures
 from serve_app.freed_memory import give_back_freed_memory
-from serve_app.http_app import exposition, make_context, make_http_app, model_names, stats_if_alive
+from serve_app.http_app import OwnAnswers, make_context, make_http_app, model_names, stats_if_alive
 from serve_app.metrics import EngineMetrics
 from serve_app.pictures import OpenGate, PictureGate
 from serve_app.ray_metrics import RayMetrics
@@ -62,11 +62,13 @@ class EngineReplica:
         processes = await asyncio.to_thread(self._llm.processes)
         logger.info("the engine runs: driver pid %s, stages' pids %s", processes["driver"], processes["stages"])
         context = serve.get_replica_context()
-        self._metrics = EngineMetrics(model_names(config.model.model, settings)[0], context.replica_id.unique_id)
+        name = model_names(config.model.model, settings)[0]
+        self._metrics = EngineMetrics(name, context.replica_id.unique_id, as_vllm=settings.vllm_metrics)
         self._pictures: PictureGate = OpenGate()
         if encoder is not None:
             self._pictures = ServedPictures(encoder, context.replica_id.unique_id, self._llm.encoder_actors)
-        self._siblings = _Replicas(context.deployment, context.app_name, self.exposition)
+        self._own = OwnAnswers(self._llm, self._metrics)
+        self._siblings = _Replicas(context.deployment, context.app_name, self._own)
         if settings.ray_metrics_period_s:
             self._telling = asyncio.create_task(self._tell_ray(settings.ray_metrics_period_s))
 
@@ -107,9 +109,9 @@ class EngineReplica:
             return str(error)
         return None
 
-    async def exposition(self) -> str:
-        """Return this replica's metrics."""
-        return await exposition(self._llm, self._metrics)
+    async def answer(self, question: Question) -> Any:
+        """Return this replica's answer to what one of them asks of all."""
+        return await self._own.answer(question)
 
     async def processes(self) -> dict[str, object]:
         """Return the process ids of the replica itself, the driver, the stages and the encoders."""
@@ -132,20 +134,19 @@ class EngineReplica:
 class _Replicas:
     """All replicas of the deployment, this one included."""
 
-    def __init__(self, deployment: str, app_name: str, own: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, deployment: str, app_name: str, own: OwnAnswers) -> None:
         self._deployment = deployment
         self._app_name = app_name
         self._own = own
 
-    async def expositions(self) -> list[str]:
-        """Return every replica's metrics. One that does not answer, since it starts or ends just now, is left out."""
+    async def ask(self, question: Question) -> list[Any]:
+        """Return every replica's answer. One that does not answer, since it starts or ends just now, is left out."""
         handle = serve.get_deployment_handle(self._deployment, self._app_name)
         try:
-            answers = await handle.broadcast("exposition").results_async(
+            answers = await handle.broadcast("answer", question).results_async(
                 timeout_s=_SIBLING_TIMEOUT_S, return_exceptions=True
             )
         except (TimeoutError, RuntimeError) as error:
-            logger.warning("the replicas could not be asked for their metrics: %s", error)
+            logger.warning("the replicas could not be asked (%s): %s", question, error)
             answers = []
-        texts = [answer for answer in answers if isinstance(answer, str)]
-        return texts or [await self._own()]
+        return [answer for answer in answers if not isinstance(answer, BaseException)] or await self._own.ask(question)

@@ -95,7 +95,12 @@ def _serve(
         _check_port(address.host, address.port)
     else:
         running.check_place(address.host, address.port, address.app_name, address.route_prefix)
-    start = None if running else partial(start_serve, address.host, address.port, has_environment=started_ray)
+        running.check_options(address.of_serve)
+    start = (
+        None
+        if running
+        else partial(start_serve, address.host, address.port, has_environment=started_ray, **address.of_serve)
+    )
     starting = _Starting(config, settings, address, stop, start)
     try:
         while stop.received is None and not starting.is_done:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import ray
 from ray import serve
@@ -37,7 +37,7 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_SERVES_NOISE)
 
 
-def start_serve(host: str, port: int, *, has_environment: bool = False) -> None:
+def start_serve(host: str, port: int, *, has_environment: bool = False, **options: Any) -> None:
     """Start the cluster's Serve, whose proxies answer for replicas that do not.
 
     Args:
@@ -45,9 +45,10 @@ def start_serve(host: str, port: int, *, has_environment: bool = False) -> None:
         port: There.
         has_environment: Whether Ray itself was started with `ENVIRONMENT`. One that is given to Serve alone, whose
             proxies inherit it, costs 40 MiB and 3 s of a CPU: the workers that Ray keeps ready cannot be used.
+        options: Others of Serve's `HTTPOptions`.
     """
-    options = ControllerOptions(runtime_env=None if has_environment else {"env_vars": ENVIRONMENT})
-    serve.start(http_options=HTTPOptions(host=host, port=port), controller_options=options)
+    of_controller = ControllerOptions(runtime_env=None if has_environment else {"env_vars": ENVIRONMENT})
+    serve.start(http_options=HTTPOptions(host=host, port=port, **options), controller_options=of_controller)
 
 
 def end_serve(timeout_s: float = _END_S) -> None:
@@ -98,6 +99,8 @@ class RunningServe:
     """Route prefixes by the names of the applications."""
     troubles: Mapping[str, str] = field(default_factory=dict)
     """Of applications that do not run as they should, what Serve says of their deployments."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The others of its options of HTTP."""
 
     @classmethod
     def of_this_cluster(cls) -> Self | None:
@@ -114,7 +117,22 @@ class RunningServe:
         }
         http = details.http_options
         assert http is not None
-        return cls(http.host, http.port, apps, troubles)
+        return cls(http.host, http.port, apps, troubles, http.model_dump())
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse options that it does not have: they hold from its start.
+
+        Raises:
+            ConfigError: the first of them.
+        """
+        for name, value in options.items():
+            if (own := self.options.get(name)) != value:
+                raise ConfigError(
+                    f"Ray Serve runs on this cluster already, with another {name}",
+                    got=repr(value),
+                    expected=repr(own),
+                    hint=f"give it {name} where Serve is started, or use another cluster",
+                )
 
     def check_place(self, host: str, port: int, app_name: str, route_prefix: str) -> None:
         """Refuse a place that is somebody else's: deploying there would replace what is served.

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.names import SECTIONS
 from raypp.config.options import VARIABLES
+from raypp.config.other_engines import OF_LLAMA_CPP, OF_SGLANG, OF_VLLM
 from raypp.config.sections import Section
 
 PATH = Path(__file__).parents[1] / "docs" / "configuration.md"
@@ -60,7 +61,19 @@ def render() -> str:
     rows = [f"| `{setting.key}` | `{setting.option}` | `{setting.variable}` |" for setting in others]
     head = _HEAD.replace("OTHER_NAMES", "\n".join(["| setting | option | variable |", "|---|---|---|", *rows]))
     sections = {**SECTIONS, "HTTP settings": HttpSettings, "address": HttpAddress}
-    return head + "".join(_section(name, cls) for name, cls in sections.items())
+    return head + "".join(_section(name, cls) for name, cls in sections.items()) + _other_engines()
+
+
+def _other_engines() -> str:
+    lines = ["\n## Names of other engines\n", "What errors say of these, too. Settings are written as options.\n"]
+    options = {setting.key: setting.option for setting in VARIABLES.values()}
+    for engine, names in (("vLLM", OF_VLLM), ("SGLang", OF_SGLANG), ("llama.cpp", OF_LLAMA_CPP)):
+        lines += [f"| of {engine} | raypp has |", "|---|---|"]
+        for name, own in names.items():
+            option = None if own.setting is None else f"`{options[own.setting]}`"
+            lines.append(f"| `--{name.replace('_', '-')}` | {own.text(option)} |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def _section(name: str, cls: type[Section]) -> str:

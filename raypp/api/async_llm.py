@@ -94,6 +94,10 @@ class AsyncLLM:
         """Return the parameters of a request that comes without any; `dataclasses.replace` changes some of them."""
         return SamplingParams(**self.sampling_defaults)
 
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache; see `LLM.reset_prefix_cache`."""
+        self._engine.preparer.reset_prefix_cache()
+
     def draw_seeds_as(self, name: str) -> None:
         """Draw the seeds of requests that bring none as the engine of this name: others of the same seed draw others.
 

@@ -13,9 +13,11 @@ import numpy as np
 
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.errors import RequestError
+from raypp.nearest_name import refusing_unknown
 from raypp.types import Logprobs, RequestOutput, SamplingParams
 
 
+@refusing_unknown
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """How to search. Raises RequestError on a value that makes no sense."""

@@ -241,6 +241,13 @@ class LLM:
         """End a request with what it has. An id that is not running is ignored."""
         self._thread.call(lambda: self._frontend.abort([request_id]))
 
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache of what earlier ones computed: for measurements.
+
+        Requests that run are not disturbed. What is cached stays in memory until its blocks are needed.
+        """
+        self._engine.preparer.reset_prefix_cache()
+
     def stats(self) -> dict[str, Any]:
         """Return the engine's counters, since it was started or started again, and how often that was.
 

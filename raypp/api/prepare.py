@@ -69,10 +69,18 @@ class RequestPreparer:
         self._max_model_len = max_model_len
         self._seed = seed
         self._seeds = random.Random(seed)
+        self._num_resets = 0
 
     def draw_seeds_as(self, name: str) -> None:
         """Draw the seeds of requests that bring none from another stream: engines side by side have the same seed."""
         self._seeds = random.Random(f"{self._seed}:{name}")
+
+    def reset_prefix_cache(self) -> None:
+        """Let later requests find nothing in the prefix cache of what earlier ones computed.
+
+        They get a salt of their own; what is cached under others is overwritten first, as least recently used.
+        """
+        self._num_resets += 1
 
     def prompts(
         self,
@@ -229,7 +237,7 @@ class RequestPreparer:
                     bad_words,
                     priority,
                     items=prompt.items,
-                    cache_salt=prompt.cache_salt,
+                    cache_salt=f"{self._num_resets}:{prompt.cache_salt!r}" if self._num_resets else prompt.cache_salt,
                     make_stop_scope=prompt.make_stop_scope,
                 )
             )

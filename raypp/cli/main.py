@@ -7,7 +7,6 @@ message explains; 130 Ctrl-C. A traceback is a bug of raypp.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,17 +24,19 @@ from raypp.config.engine_config import EngineConfig
 from raypp.config.env import warn_of_unknown_variables
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.config.log import log_to_stderr
-from raypp.config.names import OF_OTHER_ENGINES, OF_THE_SERVER
+from raypp.config.names import OF_THE_SERVER
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
+from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
 from raypp.errors import ConfigError, RayppError
+from raypp.nearest_name import nearest_name
 
 _EXIT_USER_ERROR = 2
 _EXIT_INTERRUPTED = 130
 _EXIT_BROKEN_PIPE = 141
+_OF_SERVE = {setting.option for setting in (*ADDRESS_SETTINGS, *HTTP_SETTINGS)}
 _OPTIONS = {
     setting.key: setting.option for setting in chain(ADDRESS_SETTINGS, HTTP_SETTINGS, *ENGINE_SETTINGS.values())
 }
-_SHORT_OF_OTHER_ENGINES = {"-pp": "pipeline_parallel_size", "-tp": "tensor_parallel_size", "-dp": "data_parallel_size"}
 
 
 def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
@@ -134,15 +135,17 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"unknown option {name}; {self._advice(name)}")
 
     def _advice(self, name: str) -> str:
-        setting = _SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
+        setting = SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
         if setting in OF_THE_SERVER:
             return f"it is an option of raypp serve, not of {self.prog}"
         own = OF_OTHER_ENGINES.get(setting)
         option = None if own is None or own.setting is None else _OPTIONS[own.setting]
         if own is not None and (option is None or option in self._option_string_actions):
             return f"in place of it raypp has {own.text(option)}"
-        nearest = difflib.get_close_matches(name, self._option_string_actions, n=1)
-        return f"did you mean {nearest[0]}?" if nearest else f"{self.prog} --help lists those that there are"
+        if own is not None and option in _OF_SERVE:
+            return f"in place of it raypp serve has {own.text(option)}"
+        nearest = nearest_name(name, self._option_string_actions)
+        return f"did you mean {nearest}?" if nearest else f"{self.prog} --help lists those that there are"
 
 
 def _parser() -> argparse.ArgumentParser:

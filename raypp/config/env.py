@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import logging
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 
 from raypp.config.options import VARIABLES
 from raypp.errors import ConfigError
+from raypp.nearest_name import nearest_name
 
 _LOG = logging.getLogger(__name__)
 _PREFIX = "RAYPP_"
@@ -67,8 +67,9 @@ def warn_of_unknown_variables(variables: Mapping[str, str] | None = None) -> Non
 @functools.cache
 def _warn_of(names: tuple[str, ...]) -> None:
     valid = [_LOG_LEVEL, *VARIABLES]
-    nearest = {name: difflib.get_close_matches(name, valid, n=1, cutoff=0.8) for name in names}
-    hints = [f"{name}: did you mean {best[0]}?" for name, best in nearest.items() if best]
+    by_end = {variable.removeprefix(_PREFIX): variable for variable in valid}
+    nearest = {name: nearest_name(name.removeprefix(_PREFIX), by_end) for name in names}
+    hints = [f"{name}: did you mean {by_end[best]}?" for name, best in nearest.items() if best]
     _LOG.warning(
         "environment variables that raypp does not have are ignored: %s%s",
         ", ".join(names),

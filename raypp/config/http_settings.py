@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Mapping
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raypp.config.sections import Section
 from raypp.errors import ConfigError
+
+UnknownFields = Literal["refuse", "warn"]
 
 _OF_AUTOSCALING = {
     "min_replicas",
@@ -56,6 +59,10 @@ class HttpSettings(Section):
     """A file with one more key per line. A key in a file does not show in the process list."""
     cors_origins: list[str] = Field(default=[])
     """Web pages of other origins that may call from a browser, e.g. `https://example.org`, or `*`. Empty: none."""
+    unknown_fields: UnknownFields = "warn"
+    """Fields of a body that raypp does not know. `warn` ignores them, and says so: once each in the log, and in the
+    answer's header X-Raypp-Ignored-Fields. `refuse` answers 400. Both refuse what looks like a misspelt field, and
+    fields of other servers that would change the answer: docs/http_api.md."""
     max_body_bytes: int = Field(default=32 << 20, ge=1024)
     """The largest request body; larger ones are refused with 413."""
     max_queued_requests: int = Field(default=1024, ge=0)
@@ -74,6 +81,12 @@ class HttpSettings(Section):
     """The longest silence of a stream: a comment goes out where there is nothing else, so that no proxy cuts it."""
     health_check_period_s: float = Field(default=0.5, gt=0)
     """How often Ray Serve asks a replica for its health. After three times unhealthy it is replaced."""
+    control_routes: bool = False
+    """Offer `POST /reset_prefix_cache` and `GET /server_info`, for benchmarks and training loops. With API keys, any
+    key may use them."""
+    vllm_metrics: bool = False
+    """Show series of `/metrics` under vLLM's names, too (`vllm:num_requests_running`), for dashboards, autoscalers and
+    routers that were made for it."""
     ray_metrics_period_s: float = Field(default=5.0, ge=0)
     """How often Ray's own metrics are told how those of `/metrics` stand; 0: never."""
     live_period_s: float = Field(default=0.2, gt=0)
@@ -128,6 +141,14 @@ class HttpAddress(Section):
     route_prefix: str = "/"
     """What its paths begin with: several applications of a cluster share one port."""
 
+    root_path: str = ""
+    """What a reverse proxy in front of the server takes off the paths, e.g. `/llm`."""
+    ssl_certfile: str | None = None
+    """A certificate in PEM, the chain behind it: the server then speaks HTTPS. Each node of a cluster that has one of
+    Serve's proxies must have the file."""
+    ssl_keyfile: str | None = None
+    """Its private key in PEM, without a password."""
+
     @field_validator("route_prefix")
     @classmethod
     def _is_prefix(cls, prefix: str) -> str:
@@ -135,10 +156,42 @@ class HttpAddress(Section):
             raise ConfigError("not a route prefix", got=prefix, expected="/, or a path like /second")
         return prefix
 
+    @field_validator("root_path")
+    @classmethod
+    def _is_path(cls, path: str) -> str:
+        if path and (not path.startswith("/") or path.endswith("/")):
+            raise ConfigError("not a root path", got=path, expected="a path like /llm, or nothing")
+        return path
+
+    @model_validator(mode="after")
+    def _certificate_is_one(self) -> Self:
+        if self.ssl_certfile is None and self.ssl_keyfile is None:
+            return self
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            given = "ssl_keyfile" if self.ssl_certfile is None else "ssl_certfile"
+            raise ConfigError("HTTPS needs a certificate and its key", got=f"{given} alone", expected="both files")
+        try:  # else Serve's proxies fail one after the other
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                self.ssl_certfile, self.ssl_keyfile, password=lambda: b""
+            )
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                "the certificate cannot be used",
+                got=f"{self.ssl_certfile}, {self.ssl_keyfile}: {error}",
+                expected="a certificate and its key in PEM, without a password",
+            ) from error
+        return self
+
     @property
     def url(self) -> str:
         """The address of its root."""
-        return f"http://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
+        scheme = "http" if self.ssl_certfile is None else "https"
+        return f"{scheme}://{self.host}:{self.port}{self.route_prefix.rstrip('/')}"
+
+    @property
+    def of_serve(self) -> dict[str, str | None]:
+        """What Serve is told when it starts, beside host and port."""
+        return {name: getattr(self, name) for name in ("root_path", "ssl_certfile", "ssl_keyfile")}
 
 
 _Settings = TypeVar("_Settings", HttpSettings, HttpAddress)

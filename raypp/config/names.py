@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from raypp.config.http_settings import HttpAddress, HttpSettings
+from raypp.config.other_engines import OF_OTHER_ENGINES
 from raypp.config.sections import (
     CacheSection,
     EncoderSection,
@@ -22,6 +21,7 @@ from raypp.config.sections import (
     SpeculativeSection,
 )
 from raypp.errors import ConfigError
+from raypp.nearest_name import nearest_name
 
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     {
@@ -45,36 +45,6 @@ SECTION_OF_SETTING: Mapping[str, str] = MappingProxyType(
 
 
 OF_THE_SERVER = HttpSettings.model_fields | HttpAddress.model_fields
-_LEAST_LIKENESS = 0.65  # of a name that is suggested: a wrong suggestion costs more than none
-
-
-class InPlace(NamedTuple):
-    """What raypp has in place of another engine's setting."""
-
-    setting: str | None
-    """As `section.name`; None: nothing."""
-    about: str = ""
-
-    def text(self, setting: str | None) -> str:
-        """Return it in words, the setting written as it is to be given."""
-        return " ".join(part for part in (setting, self.about) if part)
-
-
-OF_OTHER_ENGINES: Mapping[str, InPlace] = MappingProxyType(
-    {
-        "pipeline_parallel_size": InPlace("parallel.num_stages"),
-        "tensor_parallel_size": InPlace("parallel.num_stages", "by layers; raypp has no tensor parallelism"),
-        "data_parallel_size": InPlace("http.num_replicas", "for engines that share the requests"),
-        "enforce_eager": InPlace("graphs.mode", "none: no CUDA graphs are recorded"),
-        "swap_space": InPlace("cache.cpu_kv_bytes"),
-        "num_gpu_blocks_override": InPlace("cache.num_kv_blocks"),
-        "speculative_config": InPlace("speculative.method", "and the other settings of speculation"),
-        "trust_remote_code": InPlace(None, "nothing: code in a checkpoint is never run"),
-        "distributed_executor_backend": InPlace(None, "nothing: stages are always actors of Ray"),
-    }
-)
-"""By the names that vLLM's users know."""
-
 
 _TABLES = {name: f" under [{section}]" for name, section in SECTION_OF_SETTING.items()}
 _PLACES = {name: f" (section {section})" for name, section in SECTION_OF_SETTING.items()}
@@ -144,9 +114,8 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
             expected=own.text(place),
             hint="all settings: docs/configuration.md",
         )
-    nearest = difflib.get_close_matches(name, valid, n=1, cutoff=_LEAST_LIKENESS)
-    if not nearest:
+    best = nearest_name(name, valid)
+    if best is None:
         return ConfigError(f"there is no {kind} of this name", got=name, expected="one of " + ", ".join(sorted(valid)))
-    best = nearest[0]
     hint = f"did you mean {best}?" if best != name else "it exists, but elsewhere"
     return ConfigError(f"there is no {kind} of this name", got=name, expected=f"{best}{valid[best]}", hint=hint)

@@ -11,7 +11,16 @@ from raypp.openai_api.anthropic_input import InputMessage, chat_messages
 from raypp.openai_api.chat_messages import TextPart
 from raypp.openai_api.chat_request import ChatRequest, ResponseFormat
 from raypp.openai_api.derived_chat import DerivedChat
-from raypp.openai_api.request_fields import IGNORED, Entries, Integer, LenientModel, RequestFields, RequestModel
+from raypp.openai_api.foreign_fields import OF_MESSAGES, ForeignField
+from raypp.openai_api.request_fields import (
+    IGNORED,
+    BodyModel,
+    Entries,
+    Integer,
+    LenientModel,
+    RequestFields,
+    RequestModel,
+)
 from raypp.openai_api.tools import FunctionDefinition, FunctionName, NamedToolChoice, Tool, ToolChoice, ToolName
 
 IGNORED_BY_MESSAGES = ("cache_control", "context_management")
@@ -77,9 +86,10 @@ class OutputConfig(RequestModel):
     """A schema that the answer follows."""
 
 
-class MessagesFields(RequestModel):
+class MessagesFields(BodyModel):
     """The conversation of a body: what `/v1/messages/count_tokens` takes."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = OF_MESSAGES
     chat_params: ClassVar[Mapping[str, str]] = {
         "response_format": "output_config.format",
         "reasoning_effort": "thinking",

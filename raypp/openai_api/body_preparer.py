@@ -22,7 +22,7 @@ from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
-from raypp.openai_api.request_fields import NO_DEFAULTS, RequestFields
+from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel
 from raypp.openai_api.response_answer import PreparedResponse
 from raypp.openai_api.response_request import ResponseRequest
 from raypp.openai_api.syntaxes import message_syntax
@@ -31,6 +31,9 @@ from raypp.pictures.content import has_pictures
 from raypp.pictures.reader import PictureReader
 
 T = TypeVar("T")
+
+_MAX_TOLD = 1000
+"""Fields without effect that the log names: clients may invent others without end."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -197,15 +200,19 @@ class BodyPreparer:
         Raises:
             RequestError, QueueFullError: as of `conversation`.
         """
+        self._warn_of_ignored(request)
         chat = await _beside_if_long(len(request.messages), request.chat)
         with chat.naming():
             return len((await self.conversation(chat.request)).token_ids)
 
-    def _warn_of_ignored(self, request: RequestFields) -> None:
+    def _warn_of_ignored(self, request: BodyModel) -> None:
         """Say once of each field that it has no effect: clients send it with every request."""
         for name in set(request.ignored()) - self._ignored_before:
-            self._ignored_before.add(name)
-            _LOG.warning("requests have the field %r, which is ignored; docs/http_api.md lists all fields", name)
+            if len(self._ignored_before) < _MAX_TOLD:
+                self._ignored_before.add(name)
+                _LOG.warning(
+                    "requests have the field %r, which is ignored; docs/http_api.md lists all fields", name[:200]
+                )
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:
         prompt = await self.conversation(request)

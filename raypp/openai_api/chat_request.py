@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from raypp.api.rendering import Rendering
 from raypp.errors import RequestError
 from raypp.openai_api.answer_form import AnswerForm, response_schema
 from raypp.openai_api.chat_messages import Message, TextPart, conversation_of
+from raypp.openai_api.foreign_fields import OF_CHAT, ForeignField
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.request_fields import (
     NO_DEFAULTS,
@@ -66,6 +67,8 @@ class ResponseFormat(RequestModel):
 
 class ChatRequest(CompletionFields):
     """The body of `/v1/chat/completions`."""
+
+    foreign: ClassVar[Mapping[str, ForeignField]] = OF_CHAT
 
     messages: Entries[Message] = Field(min_length=1)
     """The conversation so far."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import BeforeValidator, Field
 
 from raypp.errors import RequestError
 from raypp.openai_api.error_bodies import END_OF_TOKEN_IDS, BodyError
+from raypp.openai_api.foreign_fields import OF_COMPLETIONS, ForeignField
 from raypp.openai_api.request_fields import NO_DEFAULTS, CompletionFields, Entries, Integer, make_sampling_params
 from raypp.types import SamplingParams, TokensPrompt
 
@@ -45,6 +46,8 @@ def _of_one_kind(prompt: Any) -> Any:
 class CompletionRequest(CompletionFields):
     """The body of `/v1/completions`."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = OF_COMPLETIONS
+
     prompt: Annotated[str | _Listed[TokenId] | _Listed[str] | _Listed[_Listed[TokenId]], BeforeValidator(_of_one_kind)]
     """What to continue: text or token ids, one or several."""
     max_tokens: Integer | None = Field(default=None, ge=0)
@@ -55,8 +58,6 @@ class CompletionRequest(CompletionFields):
     """Begin the text with the prompt."""
     best_of: Integer | None = Field(default=None, ge=1)
     """Only the value of `n`: nothing is generated to be thrown away."""
-    suffix: str | None = Field(default=None, json_schema_extra={"maxLength": 0})
-    """Not supported: empty, or left out."""
 
     def prompts(self) -> list[str | TokensPrompt]:
         """Return the prompts as the engine takes them; the choices follow their order.
@@ -88,8 +89,6 @@ class CompletionRequest(CompletionFields):
         Raises:
             RequestError: a value that makes no sense, or one that this engine cannot serve.
         """
-        if self.suffix:
-            raise RequestError("suffix is not supported", got=self.suffix[:80], hint="leave suffix out", param="suffix")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise RequestError(
                 "best_of differs from n",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import json
 from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, get_args
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from raypp.api.conversation import MAX_JSON_DEPTH
+from raypp.config.http_settings import UnknownFields
 from raypp.errors import (
     ConfigError,
     ContextLengthError,
@@ -23,11 +24,16 @@ from raypp.errors import (
     RayppError,
     RequestError,
 )
-from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, OpenAIModel, RequestModel
+from raypp.nearest_name import nearest_name
+from raypp.openai_api.foreign_fields import ForeignField
+from raypp.openai_api.request_fields import PATTERNS_IN_WORDS, BodyModel, OpenAIModel
 
 Body = TypeVar("Body", bound=OpenAIModel)
 
 END_OF_TOKEN_IDS = 2**31  # they are int32
+
+_MAX_PASSED_OVER = 16
+"""Unknown fields of a body that are looked at: each is compared with all that there are."""
 
 _LISTS = {
     "content": 'a list of parts like {"type": "text", "text": "..."}',
@@ -78,16 +84,28 @@ def decode_json(raw: bytes, what: str = "the body") -> Any:
         raise _not_json(raw, what, str(error)) from None
 
 
-def parse_body(kind: type[Body], body: object) -> Body:
+def parse_body(kind: type[Body], body: object, unknown_fields: UnknownFields = "refuse") -> Body:
     """Return a decoded JSON body as its shape.
+
+    Args:
+        kind: The shape.
+        body: What was decoded.
+        unknown_fields: Of a whole body: refuse fields that neither it nor `foreign_fields` has, or pass over those that
+            are no misspelling of one that it has. `BodyModel.ignored` names what was passed over.
 
     Raises:
         BodyError: it does not have that shape.
     """
+    passed_over: list[str] = []
+    if isinstance(body, dict) and issubclass(kind, BodyModel):
+        body, passed_over = _without_foreign(kind, body, passes_unknown=unknown_fields == "warn")
     try:
-        return kind.model_validate(body)
+        parsed = kind.model_validate(body)
     except ValidationError as error:
         raise body_error(error.errors(include_url=False), body, kind) from None
+    if isinstance(parsed, BodyModel):
+        parsed.pass_over(passed_over)
+    return parsed
 
 
 def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type[BaseModel] | None = None) -> BodyError:
@@ -107,13 +125,11 @@ def body_error(complaints: Sequence[Mapping[str, Any]], body: object, kind: type
     of_field = [complaint for complaint, field in of_first if field == where]
     if first["type"] == "extra_forbidden":
         *before, name = first["loc"]
-        nearest = difflib.get_close_matches(str(name), names := _field_names(kind, before), n=1)
-        if not before and kind is not None and issubclass(kind, RequestModel):
-            of_chat = kind.chat_params.get(name, "")
-            nearest = [of_chat] if of_chat.partition(".")[0] in names else nearest
-        return BodyError(
-            f"unknown field {where}", param=where, expected=f"did you mean {nearest[0]}?" if nearest else None
-        )
+        of_body = kind if not before and kind is not None and issubclass(kind, BodyModel) else None
+        if of_body is not None and (foreign := of_body.foreign.get(name)) is not None:
+            return _unsupported(where, first.get("input"), foreign)
+        nearest = _meant(of_body, str(name)) if of_body else nearest_name(str(name), _field_names(kind, before))
+        return BodyError(f"unknown field {where}", param=where, expected=nearest and f"did you mean {nearest}?")
     if first["type"] == "union_tag_not_found":
         return BodyError(f"{where} has no type", param=where, got=repr(first.get("input"))[:200])
     if first["type"] == "missing":
@@ -170,6 +186,46 @@ def model_not_found(name: str, served: Sequence[str]) -> tuple[int, ErrorRespons
     return 404, ErrorResponse(error=error)
 
 
+def _without_foreign(
+    kind: type[BodyModel], body: Mapping[str, Any], *, passes_unknown: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return a body without the unknown fields that change nothing, and the names of those that asked for something.
+
+    Args:
+        kind: The body's shape.
+        body: It.
+        passes_unknown: Pass over a field, too, that is in no table and is near to none that the body has.
+    """
+    known, dropped, told = kind.known_names(), set[str](), list[str]()
+    unknown = [name for name, value in body.items() if value is not None and name not in known]
+    for name in unknown[:_MAX_PASSED_OVER]:
+        foreign = kind.foreign.get(name)
+        if foreign is not None and foreign.asks_for_nothing(body[name]):
+            dropped.add(name)
+        elif not foreign.has_effect if foreign is not None else passes_unknown and _meant(kind, name) is None:
+            dropped.add(name)
+            told.append(name)
+    return {name: value for name, value in body.items() if name not in dropped}, told
+
+
+def _meant(kind: type[BodyModel], name: str) -> str | None:
+    """Return the field of a body that an unknown one probably is; None if it is near to none."""
+    names = kind.known_names()
+    of_chat = kind.chat_params.get(name, "")
+    return of_chat if of_chat.partition(".")[0] in names else nearest_name(name, names)
+
+
+def _unsupported(name: str, value: object, foreign: ForeignField) -> BodyError:
+    nothing = [f"{name} = {json.dumps(each)}, or without {name}" for each in foreign.nothing[:1]]
+    return BodyError(
+        f"{name} is not supported",
+        got=repr(value)[:200],
+        expected=nothing[0] if nothing else f"a body without {name}",
+        hint=foreign.reason.replace("`", ""),
+        param=name,
+    )
+
+
 def _misspelt(
     missing: Mapping[str, Any], complaints: Sequence[Mapping[str, Any]], fields: Sequence[str]
 ) -> tuple[Mapping[str, Any], str] | None:
@@ -182,7 +238,8 @@ def _misspelt(
         for complaint, field in zip(complaints, fields, strict=True)
         if complaint["type"] == "extra_forbidden" and [*complaint["loc"][:-1]] == before
     }
-    return next((unknown[near] for near in difflib.get_close_matches(str(name), unknown, n=1)), None)
+    near = nearest_name(str(name), unknown)
+    return unknown[near] if near is not None else None
 
 
 def _not_json(raw: bytes, what: str, complaint: str) -> BodyError:

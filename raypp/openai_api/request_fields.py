@@ -1,21 +1,22 @@
 """What the bodies of all routes that generate have in common: how to sample, and what is taken and ignored.
 
 Names, types and defaults are OpenAI's published ones; the fields that only vLLM's server has keep the names they have
-there. A field that nobody knows is refused, unless it is null: a misspelt one would change the text silently. Inside of
-messages and tools it is passed over: clients send back what servers gave them, with notes of their own.
+there. `foreign_fields` has those of others that are known and not supported. Inside of messages and tools an unknown
+field is passed over: clients send back what servers gave them, with notes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from raypp.errors import RequestError
+from raypp.openai_api.foreign_fields import OF_ALL, ForeignField
 from raypp.request_limits import MAX_BIASED_TOKENS, MAX_CACHE_SALT_CHARS
 from raypp.types import SamplingParams
 
@@ -55,21 +56,42 @@ class RequestModel(OpenAIModel):
     Of fields that are not known one is left: a complaint for each of a million would stop the server for seconds.
     """
 
-    chat_params: ClassVar[Mapping[str, str]] = {}
-    """A chat's fields, and what they are called in this body, where that differs."""
+    @classmethod
+    def known_names(cls) -> set[str]:
+        """Return the names of the fields, as a client writes them."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = cls.known_names()
         first_unknown = next((name for name, value in given.items() if value is not None and name not in known), None)
         return {
             name: value
             for name, value in given.items()
             if value is not None and (name in known or name == first_unknown)
         }
+
+
+class BodyModel(RequestModel):
+    """Base of whole bodies."""
+
+    chat_params: ClassVar[Mapping[str, str]] = {}
+    """A chat's fields, and what they are called in this body, where that differs."""
+    foreign: ClassVar[Mapping[str, ForeignField]] = OF_ALL
+    """Fields of other servers that this body does not have."""
+
+    _passed_over: tuple[str, ...] = PrivateAttr(default=())
+
+    def pass_over(self, names: Sequence[str]) -> None:
+        """Note fields that were given, that this body does not have, and that were left out."""
+        self._passed_over = tuple(names)
+
+    def ignored(self) -> list[str]:
+        """Return the fields that the body gives and that have no effect; of fields in others, their path."""
+        return list(self._passed_over)
 
 
 class LenientModel(RequestModel):
@@ -136,7 +158,7 @@ class StructuredOutputsFields(RequestModel):
         return values
 
 
-class RequestFields(RequestModel):
+class RequestFields(BodyModel):
     """The fields of every route that generates."""
 
     model: str | None = Field(default=None, min_length=1)
@@ -224,8 +246,9 @@ class RequestFields(RequestModel):
     """How long OpenAI caches a prompt; here as long as there is room."""
 
     def ignored(self) -> list[str]:
-        """Return the fields that the body gives and that have no effect."""
-        return [name for name in sorted(IGNORED & self.model_fields_set) if getattr(self, name) is not None]
+        """Return the fields that the body gives and that have no effect; of fields in others, their path."""
+        own = [name for name in sorted(IGNORED & self.model_fields_set) if getattr(self, name) is not None]
+        return [*own, *super().ignored()]
 
     @property
     def form_param(self) -> str:

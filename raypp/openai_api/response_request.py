@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import Field
 
 from raypp.errors import RequestError
 from raypp.openai_api.chat_request import ChatRequest, ResponseFormat
 from raypp.openai_api.derived_chat import DerivedChat
+from raypp.openai_api.foreign_fields import OF_RESPONSES, ForeignField
 from raypp.openai_api.request_fields import Entries, Integer, LenientModel, RequestFields, RequestModel
 from raypp.openai_api.response_input import InputItem, chat_messages
 from raypp.openai_api.response_tools import ResponseTool, ResponseToolChoice, chat_choice, chat_tools, types_left_out
-
-Unsupported = Annotated[Any, WithJsonSchema({"type": "null"})]
-"""A field that is known, and refused with a word on what to do instead."""
 
 _LOGPROBS = "message.output_text.logprobs"
 IGNORED_BY_RESPONSES = (
@@ -26,18 +24,6 @@ IGNORED_BY_RESPONSES = (
     "service_tier",
 )
 """Fields that have no effect, whatever they say."""
-
-_KEEPS_NOTHING = "no responses are kept here"
-UNSUPPORTED = {
-    "previous_response_id": (
-        _KEEPS_NOTHING,
-        "send the conversation so far as input: its items, the output of each response behind them",
-    ),
-    "conversation": (_KEEPS_NOTHING, "send the conversation so far as input"),
-    "background": (_KEEPS_NOTHING, "leave background out, and read the answer, or its stream"),
-    "prompt": ("no prompt templates are kept here", "send instructions and input"),
-    "context_management": ("conversations are not compacted here", "leave older items out of input"),
-}
 
 
 class TextFormat(LenientModel):
@@ -83,6 +69,7 @@ class ResponseStreamOptions(RequestModel):
 class ResponseRequest(RequestFields):
     """The body of `/v1/responses`."""
 
+    foreign: ClassVar[Mapping[str, ForeignField]] = OF_RESPONSES
     chat_params: ClassVar[Mapping[str, str]] = {
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
@@ -149,20 +136,11 @@ class ResponseRequest(RequestFields):
     """Notes of a client about itself (Codex)."""
     prompt_cache_options: dict[str, Any] | None = None
     """How long OpenAI caches a prompt; here as long as there is room."""
-    previous_response_id: Unsupported = None
-    """Nothing is kept: send the conversation so far as `input`, the `output` of each response as it came."""
-    conversation: Unsupported = None
-    """Likewise."""
-    background: Literal[False] | Unsupported = None
-    """`true`: nothing is kept."""
-    prompt: Unsupported = None
-    """Templates of prompts are not kept: send `instructions` and `input`."""
-    context_management: Unsupported = None
-    """Conversations are not compacted: leave older items out."""
 
     def ignored(self) -> list[str]:
         """Return the fields that the body gives and that have no effect; of fields in others, their path."""
-        names = {name for name in IGNORED_BY_RESPONSES if getattr(self, name) is not None}
+        names = set(self._passed_over)
+        names |= {name for name in IGNORED_BY_RESPONSES if getattr(self, name) is not None}
         names |= {f"include={value}" for value in self.include or () if value != _LOGPROBS}
         names |= {f"tools={kind}" for kind in types_left_out(self.tools)}
         if self.store:
@@ -199,10 +177,6 @@ class ResponseRequest(RequestFields):
         Raises:
             RequestError: something that is not supported, or no input.
         """
-        for name, (message, hint) in UNSUPPORTED.items():
-            if (value := getattr(self, name)) not in (None, False):
-                got = f"{name}={repr(value)[:80]}"
-                raise RequestError(message, got=got, expected=f"no {name}", hint=hint, param=name)
         messages, origins = chat_messages(self.instructions, self.input)
         shared = {name: value for name in RequestFields.model_fields if (value := getattr(self, name)) is not None}
         request = ChatRequest(

@@ -33,7 +33,7 @@ from serve_app.client_connection import (
 )
 from serve_app.context import AppContext
 from serve_app.error_answers import AsciiJSONResponse, documented, event_stream
-from serve_app.json_route import JsonRoute
+from serve_app.json_route import json_route
 from serve_app.message_events import MessageEventWriter
 from serve_app.response_events import ResponseEventWriter
 from serve_app.runner import Job
@@ -51,7 +51,7 @@ PreparedBody = TypeVar("PreparedBody", Prepared, PreparedResponse, PreparedMessa
 
 def generation_routes(context: AppContext) -> APIRouter:
     """Return the routes that generate text."""
-    router = APIRouter(tags=["generation"], route_class=JsonRoute)
+    router = APIRouter(tags=["generation"], route_class=json_route(context.settings.unknown_fields))
     preparer, check_tokens = context.preparer, context.admission.limits.check_tokens
 
     @router.post("/v1/chat/completions", responses={200: _ok(ChatCompletion), **_ERRORS})

@@ -1,4 +1,4 @@
-"""`/health`, `/ping`, `/ready`, `/version`, `/metrics`, and the OpenAPI description itself."""
+"""`/health`, `/ping`, `/ready`, `/load`, `/version`, `/metrics`, and the OpenAPI description itself."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ class Readiness(OpenAIModel):
     """The engine can serve now."""
 
     status: Literal["ready"] = "ready"
+
+
+class Load(OpenAIModel):
+    """How much there is to do, as vLLM's server says it."""
+
+    server_load: int
+    """Requests that run or wait, each of `n` continuations one, over all replicas."""
 
 
 class Version(OpenAIModel):
@@ -60,6 +67,11 @@ def status_routes(context: AppContext) -> APIRouter:
             return recovering_answer()
         return Readiness()
 
+    @router.get("/load", responses=documented(500))
+    async def load() -> Load:
+        """Return how many requests run or wait, over all replicas."""
+        return Load(server_load=sum(await context.siblings.ask("load")))
+
     @router.get("/version", responses=documented(500))
     async def version() -> Version:
         """Return raypp's version."""
@@ -72,7 +84,7 @@ def status_routes(context: AppContext) -> APIRouter:
     )
     async def metrics() -> PlainTextResponse:
         """Return all replicas' metrics in Prometheus's text format."""
-        text = merge(await context.siblings.expositions())
+        text = merge(await context.siblings.ask("exposition"))
         return PlainTextResponse(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     @router.get("/openapi.json", responses=documented(500))

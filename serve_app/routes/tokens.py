@@ -10,16 +10,16 @@ from pydantic import Field
 from raypp.errors import RequestError
 from raypp.openai_api.chat_messages import Message
 from raypp.openai_api.chat_request import ChatRequest
-from raypp.openai_api.request_fields import Entries, OpenAIModel, RequestModel
+from raypp.openai_api.request_fields import BodyModel, Entries, OpenAIModel
 from raypp.openai_api.tools import Tool
 from serve_app.context import AppContext
 from serve_app.error_answers import documented
-from serve_app.json_route import JsonRoute
+from serve_app.json_route import json_route
 
 _ERRORS = documented(400, 401, 404, 413, 429, 500, 503)
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(BodyModel):
     """A text or a conversation."""
 
     model: str | None = Field(default=None, min_length=1)
@@ -54,7 +54,7 @@ class TokenizeResponse(OpenAIModel):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(RequestModel):
+class DetokenizeRequest(BodyModel):
     """Token ids."""
 
     model: str | None = Field(default=None, min_length=1)
@@ -97,7 +97,7 @@ class TokenizerInfo(OpenAIModel):
 
 def token_routes(context: AppContext) -> APIRouter:
     """Return the routes that show what the model reads."""
-    router = APIRouter(tags=["tokens"], route_class=JsonRoute)
+    router = APIRouter(tags=["tokens"], route_class=json_route(context.settings.unknown_fields))
 
     @router.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from raypp import request_limits as limits
+from raypp.api.beam_search import BeamSearchParams
 from raypp.errors import RequestError
 from raypp.types import SamplingParams
 
@@ -93,3 +94,19 @@ def test_each_limit_is_named_with_its_value(name: str, most: int, of_size: Calla
 def test_a_key_of_many_digits_is_refused() -> None:
     with pytest.raises(RequestError, match="logit_bias"):
         SamplingParams(logit_bias={"9" * 5000: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "expected"),
+    [
+        (SamplingParams, {"max_token": 3}, "did you mean max_tokens?"),
+        (SamplingParams, {"topP": 0.5}, "did you mean top_p?"),
+        (SamplingParams, {"vibe": 3}, "one of n, max_tokens, "),
+        (BeamSearchParams, {"beam_width": 2, "max_tokens": 3, "length_penality": 1.0}, "did you mean length_penalty?"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(kind: type, given: dict[str, object], expected: str) -> None:
+    with pytest.raises(RequestError, match="there is no") as caught:
+        kind(**given)
+    assert caught.value.param == list(given)[-1]
+    assert str(caught.value.expected).startswith(expected)

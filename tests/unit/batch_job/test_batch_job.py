@@ -143,7 +143,7 @@ def test_lines_bring_no_template(tmp_path: Path) -> None:
         ({"prompt": "a", "stream": True}, 400, "cannot be streamed"),
         ({"url": "/v1/responses", "body": {"input": "a", "stream": True}}, 400, "cannot be streamed"),
         ({"input": "a", "previous_response_id": "resp_1"}, 400, "no responses are kept here"),
-        ({"input": "a", "background": True}, 400, "leave background out"),
+        ({"input": "a", "background": True}, 400, "without background; hint: no responses are kept"),
         ({"input": []}, 400, "input"),
         ({"prompt": "x" * 100_000}, 400, "max_model_len"),
         ({"prompt": "nan"}, 500, "logits are not finite"),

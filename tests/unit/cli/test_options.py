@@ -136,6 +136,13 @@ def test_a_wrong_value_is_told_with_its_source(
         (["info", "--trust-remote-code"], "in place of it raypp has nothing: code in a checkpoint is never run"),
         (["info", "--port", "1"], "it is an option of raypp serve, not of raypp info"),
         (["doctor", "--tensor-parallel-size", "2"], "raypp doctor --help lists those that there are"),
+        (["serve", "--enable-lora"], "in place of it raypp has nothing: there are no adapters"),
+        (["serve", "-c", "4096"], "unknown option -c; in place of it raypp has --max-model-len\n"),
+        (["serve", "--ctx-size", "4096"], "in place of it raypp has --max-model-len\n"),
+        (["serve", "--enable-auto-tool-choice"], "in place of it raypp has --tool-call-parser auto, the default"),
+        (["info", "--api-key", "x"], "in place of it raypp serve has --api-keys\n"),
+        (["serve", "--enable-dreams"], "unknown option --enable-dreams; raypp serve --help lists"),
+        (["serve", "--block-sise", "16"], "did you mean --block-size?"),
     ],
 )
 def test_an_unknown_option_is_answered_with_the_nearest(

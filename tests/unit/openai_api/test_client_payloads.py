@@ -120,7 +120,7 @@ def test_every_field_may_be_null() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "nearest"),
     [
-        ({"audio": {}}, "audio", None),
+        ({"vibe": {}}, "vibe", None),
         ({"max_token": 3}, "max_token", "max_tokens"),
         ({"stream_options": {"include_usag": True}}, "stream_options.include_usag", "include_usage"),
         ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "json_schema"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ from raypp.openai_api.body_preparer import BodyPreparer
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
 from raypp.openai_api.error_bodies import parse_body
+from raypp.openai_api.foreign_fields import OF_ALL, ForeignField
 from raypp.openai_api.request_fields import IGNORED, RequestFields
-from raypp.openai_api.response_request import IGNORED_BY_RESPONSES, UNSUPPORTED, ResponseRequest
+from raypp.openai_api.response_request import IGNORED_BY_RESPONSES, ResponseRequest
 
 HTTP_API = Path(__file__).parents[3] / "docs/http_api.md"
 SHAPES: dict[str, type[RequestFields]] = {"chat": ChatRequest, "completions": CompletionRequest}
@@ -26,27 +28,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "a"}]},
     "completions": {"prompt": [1]},
 }
-REFUSED: dict[tuple[str, str], tuple[Any, str]] = {
-    ("completions", "suffix"): ("b", "text is continued at its end only"),
-    ("both", "use_beam_search"): (True, "`LLM.beam_search` has it, HTTP has not"),
-    ("both", "length_penalty"): (1.0, "of beam search"),
-    ("both", "logits_processors"): (["m.f"], "a request brings no programs"),
-    ("both", "kv_transfer_params"): ({}, "prompts are computed where they are continued"),
-    ("both", "spaces_between_special_tokens"): (False, "of tokenizers in Python"),
-    ("both", "guided_decoding_backend"): ("xgrammar", "there is one"),
-    ("both", "guided_whitespace_pattern"): ("a", "`structural_tag` can say it"),
-    ("chat", "chat_template"): ("a", "a template is a program; `chat_template` of the engine replaces the model's"),
-    ("chat", "documents"): ([{}], "`chat_template_kwargs` passes them to templates that read them"),
-    ("chat", "mm_processor_kwargs"): ({}, "images are read as the model was trained"),
-    ("chat", "include_reasoning"): (False, "`reasoning_effort` turns thoughts off"),
-    ("chat", "echo"): (True, "of completions"),
-    ("chat", "audio"): ({}, "answers are text"),
-    ("chat", "prediction"): ({}, "speculation is a setting of the engine"),
-    ("chat", "web_search_options"): ({}, "there is no search"),
-    ("completions", "prompt_embeds"): ("a", "prompts are text or tokens"),
-    ("completions", "response_format"): ({"type": "json_object"}, "`structured_outputs` has it"),
-}
-"""What other servers have: an example, and why it is refused or what there is in its place."""
 
 
 def fields_of(shape: type[RequestFields]) -> dict[str, str]:
@@ -59,16 +40,31 @@ def described(kind: str) -> dict[str, str]:
     return fields_of(SHAPES[kind])
 
 
+def foreign_fields(shape: type[RequestFields]) -> dict[str, ForeignField]:
+    """Return what other servers have and this body has not."""
+    return {name: foreign for name, foreign in shape.foreign.items() if name not in shape.known_names()}
+
+
+def state_of(foreign: ForeignField) -> str:
+    if not foreign.has_effect:
+        return "ignored, with a warning"
+    return ", but for ".join(["refused", *(f"`{json.dumps(value)}`" for value in foreign.nothing)])
+
+
 def table() -> list[str]:
-    """Return the table's lines: what both have, then what one has."""
+    """Return the table's lines: what both have, then what one has, then what neither has."""
     chat, completions = described("chat"), described("completions")
     same = [name for name in chat if completions.get(name) == chat[name]]
     taken = [("both", name, chat[name]) for name in same]
     taken += [("chat", name, text) for name, text in chat.items() if name not in same]
     taken += [("completions", name, text) for name, text in completions.items() if name not in same]
-    rows = [(name, of, "taken", text) for of, name, text in taken if name not in IGNORED and (of, name) not in REFUSED]
+    rows = [(name, of, "taken", text) for of, name, text in taken if name not in IGNORED]
     rows += [(name, of, "ignored, with a warning", text) for of, name, text in taken if name in IGNORED]
-    rows += [(name, of, "refused", why) for (of, name), (_, why) in REFUSED.items()]
+    of_chat, of_completions = map(foreign_fields, SHAPES.values())
+    both = {name: foreign for name, foreign in of_chat.items() if of_completions.get(name) == foreign}
+    for of, foreigns in (("both", both), ("chat", of_chat), ("completions", of_completions)):
+        mine = {name: foreign for name, foreign in foreigns.items() if of == "both" or name not in both}
+        rows += [(name, of, state_of(foreign), foreign.reason) for name, foreign in mine.items()]
     lines = [f"| `{name}` | {of} | {state} | {text} |" for name, of, state, text in rows]
     return ["| field | of | | |", "|---|---|---|---|", *lines]
 
@@ -81,21 +77,22 @@ def test_the_table_says_what_the_shapes_say() -> None:
     assert there[0].splitlines() == expected, "docs/http_api.md should have:\n" + "\n".join(expected)
 
 
-def own_table(shape: type[RequestFields], of: str, ignored: Sequence[str], refused: Sequence[str] = ()) -> list[str]:
+def own_table(shape: type[RequestFields], of: str, ignored: Sequence[str]) -> list[str]:
     """Return the lines for a route that asks for a chat: its own fields, and those that say something else there."""
     shared = fields_of(RequestFields)
     rows = [(name, text) for name, text in fields_of(shape).items() if shared.get(name) != text]
-    states = dict.fromkeys(ignored, "ignored, with a warning") | dict.fromkeys(refused, "refused")
+    rows.sort(key=lambda row: row[0] in ignored)
+    states = dict.fromkeys(ignored, "ignored, with a warning")
     lines = [f"| `{name}` | {states.get(name, 'taken')} | {text} |" for name, text in rows]
-    order = ["taken", "ignored, with a warning", "refused"]
-    lines.sort(key=lambda line: order.index(line.split(" | ")[1]))
+    foreigns = [(name, foreign) for name, foreign in shape.foreign.items() if name not in OF_ALL]
+    lines += [f"| `{name}` | {state_of(foreign)} | {foreign.reason} |" for name, foreign in foreigns]
     return [f"| field of {of} | | |", "|---|---|---|", *lines]
 
 
 @pytest.mark.parametrize(
     ("of", "expected"),
     [
-        ("responses", own_table(ResponseRequest, "responses", IGNORED_BY_RESPONSES, [*UNSUPPORTED])),
+        ("responses", own_table(ResponseRequest, "responses", IGNORED_BY_RESPONSES)),
         ("messages", own_table(MessagesRequest, "messages", [*IGNORED, *IGNORED_BY_MESSAGES])),
     ],
 )
@@ -139,16 +136,30 @@ def test_fields_of_responses_that_have_no_effect(caplog: pytest.LogCaptureFixtur
     assert not parse_body(ResponseRequest, {"input": "a", "store": False, "truncation": "disabled"}).ignored()
 
 
-@pytest.mark.parametrize(("of", "name"), REFUSED)
-def test_what_the_table_calls_refused_is(of: str, name: str) -> None:
-    def ask(kind: str) -> None:
-        request: Any = parse_body(SHAPES[kind], {**BODIES[kind], name: REFUSED[of, name][0]})
-        request.sampling_params(100)
+FOREIGN = [(of, name) for of, shape in SHAPES.items() for name in foreign_fields(shape)]
 
-    for kind in SHAPES if of == "both" else [of]:
-        with pytest.raises(RequestError) as caught:
-            ask(kind)
-        assert caught.value.param == name
+
+@pytest.mark.parametrize("unknown_fields", ["refuse", "warn"])
+@pytest.mark.parametrize(("of", "name"), FOREIGN)
+def test_fields_of_other_servers_are_what_the_table_calls_them(of: str, name: str, unknown_fields: Any) -> None:
+    shape, body, foreign = SHAPES[of], BODIES[of], SHAPES[of].foreign[name]
+    plain = parse_body(shape, body)
+    for value in (None, *foreign.nothing):
+        assert parse_body(shape, {**body, name: value}, unknown_fields) == plain
+    if not foreign.has_effect:
+        assert parse_body(shape, {**body, name: "x"}, unknown_fields).ignored() == [name]
+        return
+    with pytest.raises(RequestError, match=re.escape(foreign.reason.replace("`", ""))) as caught:
+        parse_body(shape, {**body, name: "x"}, unknown_fields)
+    assert caught.value.param == name
+    assert caught.value.message == f"{name} is not supported"
+
+
+def test_json_has_no_number_that_is_true() -> None:
+    with pytest.raises(RequestError, match=r"got: True; expected: length_penalty = 1, or without length_penalty"):
+        parse_body(ChatRequest, {**BODIES["chat"], "length_penalty": True})
+    with pytest.raises(RequestError, match=r"got: 0; expected: echo = false"):
+        parse_body(ChatRequest, {**BODIES["chat"], "echo": 0})
 
 
 def test_ignored_fields_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

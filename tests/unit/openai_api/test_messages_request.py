@@ -195,7 +195,7 @@ def test_tools_are_those_of_the_chat(choice: Any, chat_choice: Any, is_parallel:
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "much"}}, "thinking.type"),
         ({"stop": ["a"]}, "stop"),
-        ({"mcp_servers": []}, "mcp_servers"),
+        ({"mcp_servers": [{"type": "url", "url": "https://x"}]}, "mcp_servers"),
     ],
 )
 def test_what_is_not_taken_is_named(fields: dict[str, Any], param: str) -> None:

@@ -221,7 +221,7 @@ def test_notes_of_a_client_about_itself_are_ignored() -> None:
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "got: web_search"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the conversation so far as input"),
         ({"conversation": {"id": "c"}}, "conversation", "send the conversation so far as input"),
-        ({"background": True}, "background", "leave background out"),
+        ({"background": True}, "background", "without background; hint: no responses are kept"),
         ({"prompt": {"id": "p"}}, "prompt", "send instructions and input"),
         ({"context_management": [{"type": "compaction"}]}, "context_management", "leave older items out"),
         ({"input": []}, "input", "there is no input"),

@@ -80,7 +80,8 @@ class RunningApp:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         llm = await AsyncLLM.create(launch=launch_in_threads, **{"model": "tiny", **ENGINE, **self._engine})
-        self.context = make_context(llm, self._settings, metrics=EngineMetrics("tiny", self._replica))
+        metrics = EngineMetrics("tiny", self._replica, as_vllm=self._settings.vllm_metrics)
+        self.context = make_context(llm, self._settings, metrics=metrics)
         self.app: FastAPI = make_http_app(self.context)
         config = uvicorn.Config(self._wrap(self.app), port=0, log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import socket
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running_app import RunningApp
+from running_app import RunningApp, running_app
 
 from raypp.openai_api.error_bodies import decode_json
 from serve_app import json_route
@@ -52,6 +53,28 @@ def test_what_is_wrong_with_a_body_is_said(
     http: httpx.Client, content: bytes, headers: dict[str, str], said: str
 ) -> None:
     assert said in error_of(http.post(TEXT, content=content, headers=headers))["message"]
+
+
+def test_unknown_fields_are_ignored_and_named(http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "num_ctx": 4096, "a novel\r\nfield": {"x": 1}, "user": "me", "echo": False}
+    with caplog.at_level(logging.WARNING, "raypp"):
+        for is_stream in (False, True):
+            answer = http.post(TEXT, json={**body, "stream": is_stream})
+            assert answer.status_code == 200
+            assert answer.headers["X-Raypp-Ignored-Fields"] == "user, num_ctx, a%20novel%0D%0Afield"
+    assert sum("'num_ctx', which is ignored" in message for message in caplog.messages) == 1
+    assert "X-Raypp-Ignored-Fields" not in http.post(TEXT, json={"prompt": "a", "max_tokens": 1}).headers
+    counted = {"messages": [HELLO], "max_tokens": 3, "mcp_servers": []}  # of a message, but not of its count
+    answer = http.post("/v1/messages/count_tokens", json=counted)
+    assert (answer.status_code, answer.headers["X-Raypp-Ignored-Fields"]) == (200, "max_tokens")
+
+
+def test_unknown_fields_are_refused_where_that_is_asked_for() -> None:
+    with running_app({"unknown_fields": "refuse"}) as app, httpx.Client(base_url=app.url, timeout=60) as http:
+        error = error_of(http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "vibe": 1}))
+        assert (error["message"], error["param"]) == ("unknown field vibe", "vibe")
+        taken = http.post(TEXT, json={"prompt": "a", "max_tokens": 1, "num_ctx": 1, "use_beam_search": False})
+        assert (taken.status_code, taken.headers["X-Raypp-Ignored-Fields"]) == (200, "num_ctx")
 
 
 @pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "application/vnd.api+json"])

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+from ray.serve.config import HTTPOptions
 
 from raypp.config.http_settings import HttpAddress, http_settings
 from raypp.errors import ConfigError
 from serve_app.running_serve import RunningServe
 
+DAY = datetime.timedelta(days=1)
 RUNNING = RunningServe("127.0.0.1", 8000, {"raypp": "/", "other": "/other"})
 
 
@@ -41,3 +52,39 @@ def test_a_second_one_has_a_place_beside_the_first() -> None:
 def test_names_and_prefixes_that_cannot_be(name: str, prefix: str) -> None:
     with pytest.raises(ConfigError, match="expected"):
         at("127.0.0.1", 8000, name, prefix)
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    """Write a certificate for this machine, and its key; return the settings that name them."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + DAY)
+    plain = (PrivateFormat.PKCS8, NoEncryption())
+    (folder / "cert.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, *plain))
+    return {"ssl_certfile": str(folder / "cert.pem"), "ssl_keyfile": str(folder / "key.pem")}
+
+
+def test_serve_is_told_of_certificate_and_root_path(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    address = http_settings(HttpAddress, {**files, "root_path": "/llm"})
+    assert address.url == "https://127.0.0.1:8000"
+    options = HTTPOptions(**address.of_serve)
+    assert (options.ssl_certfile, options.ssl_keyfile) == (files["ssl_certfile"], files["ssl_keyfile"])
+    assert options.root_path == "/llm"
+    running = replace(RUNNING, options=options.model_dump())
+    running.check_options(address.of_serve)
+    with pytest.raises(ConfigError, match=r"another root_path; got: ''; expected: '/llm'"):
+        running.check_options(at("127.0.0.1", 8000, "second", "/second").of_serve)
+
+
+def test_a_certificate_that_cannot_be_used_is_refused_before_a_start(tmp_path: Path) -> None:
+    files = certificate(tmp_path)
+    with pytest.raises(ConfigError, match="ssl_certfile alone; expected: both"):
+        http_settings(HttpAddress, {"ssl_certfile": files["ssl_certfile"]})
+    for wrong in (files["ssl_certfile"], str(tmp_path / "none.pem")):
+        with pytest.raises(ConfigError, match="the certificate cannot be used"):
+            http_settings(HttpAddress, {**files, "ssl_keyfile": wrong})
+    with pytest.raises(ConfigError, match="not a root path"):
+        http_settings(HttpAddress, {"root_path": "llm/"})

@@ -16,8 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_app import RunningApp, running_app
 
 import raypp
+from raypp.testing import FakeStage
 from serve_app import ray_metrics
 from serve_app.metrics import EngineMetrics, busy_shares, merge
+from serve_app.vllm_metrics import VLLM_NAMES
 
 
 def series(text: str) -> dict[str, float]:
@@ -90,6 +92,58 @@ def test_the_process_is_told_of(http: httpx.Client) -> None:
     assert 0 < seen["process_start_time_seconds"] < time.time()
     sum(range(1_000_000))
     assert series(http.get("/metrics").text)["process_cpu_seconds_total"] >= seen["process_cpu_seconds_total"] > 0
+
+
+def test_load_is_what_runs_and_waits() -> None:
+    with (
+        running_app(stage_factory=FakeStage(step_ms=20), num_stages=1, max_num_seqs=1) as app,
+        httpx.Client(base_url=app.url, timeout=60) as http,
+    ):
+        assert http.get("/load").json() == {"server_load": 0}
+        body = {"prompt": ["a", "b"], "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert httpx.get(f"{app.url}/load").json() == {"server_load": 2}
+        app.wait_until(lambda: httpx.get(f"{app.url}/load").json() == {"server_load": 0}, "nothing is left")
+
+
+def test_control_routes_are_there_where_that_is_asked_for(http: httpx.Client) -> None:
+    assert http.post("/reset_prefix_cache").status_code == http.get("/server_info").status_code == 404
+    settings = {"control_routes": True, "api_keys": ["k"]}
+    with running_app(settings, block_size=16) as app, httpx.Client(base_url=app.url, timeout=60) as client:
+        assert client.post("/reset_prefix_cache").status_code == client.get("/server_info").status_code == 401
+        client.headers["X-API-Key"] = "k"
+
+        def num_cached(salt: str | None) -> int:
+            body = {"prompt": list(range(40)), "max_tokens": 1, "cache_salt": salt}
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+            return int((usage["prompt_tokens_details"] or {"cached_tokens": 0})["cached_tokens"])
+
+        for salt in (None, "mine"):
+            assert [num_cached(salt), num_cached(salt)] == [0, 32]
+        assert client.post("/reset_prefix_cache").json() == {"num_replicas": 1}
+        for salt in (None, "mine"):
+            assert [num_cached(salt), num_cached(salt)] == [0, 32]
+        info = client.get("/server_info").json()
+        assert (info["version"], info["config"]["model"]["model"]) == (raypp.__version__, "tiny")
+        assert len(info["plan"]["stages"]) == 2
+
+
+def test_series_have_vllms_names_where_that_is_asked_for(http: httpx.Client) -> None:
+    assert "vllm:" not in http.get("/metrics").text
+    with running_app({"vllm_metrics": True}) as app, httpx.Client(base_url=app.url, timeout=60) as client:
+        client.post("/v1/completions", json={"prompt": "import os", "max_tokens": 6, "ignore_eos": True})
+        families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
+    assert {f"vllm:{name}" for names in VLLM_NAMES.values() for name in names} <= families.keys()
+    [tokens] = families["vllm:generation_tokens"].samples
+    assert (tokens.name, tokens.value) == ("vllm:generation_tokens_total", 6)
+    assert tokens.labels == {"model_name": "tiny", "engine": "test"}
+    [ended] = families["vllm:request_success"].samples
+    assert (ended.labels["finished_reason"], ended.value) == ("length", 1)
+    assert families["vllm:e2e_request_latency_seconds"].type == "histogram"
+    for name, (vllm_name, *_) in VLLM_NAMES.items():
+        assert [s.value for s in families[name].samples] == [s.value for s in families[f"vllm:{vllm_name}"].samples]
 
 
 def test_rays_metrics_are_those_of_the_exposition(monkeypatch: pytest.MonkeyPatch) -> None:
