@@ -167,11 +167,13 @@ def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> s
                 **(local if address == "local" else {}),
             )
     except Exception as error:  # of whatever class: Ray raises plain ones, too
+        hint = "is the cluster up?"
         if address == "local":
             check_disk(ray_folder())
-        raise ResourceError(
-            "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
-        ) from error
+            hint = (
+                f"see {ray_folder()}/ray/session_latest/logs; a very busy machine, or one without memory, starts none"
+            )
+        raise ResourceError("no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint=hint) from error
     _print_errors_to_stderr()
     if shows_logs:
         _print_log_lines_alone()
