@@ -94,6 +94,8 @@ def test_the_run_goes_on_and_names_what_failed(tmp_path: Path, num_more_files: i
 def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
     text = "import threading\ndef test_works():\n    while True: pass\ndef test_after(): pass\n"
     (tmp_path / "test_one.py").write_text(text)
-    said = run(tmp_path, "-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=false", "-k", "after or works")
+    said = run(
+        tmp_path, "-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=false", "-k", "after or works"
+    )
     assert "1 failed, 1 passed" in said
     assert "no end within" in said
