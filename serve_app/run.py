@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from raypp.actors.cluster import Cluster, hide_log_lines
 from raypp.actors.engine_actors import describe_engine
 from raypp.actors.remote_errors import in_short
+from raypp.api.launch import load_tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError, EngineDeadError
@@ -71,7 +72,9 @@ def run_server(
     starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if starts_ray:  # else a Serve of the cluster's may have the port, and take the application
         _check_port(address.host, address.port)
+    settings.keys()
     describe_engine(config)
+    load_tokenizer(config)
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     with StopSignals() as stop:
         if starts_ray:

@@ -39,13 +39,19 @@ _SHORT_OF_OTHER_ENGINES = {"-pp": "pipeline_parallel_size", "-tp": "tensor_paral
 
 
 def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
+    from raypp.api.launch import load_tokenizer
+    from raypp.models.registry import resolve_config_path
     from raypp.openai_api.syntaxes import check_parsers
     from raypp.plan.fit_description import describe_fit
 
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     if machines is None:  # else folders are others, too
         config.observability.check_trace_folder()
-    return describe_fit(config, machines)
+    description = describe_fit(config, machines)
+    path = resolve_config_path(config.model.model, config.model.revision)
+    if any(path.glob("*.safetensors")):  # else it is a model's config.json alone
+        load_tokenizer(config)
+    return description
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:

@@ -35,6 +35,9 @@ class ImagePart(LenientModel):
     image_url: ImageUrl
 
 
+_CONTENTS = {"content", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}
+"""Of which a message of an assistant has one."""
+
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
 
@@ -104,6 +107,14 @@ def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
             expected="one of them",
             hint="function_call is the older form: send all calls as tool_calls",
             param=f"{where}.function_call",
+        )
+    if not message.model_fields_set & (_CONTENTS if message.role == "assistant" else {"content"}):
+        raise RequestError(
+            "a message without content",
+            got=f"of its fields are known: {', '.join(sorted(message.model_fields_set))}",
+            expected="content" + (", or tool_calls, refusal or reasoning" if message.role == "assistant" else ""),
+            hint='name its text content, as in {"role": "user", "content": "..."}; null where it has none',
+            param=f"{where}.content",
         )
     if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
         raise RequestError(
