@@ -15,6 +15,8 @@ from raypp.config.options import ENGINE_SETTINGS, Setting
 from raypp.errors import ConfigError
 
 _MODEL = "model.model"
+_SETTINGS = {setting.key: setting for setting in chain.from_iterable(ENGINE_SETTINGS.values())}
+"""By `section.name`."""
 _METAVARS = {
     int: "N",
     float: "X",
@@ -85,14 +87,16 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     except ConfigError as error:
         if (source := _source(args, error.setting)) is not None:
             error.got = f"{error.got}, from {source}"
+        said = f"{error.message} {error.expected or ''} {error.hint or ''}"
+        options = [f"{key} is {setting.option}" for key, setting in _SETTINGS.items() if key in said.split()]
+        error.hint = "; ".join(filter(None, (error.hint, *options))) or None
         raise
 
 
 def _source(args: argparse.Namespace, key: str | None) -> str | None:
     """Return what gave a setting its value: an option, a variable or a file."""
-    settings = {setting.key: setting for of_section in ENGINE_SETTINGS.values() for setting in of_section}
     # Of what is in a list or a mapping, the setting is the first two parts.
-    if (setting := settings.get(".".join((key or "").split(".")[:2]))) is None:
+    if (setting := _SETTINGS.get(".".join((key or "").split(".")[:2]))) is None:
         return None
     if getattr(args, setting.key, None) is not None:
         return setting.option

@@ -49,7 +49,7 @@ def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, An
         config.observability.check_trace_folder()
     description = describe_fit(config, machines)
     path = resolve_config_path(config.model.model, config.model.revision)
-    if any(path.glob("*.safetensors")):  # else it is a model's config.json alone
+    if machines is None and any(path.glob("*.safetensors")):  # else it may be a model's config.json alone
         load_tokenizer(config)
     return description
 
@@ -143,6 +143,8 @@ class _Parser(argparse.ArgumentParser):
         setting = _SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
         if setting in OF_THE_SERVER:
             return f"it is an option of raypp serve, not of {self.prog}"
+        if setting in _OPTIONS:
+            return f"{setting} is {_OPTIONS[setting]}"
         own = OF_OTHER_ENGINES.get(setting)
         option = None if own is None or own.setting is None else _OPTIONS[own.setting]
         if own is not None and (option is None or option in self._option_string_actions):

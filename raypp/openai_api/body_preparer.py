@@ -15,7 +15,7 @@ import numpy as np
 from raypp.api.context_length import check_context_length
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.messages import Int32s
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
@@ -205,7 +205,7 @@ class BodyPreparer:
         """Say once of each field that it has no effect: clients send it with every request."""
         for name in set(request.ignored()) - self._ignored_before:
             self._ignored_before.add(name)
-            _LOG.warning("requests have the field %r, which is ignored; docs/http_api.md lists all fields", name)
+            _LOG.warning("requests have the field %r, which is ignored; %s lists all fields", name, page("http_api"))
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:
         prompt = await self.conversation(request)
