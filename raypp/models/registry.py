@@ -110,7 +110,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
     Raises:
         ModelLoadError: it is none of these, cannot be downloaded, has no versions, or files without their content.
     """
-    return _fetched(_resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS, revision))
+    return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS, revision)
 
 
 def resolve_config_path(model: str, revision: str | None = None) -> Path:
@@ -135,7 +135,7 @@ def resolve_draft_head_path(model: str) -> Path:
     Raises:
         ModelLoadError: it is none, or cannot be downloaded.
     """
-    return _fetched(_resolve(model, EMBEDDED_DRAFT_HEADS, _EXPECTED_HEAD, [*_HUB_PATTERNS, PICKLED_FILE]))
+    return _resolve(model, EMBEDDED_DRAFT_HEADS, _EXPECTED_HEAD, [*_HUB_PATTERNS, PICKLED_FILE])
 
 
 def _resolve(
@@ -173,19 +173,10 @@ def _checked(directory: Path) -> Path:
     """Return a directory that may hold a model.
 
     Raises:
-        ModelLoadError: it holds another format.
+        ModelLoadError: it holds another format, or files of which Git LFS has not fetched the content.
     """
     if not (directory / "config.json").is_file() and (found := sorted(directory.glob("*.gguf"))):
         raise _gguf_error(str(found[0]))
-    return directory
-
-
-def _fetched(directory: Path) -> Path:
-    """Return a directory whose files have their content.
-
-    Raises:
-        ModelLoadError: Git LFS has not fetched it.
-    """
     files = sorted(file for file in directory.iterdir() if file.is_file())
     if pointers := [file.name for file in files if _is_lfs_pointer(file)]:
         raise ModelLoadError(
