@@ -292,7 +292,8 @@ class FaultsSection(Section):
     """How long things may take. Every wait of the engine ends in a named error."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """From the first look at the cluster to all stages ready: one deadline for all of it."""
+    """From the first look at the cluster to all stages ready: one deadline for all of it. `raypp serve` gives as long
+    to the proxies of Ray Serve, before."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Steps in flight without progress on any stage: the pipeline counts as frozen."""
     heartbeat_s: float = Field(default=0.5, gt=0, le=10)
