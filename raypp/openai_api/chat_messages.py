@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
@@ -35,8 +36,8 @@ class ImagePart(LenientModel):
     image_url: ImageUrl
 
 
-_CONTENTS = {"content", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}
-"""Of which a message of an assistant has one."""
+_CONTENTS = {"assistant": {"content", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}}
+"""The fields of which a message has at least one, by its role; others have content."""
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
@@ -75,6 +76,15 @@ class Message(LenientModel):
     audio: Any = None
     """Only null."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_content(cls, given: Any) -> Any:
+        """Refuse a message that does not name its content: null is given, too."""
+        if isinstance(given, dict) and not given.keys() & _CONTENTS.get(str(given.get("role")), {"content"}):
+            names = ", ".join(map(str, given))
+            raise PydanticCustomError("no_content", "a message with content", {"got": f"the fields {names[:200]}"})
+        return given
+
 
 def conversation_of(messages: Sequence[Message], *, takes_images: bool) -> list[dict[str, Any]]:
     """Return messages as a chat template reads them: texts joined, empty fields left out.
@@ -107,14 +117,6 @@ def _check_message(message: Message, where: str, *, takes_images: bool) -> None:
             expected="one of them",
             hint="function_call is the older form: send all calls as tool_calls",
             param=f"{where}.function_call",
-        )
-    if not message.model_fields_set & (_CONTENTS if message.role == "assistant" else {"content"}):
-        raise RequestError(
-            "a message without content",
-            got=f"of its fields are known: {', '.join(sorted(message.model_fields_set))}",
-            expected="content" + (", or tool_calls, refusal or reasoning" if message.role == "assistant" else ""),
-            hint='name its text content, as in {"role": "user", "content": "..."}; null where it has none',
-            param=f"{where}.content",
         )
     if not takes_images and any(isinstance(part, ImagePart) for part in message.content or ()):
         raise RequestError(
