@@ -135,6 +135,10 @@ def open_engine(
     try:
         info = handle.model_info
         if tokenizer is not None:
+            if tokenizer.model_path != str(info["model_path"]):  # an engine may hold another copy of its model
+                given = config.model.chat_template
+                template = None if given is None else read_chat_template(given)
+                tokenizer = Tokenizer(info["model_path"], chat_template=template)
             tokenizer.max_tokens = info["max_model_len"]
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one

@@ -78,6 +78,7 @@ class Tokenizer:
             backend.decode if backend is not None else partial(self._hf.decode, clean_up_tokenization_spaces=False)
         )
         self._token_texts: dict[int, str] = {}  # at most the vocabulary
+        self.model_path = str(model_path)
         self.max_tokens = max_tokens
         """Texts that have more for certain are refused before they are tokenized whole. None takes all."""
         self._max_token_chars = max(map(len, self._vocabulary), default=1)

@@ -45,7 +45,7 @@ class ModelSection(Section):
     """`dummy` makes random weights from config.json alone."""
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _also(half="float16", fp16="float16", float="float32", fp32="float32", bf16="bfloat16"),
+        _also(half="float16", float="float32"),
     ] = "auto"
     """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own."""
     quantization: Literal["fp8"] | None = None
