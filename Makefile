@@ -36,10 +36,10 @@ demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(INSTALLED_DEMO))
 	@echo "$$NEXT"
 
 # Tests of actors and of GPUs follow one after the other: they use fixed ports and whole devices, and look for what
-# others leave behind. Files without Ray begin in their order, which has the long ones in front. A worker that a hanging
-# test has ended is not replaced: pytest-xdist would wait for the new one for ever, instead of naming the test.
+# others leave behind. Files without Ray begin in their order, which has the long ones in front. tools/pytest_limits.py
+# ends a test that hangs; a worker that has ended is replaced, and the tests that follow are run.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0; \
+	$(BIN)/python -m pytest --ignore tests/ray --ignore tests/gpu --ignore tests/soak --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder; \
 	  status=$$?; $(BIN)/python -m pytest tests/ray tests/gpu && exit $$status
 
 # What takes long: hostile clients, chaos, clients' real packages, clean environments, other tests in full size. At most

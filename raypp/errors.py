@@ -20,6 +20,23 @@ Every error says what it got, what it expected, and what to do about it.
 
 from __future__ import annotations
 
+from importlib import metadata
+
+
+def page(name: str) -> str:
+    """Return where a page of the documentation is: on the site that the package names, else in its sources.
+
+    Args:
+        name: As its file in docs/ has it, without `.md`.
+    """
+    try:
+        named = metadata.metadata("raypp").get_all("Project-URL") or ()
+    except metadata.PackageNotFoundError:  # the sources, on the path
+        named = ()
+    urls = (url.partition(", ") for url in named)
+    site = next((url for label, _, url in urls if label.lower() == "documentation"), None)
+    return f"docs/{name}.md in the sources of raypp" if site is None else f"{site.rstrip('/')}/{name}.html"
+
 
 class RayppError(Exception):
     """Base of all errors of raypp.

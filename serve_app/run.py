@@ -13,17 +13,27 @@ from functools import partial
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 
 from raypp.actors.cluster import Cluster, hide_log_lines
 from raypp.actors.engine_actors import describe_engine
+from raypp.actors.remote_errors import in_short
+from raypp.api.launch import load_tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
 from raypp.errors import ConfigError, EngineDeadError
 from raypp.openai_api.syntaxes import check_parsers
 from serve_app.app import build_application, end_timeout_s
-from serve_app.proxy_answers import ENVIRONMENT
 from serve_app.reload import Reload
-from serve_app.running_serve import RunningServe, delete_application, end_serve, hide_noise, start_serve
+from serve_app.running_serve import (
+    RunningServe,
+    delete_application,
+    end_serve,
+    hide_noise,
+    serve_environment,
+    start_serve,
+    wait_for_proxies,
+)
 from serve_app.stop_signals import StopSignals
 
 _LOOK_S = 1.0
@@ -62,11 +72,14 @@ def run_server(
     starts_ray = not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
     if starts_ray:  # else a Serve of the cluster's may have the port, and take the application
         _check_port(address.host, address.port)
+    settings.keys()
     describe_engine(config)
+    load_tokenizer(config)
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     with StopSignals() as stop:
         if starts_ray:
-            os.environ.update(ENVIRONMENT | os.environ)  # Ray's processes inherit it; a value of the user's own counts
+            # Ray's processes inherit it; a value of the user's own counts.
+            os.environ.update(serve_environment(config.faults.start_timeout_s) | os.environ)
         cluster = Cluster.connect(shows_logs=True)
         try:
             stop.is_connected = True
@@ -96,10 +109,18 @@ def _serve(
     else:
         running.check_place(address.host, address.port, address.app_name, address.route_prefix)
         running.check_options(address.of_serve)
+    timeout_s = config.faults.start_timeout_s
     start = (
-        None
+        partial(wait_for_proxies, timeout_s)
         if running
-        else partial(start_serve, address.host, address.port, has_environment=started_ray, **address.of_serve)
+        else partial(
+            start_serve,
+            address.host,
+            address.port,
+            timeout_s=timeout_s,
+            has_environment=started_ray,
+            **address.of_serve,
+        )
     )
     starting = _Starting(config, settings, address, stop, start)
     try:
@@ -156,24 +177,25 @@ class _Starting:
         settings: HttpSettings,
         address: HttpAddress,
         stop: StopSignals,
-        start_serve: Callable[[], None] | None,
+        start_serve: Callable[[], None],
     ) -> None:
         self.is_done = False
         self._address = address
         self._stop = stop
         self._start_serve = start_serve
         self._error: BaseException | None = None
-        threading.Thread(target=self._run, args=(config, settings), name="raypp-serve", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, args=(config, settings), name="raypp-serve", daemon=True)
+        self.thread.start()
 
     def check(self) -> None:
         """Raise what kept it from starting."""
-        if isinstance(self._error, RuntimeError):
+        if isinstance(self._error, RuntimeError | TimeoutError | RayError):
             running = RunningServe.of_this_cluster()
             said = "" if running is None else running.troubles.get(self._address.app_name, "")
             raise EngineDeadError(
                 "Ray Serve could not deploy the application",
-                got=cause_of(said) or str(self._error).strip().splitlines()[0],
-                hint=f"logs: {_log_folder()}",
+                got=cause_of(said) or in_short(self._error),
+                hint=f"logs: {_log_folder()}; a machine that is only slow needs a larger start_timeout_s",
             ) from self._error
         if self._error is not None:
             raise self._error
@@ -181,8 +203,7 @@ class _Starting:
     def _run(self, config: EngineConfig, settings: HttpSettings) -> None:
         address = self._address
         try:
-            if self._start_serve is not None:
-                self._start_serve()
+            self._start_serve()
             if self._stop.received is None:
                 serve.run(build_application(config, settings), name=address.app_name, route_prefix=address.route_prefix)
         except BaseException as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,14 +13,18 @@ from typing import Any, Self
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.serve._private import api as _api
+from ray.serve._private import client as _client
 from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.config import ControllerOptions, HTTPOptions
 from ray.serve.context import _get_global_client, _set_global_client
 from ray.serve.schema import ApplicationStatus, ServeInstanceDetails
 
+from raypp.config.sections import FaultsSection
 from raypp.errors import ConfigError
 from serve_app.proxy_answers import ENVIRONMENT
 
+_START_S = FaultsSection().start_timeout_s
 _END_S = 30.0  # as Ray's own
 _POLL_S = 0.1
 _ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
@@ -37,18 +43,48 @@ def _is_no_noise(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_SERVES_NOISE)
 
 
-def start_serve(host: str, port: int, *, has_environment: bool = False, **options: Any) -> None:
+def serve_environment(timeout_s: float) -> dict[str, str]:
+    """Return what Serve's processes must find in their environment when they start.
+
+    Args:
+        timeout_s: How long a proxy may take to start. By itself Serve ends one that takes more than 5 s.
+    """
+    return {**ENVIRONMENT, "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": f"{_bounded(timeout_s):g}"}
+
+
+def start_serve(
+    host: str, port: int, *, timeout_s: float = _START_S, has_environment: bool = False, **options: Any
+) -> None:
     """Start the cluster's Serve, whose proxies answer for replicas that do not.
 
     Args:
         host: Where it listens.
         port: There.
-        has_environment: Whether Ray itself was started with `ENVIRONMENT`. One that is given to Serve alone, whose
-            proxies inherit it, costs 40 MiB and 3 s of a CPU: the workers that Ray keeps ready cannot be used.
+        timeout_s: How long its proxies may take to start.
+        has_environment: Whether Ray itself was started with `serve_environment`. One that is given to Serve alone,
+            whose proxies inherit it, costs 40 MiB and 3 s of a CPU: the workers that Ray keeps ready cannot be used.
         options: Others of Serve's `HTTPOptions`.
+
+    Raises:
+        TimeoutError, RayError: it does not start.
     """
-    of_controller = ControllerOptions(runtime_env=None if has_environment else {"env_vars": ENVIRONMENT})
+    wait_for_proxies(timeout_s)
+    environment = None if has_environment else {"env_vars": serve_environment(timeout_s)}
+    of_controller = ControllerOptions(runtime_env=environment)
     serve.start(http_options=HTTPOptions(host=host, port=port, **options), controller_options=of_controller)
+
+
+def wait_for_proxies(timeout_s: float) -> None:
+    """Set how long this process waits for Serve's proxies: to start, and to know an application.
+
+    Serve (2.60.0) has no setting for it: it waits for a minute.
+    """
+    _api.HTTP_PROXY_TIMEOUT = _client.HTTP_PROXY_TIMEOUT = math.ceil(_bounded(timeout_s))
+
+
+def _bounded(timeout_s: float) -> float:
+    """Return a limit that Ray can count in milliseconds: a setting may be infinite."""
+    return min(timeout_s, threading.TIMEOUT_MAX)
 
 
 def end_serve(timeout_s: float = _END_S) -> None:

@@ -1,4 +1,4 @@
-"""What every test relies on: one compute thread, no network, repeatable hypothesis runs, markers by folder.
+"""What every test relies on: one compute thread, no network, limits, repeatable hypothesis runs, markers by folder.
 
 Where there is no GPU, Triton's interpreter runs the kernels.
 """
@@ -38,6 +38,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "local")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job ignores Ctrl-C, and so would all that it starts: tests send it to users' programs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+pytest_plugins = ["pytest_limits"]
 
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import ray
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
+from raypp.actors.agent_ports import given_agent_ports
 from raypp.actors.forked import leave_ray_alone
 from raypp.actors.gcs_waits import gcs_waits_can_end
 from raypp.actors.local_process import Child
@@ -33,6 +34,8 @@ _SETTINGS_FRAME, _FRAME_HEADER_BYTES = 4, 9
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS_FRAME, 0, 0, 0, 0, 0])
 _LOCAL_OBJECT_STORE_BYTES = 80 << 20  # nothing large travels through it; Ray refuses much less
 _LEAST_DISK_BYTES = 16 << 20  # of a local Ray's files when it starts: logs, state
+_PATIENCE = {"agent_register_timeout_ms": 600_000, "worker_register_timeout_seconds": 600}
+"""How long processes of a local Ray may take to start. The engine has its own limit, and notices processes that die."""
 _STOP_S = 10.0  # for Ray to end in order
 _RAY_PRINTS = "ray_print_logs"
 _DEAD_WORKER = re.compile(
@@ -157,21 +160,26 @@ def _prepare(address: str, shows_logs: bool) -> RayThread:
 def _connect(address: str, shows_logs: bool, is_wanted: Callable[[], bool]) -> str:
     tokens = logging.getLogger("ray._private.authentication.authentication_token_setup")
     tokens.addFilter(_is_not_about_tokens)
-    local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _LOCAL_OBJECT_STORE_BYTES}
+    local: dict[str, Any] = {}
     try:
-        with gcs_waits_can_end(is_wanted) if address == "local" else nullcontext():
-            ray.init(
-                address=address,
-                log_to_driver=shows_logs,
-                configure_logging=False,
-                **(local if address == "local" else {}),
-            )
+        with ExitStack() as patience:
+            if address == "local":
+                patience.enter_context(gcs_waits_can_end(is_wanted))
+                local = {
+                    "include_dashboard": False,
+                    "object_store_memory": _LOCAL_OBJECT_STORE_BYTES,
+                    "_metrics_export_port": patience.enter_context(given_agent_ports()),
+                    "_system_config": _PATIENCE,
+                }
+            ray.init(address=address, log_to_driver=shows_logs, configure_logging=False, **local)
     except Exception as error:  # of whatever class: Ray raises plain ones, too
+        hint = "is the cluster up?"
         if address == "local":
             check_disk(ray_folder())
-        raise ResourceError(
-            "no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint="is the cluster up?"
-        ) from error
+            hint = (
+                f"see {ray_folder()}/ray/session_latest/logs; a very busy machine, or one without memory, starts none"
+            )
+        raise ResourceError("no connection to Ray", got=f"RAY_ADDRESS={address}: {error}", hint=hint) from error
     _print_errors_to_stderr()
     if shows_logs:
         _print_log_lines_alone()

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from raypp.actors.local_process import Child, LocalProcess, await_end, children_of, with_descendants
 from raypp.errors import EngineDeadError, ResourceError
@@ -22,7 +25,40 @@ _ALONE_S = 10.0  # after a server's death, for the engines to be closed; Ray end
 _KILLED_S = 5.0  # for the kernel to take killed processes away
 _AFTER_KILL_S = 30.0  # for Ray to notice
 
+_LOG_FOLDER = re.compile(r" --log_dir=(\S+)")
+_SEVERE = re.compile(r"^\[[-\d :,]+ [EFC] [^\]]*\] (?:\(\w+\) )?(.+)", re.MULTILINE)  # error, fatal or critical
+_LOG_END_BYTES = 1 << 16
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Server:
+    """One of Ray's servers that was started here."""
+
+    name: str
+    log_folder: Path | None
+
+    @classmethod
+    def of(cls, child: Child) -> _Server:
+        found = _LOG_FOLDER.search(child.command())
+        return cls(child.name, None if found is None else Path(found[1]))
+
+    def last_error(self) -> str | None:
+        """Return the last error of its log; None: there is none."""
+        if self.log_folder is None:
+            return None
+        try:
+            with (self.log_folder / f"{self.name}.out").open("rb") as file:
+                file.seek(max(file.seek(0, os.SEEK_END) - _LOG_END_BYTES, 0))
+                errors = _SEVERE.findall(file.read().decode(errors="replace"))
+        except OSError:
+            return None
+        return errors[-1] if errors else None
+
+    def logs(self) -> str:
+        """Return where its logs are."""
+        return f"{self.name}.out and {self.name}.err in {self.log_folder or 'logs/ of the session folder of Ray'}"
 
 
 class RayThread:
@@ -47,7 +83,7 @@ class RayThread:
         self._is_server = is_server
         self.name = ""  # of the connection, once there is one
         self._earlier = {child.process for child in children_of(os.getpid())}
-        self._vital: dict[LocalProcess, str] = {}
+        self._vital: dict[LocalProcess, _Server] = {}
         self._started: set[LocalProcess] = set()  # servers and what descends from them, also when these are orphans
         self._error: BaseException | None = None
         self._tried, self._leaving, self._ended = threading.Event(), threading.Event(), threading.Event()
@@ -64,8 +100,13 @@ class RayThread:
         try:
             while not self._tried.wait(_POLL_S):
                 self._find_vital()
-                if (name := self._dead_server()) is not None:
-                    raise ResourceError("Ray cannot start", got=f"its {name} died", expected="that it goes on running")
+                if (dead := self._dead_server()) is not None:
+                    raise ResourceError(
+                        f"Ray cannot start: its {dead.name} died",
+                        got=dead.last_error() or "no error in its log",
+                        hint=f"see {dead.logs()}; frequent causes: no memory left, a killed process, "
+                        "a machine so busy that the servers of Ray wait for each other too long",
+                    )
         except BaseException:
             self._leaving.set()
             raise
@@ -84,9 +125,11 @@ class RayThread:
         Raises:
             EngineDeadError: one has died.
         """
-        if (name := self._dead_server()) is not None:
+        if (dead := self._dead_server()) is not None:
             raise EngineDeadError(
-                f"Ray's {name} died, and the engine with it", hint="start a new engine: it starts another Ray"
+                f"Ray's {dead.name} died, and the engine with it",
+                got=dead.last_error(),
+                hint=f"start a new engine: it starts another Ray; the cause may be in {dead.logs()}",
             )
 
     def stop(self, timeout_s: float) -> bool:
@@ -129,13 +172,13 @@ class RayThread:
 
     def _find_vital(self) -> None:
         for child in self._new_children():
-            if child.name in _VITAL:
-                self._vital.setdefault(child.process, child.name)
+            if child.name in _VITAL and child.process not in self._vital:
+                self._vital[child.process] = _Server.of(child)
 
-    def _dead_server(self) -> str | None:
+    def _dead_server(self) -> _Server | None:
         if self._leaving.is_set():
             return None
-        return next((name for process, name in self._vital.items() if not process.is_alive()), None)
+        return next((server for process, server in self._vital.items() if not process.is_alive()), None)
 
     def _find_started(self) -> None:
         servers = [child.process for child in self._new_children() if self._is_server(child)]

@@ -36,6 +36,7 @@ def raypp_errors(limit: str) -> Iterator[None]:
 
 
 def in_short(error: Exception) -> str:
-    """Return what Ray says first, and last if that is the end of a traceback; the rest is for Ray's own log."""
+    """Return what Ray says first and last: which actor, the event and its cause. The rest is for Ray's own log."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
-    return f"{lines[0]} ... {lines[-1]}" if any(line.startswith("  File ") for line in lines) else lines[0]
+    actor = next((f"{line.split()[-1]}: " for line in lines if line.startswith("\tclass_name: ")), "")
+    return actor + (lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}")

@@ -17,6 +17,8 @@ from raypp.config.chat_template import read_chat_template
 from raypp.config.engine_config import EngineConfig
 from raypp.config.env import read_environment, warn_of_unknown_variables
 from raypp.errors import ConfigError, ModelLoadError, RayppError
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
 from raypp.pictures.fetch import Fetcher
 from raypp.pictures.reader import PictureReader
 from raypp.supervision.recovery import EngineWatcher, Recovery
@@ -154,19 +156,22 @@ def open_engine(
 
     Raises:
         ConfigError: a setting that cannot be.
-        RayppError: the engine cannot start.
+        RayppError: the engine cannot start; what is wrong with the model or its tokenizer is said before it tries.
     """
     logging.getLogger("raypp").setLevel(read_environment().log_level)
     warn_of_unknown_variables()
     config = _config_of(model, settings)
-    template = None if config.model.chat_template is None else read_chat_template(config.model.chat_template)
+    tokenizer = load_tokenizer(config)
     close_replaced_engines()
     handle = launch(config, stage_factory=stage_factory)
     try:
         info = handle.model_info
-        tokenizer = None
-        if not config.model.skip_tokenizer_init:
-            tokenizer = Tokenizer(info["model_path"], max_tokens=info["max_model_len"], chat_template=template)
+        if tokenizer is not None:
+            if tokenizer.model_path != str(info["model_path"]):  # an engine may hold another copy of its model
+                given = config.model.chat_template
+                template = None if given is None else read_chat_template(given)
+                tokenizer = Tokenizer(info["model_path"], chat_template=template)
+            tokenizer.max_tokens = info["max_model_len"]
         eos_token_ids = frozenset(info["eos_token_ids"])
         if not eos_token_ids and tokenizer is not None:  # the model's own word counts; not all have one
             eos_token_ids = tokenizer.eos_token_ids
@@ -194,6 +199,22 @@ def open_engine(
     if freeze_gc:
         freeze_start()
     return OpenEngine(handle, tokenizer, preparer, pictures, tuple(sorted(eos_token_ids)), sampling_defaults)
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Return the tokenizer of a configuration's model; None: it is to have none. Starts nothing.
+
+    Raises:
+        ConfigError: the chat template cannot be read, or is broken.
+        ModelLoadError: there is no such model, or it has no tokenizer that can be used.
+    """
+    settings = config.model
+    template = None if settings.chat_template is None else read_chat_template(settings.chat_template)
+    if settings.skip_tokenizer_init:
+        return None
+    path = resolve_model_path(settings.model, settings.revision)
+    load_model_config(path)  # what is no model at all says so
+    return Tokenizer(path, chat_template=template)
 
 
 def _check_in_vocabulary(eos_token_ids: Collection[int], info: Mapping[str, Any]) -> None:

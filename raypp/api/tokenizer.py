@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 
 from raypp.api.context_length import context_length_error
 from raypp.api.detokenizer import Detokenizer
 from raypp.api.rendering import PLAIN_RENDERING, Rendering
 from raypp.api.tokenizer_class import tokenizer_class
-from raypp.errors import ContextLengthError, ModelLoadError, RequestError
+from raypp.errors import ConfigError, ContextLengthError, ModelLoadError, RequestError
 from raypp.messages import Int32s
 
 _TEXTS_AT_ONCE = 256
@@ -46,11 +47,12 @@ class Tokenizer:
 
         Args:
             model_path: The directory.
-            max_tokens: Texts that have more for certain are refused before they are tokenized whole. None takes all.
+            max_tokens: As the attribute of that name.
             chat_template: In place of the model's own, in Jinja.
 
         Raises:
-            ModelLoadError: there are none, or they cannot be read.
+            ModelLoadError: there are none, they cannot be read, or the model's own chat template is broken.
+            ConfigError: `chat_template` is broken.
         """
         try:
             self._hf: Any = tokenizer_class(model_path).from_pretrained(str(model_path), local_files_only=True)
@@ -61,8 +63,17 @@ class Tokenizer:
                 expected=f"tokenizer.json and tokenizer_config.json in {model_path}",
                 hint="skip_tokenizer_init=True runs a model without a tokenizer, on token ids",
             ) from error
+        self._vocabulary: dict[str, int] = self._hf.get_vocab()
+        if len(self._vocabulary) <= len(self._hf.added_tokens_decoder):  # transformers makes one up without files
+            raise ModelLoadError(
+                "the model has no tokenizer",
+                got=f"{len(self._vocabulary)} tokens in all: none but added ones",
+                expected=f"tokenizer.json, or other files of a tokenizer, in {model_path}",
+                hint="copy them from the origin of the model; skip_tokenizer_init=True runs it on token ids alone",
+            )
         if chat_template is not None:
             self._hf.chat_template = chat_template
+        self._check_template("the model's" if chat_template is None else "the given")
         # transformers would warn in the log of a text that is longer; it is refused, and its client told.
         self._hf.model_max_length = sys.maxsize
         backend = getattr(self._hf, "backend_tokenizer", None)
@@ -71,8 +82,9 @@ class Tokenizer:
         )
         self._token_bytes: dict[int, bytes] = {}  # at most the vocabulary, as the next
         self._token_texts: dict[int, str] = {}
-        self._max_tokens = max_tokens
-        self._vocabulary: dict[str, int] = self._hf.get_vocab()
+        self.model_path = str(model_path)
+        self.max_tokens = max_tokens
+        """Texts that have more for certain are refused before they are tokenized whole. None takes all."""
         self._max_token_chars = max(map(len, self._vocabulary), default=1)
 
     @property
@@ -97,8 +109,8 @@ class Tokenizer:
         """
         for text in texts:
             _check_unicode(text)
-            if self._max_tokens is not None and max_kept is None:
-                self._check_length(text, self._max_tokens)
+            if self.max_tokens is not None and max_kept is None:
+                self._check_length(text, self.max_tokens)
         if max_kept is not None:
             return [self._end_of(text, max_kept, add_special_tokens) for text in texts]
         encoded: list[Int32s] = []
@@ -176,6 +188,27 @@ class Tokenizer:
                 hint="the template lies beside the model and says which messages it takes, and in which order",
             ) from error
         return text
+
+    def _check_template(self, whose: str) -> None:
+        """Refuse a chat template that renders no question at all; one that refuses it by itself has its reasons."""
+        if not self._hf.chat_template:
+            return
+        errors: list[Exception] = []
+        for content in ("Hello", [{"type": "text", "text": "Hello"}]):
+            try:
+                self._hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+                return
+            except Exception as error:  # a template is a program: it raises what it likes
+                errors.append(error)
+        if type(errors[0]) is TemplateError:
+            return
+        line = getattr(errors[0], "lineno", None)
+        raise (ConfigError if whose == "the given" else ModelLoadError)(
+            f"{whose} chat template is broken: it cannot render one message of a user",
+            got=f"{type(errors[0]).__name__}: {errors[0]}" + ("" if line is None else f", line {line}"),
+            expected="a template in Jinja that renders messages with role and content",
+            hint="correct it, or give another one as chat_template, a file or the template itself",
+        )
 
     @property
     def chat_template(self) -> str:

@@ -26,6 +26,8 @@ _MOST_USED = (
     "parallel.device",
 )
 """Settings that `--help` shows before all others."""
+_SETTINGS = {setting.key: setting for setting in chain.from_iterable(ENGINE_SETTINGS.values())}
+"""By `section.name`."""
 _METAVARS = {
     int: "N",
     float: "X",
@@ -45,8 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="tiny, a directory, or a Hugging Face model id")
     parser.add_argument("--config", metavar="FILE", help="a TOML file whose tables are sections of settings")
-    by_key = {setting.key: setting for settings in ENGINE_SETTINGS.values() for setting in settings}
-    add_setting_options(parser.add_argument_group("most used settings"), (by_key[key] for key in _MOST_USED))
+    add_setting_options(parser.add_argument_group("most used settings"), map(_SETTINGS.__getitem__, _MOST_USED))
     for section, settings in ENGINE_SETTINGS.items():
         group = parser.add_argument_group(f"{section} settings", SECTIONS[section].__doc__)
         add_setting_options(group, (setting for setting in settings if setting.key not in (_MODEL, *_MOST_USED)))
@@ -98,14 +99,16 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     except ConfigError as error:
         if (source := _source(args, error.setting)) is not None:
             error.got = f"{error.got}, from {source}"
+        said = f"{error.message} {error.expected or ''} {error.hint or ''}"
+        options = [f"{key} is {setting.option}" for key, setting in _SETTINGS.items() if key in said.split()]
+        error.hint = "; ".join(filter(None, (error.hint, *options))) or None
         raise
 
 
 def _source(args: argparse.Namespace, key: str | None) -> str | None:
     """Return what gave a setting its value: an option, a variable or a file."""
-    settings = {setting.key: setting for of_section in ENGINE_SETTINGS.values() for setting in of_section}
     # Of what is in a list or a mapping, the setting is the first two parts.
-    if (setting := settings.get(".".join((key or "").split(".")[:2]))) is None:
+    if (setting := _SETTINGS.get(".".join((key or "").split(".")[:2]))) is None:
         return None
     if getattr(args, setting.key, None) is not None:
         return setting.option

@@ -9,8 +9,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from raypp.api.launch import load_tokenizer
 from raypp.cli.engine_options import add_engine_options, engine_config
 from raypp.cli.sampling_options import add_sampling_options, given_sampling
+from raypp.config.engine_config import EngineConfig
+from raypp.errors import RequestError
+from raypp.models.config import load_model_config
+from raypp.models.registry import resolve_model_path
+from raypp.pictures.fetch import Fetcher
+from raypp.pictures.read import open_image
+from raypp.pictures.web_address import is_web_address
 from raypp.types import CompletionOutput, Logprobs, RequestOutput, SamplingParams
 
 
@@ -50,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     SamplingParams(**given)  # mistakes are told before an engine starts
     config = engine_config(args)
     prompts = _read_prompts(args.prompt)
+    _check_prompts(config, prompts, args.image)
     with args.entry_points.open_llm(config) as llm:
         params = SamplingParams(**{**llm.sampling_defaults, **given})
         if args.image:
@@ -60,6 +69,30 @@ def run(args: argparse.Namespace) -> int:
         for completion in output.outputs:
             print(_as_json(output, completion) if args.json else _text(output, completion, is_answer=bool(args.image)))
     return 0
+
+
+def _check_prompts(config: EngineConfig, prompts: Sequence[str], images: Sequence[str]) -> None:
+    """Refuse what no engine of this model could take, before one starts.
+
+    Raises:
+        RequestError: images for a model that takes none, a file that is no image, a prompt without tokens.
+    """
+    if images:
+        if load_model_config(resolve_model_path(config.model.model, config.model.revision)).vision is None:
+            raise RequestError(
+                "this model takes no images",
+                got=f"--image {images[0]}",
+                expected="text only",
+                hint="leave --image out, or choose a model with vision, such as tiny-vl",
+            )
+        fetcher = Fetcher(config.images)
+        for image in images:
+            if not is_web_address(image):
+                open_image(image, fetcher)
+    elif "" in prompts and (tokenizer := load_tokenizer(config)) is not None and not len(tokenizer.encode([""])[0]):
+        raise RequestError(
+            "a prompt has no tokens", got="--prompt ''", expected="a text of at least one token", hint="give a text"
+        )
 
 
 def _text(output: RequestOutput, completion: CompletionOutput, *, is_answer: bool) -> str:

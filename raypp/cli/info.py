@@ -27,7 +27,8 @@ def add_parser(commands: Any) -> None:
         "info",
         help="say whether a model fits, and what an engine would be",
         description="Say whether a model fits the GPUs: memory per stage, how many requests of which length run at "
-        "once, and what would fit if it does not. Reads config.json alone. Starts nothing, but with --start.",
+        "once, and what would fit if it does not. Reads config.json, and the tokenizer where "
+        "the weights are beside it. Starts nothing, but with --start.",
     )
     parser.add_argument(
         "--gpus",

@@ -40,13 +40,19 @@ _OPTIONS = {
 
 
 def _describe_engine(config: EngineConfig, machines: Any = None) -> dict[str, Any]:
+    from raypp.api.launch import load_tokenizer
+    from raypp.models.registry import resolve_config_path
     from raypp.openai_api.syntaxes import check_parsers
     from raypp.plan.fit_description import describe_fit
 
     check_parsers(config.model.tool_call_parser, config.model.reasoning_parser)
     if machines is None:  # else folders are others, too
         config.observability.check_trace_folder()
-    return describe_fit(config, machines)
+    description = describe_fit(config, machines)
+    path = resolve_config_path(config.model.model, config.model.revision)
+    if machines is None and any(path.glob("*.safetensors")):  # else it may be a model's config.json alone
+        load_tokenizer(config)
+    return description
 
 
 def _tune_engine(config: EngineConfig, **options: Any) -> Any:
@@ -138,6 +144,8 @@ class _Parser(argparse.ArgumentParser):
         setting = SHORT_OF_OTHER_ENGINES.get(name, name.lstrip("-").replace("-", "_"))
         if setting in OF_THE_SERVER:
             return f"it is an option of raypp serve, not of {self.prog}"
+        if setting in _OPTIONS:
+            return f"{setting} is {_OPTIONS[setting]}"
         own = OF_OTHER_ENGINES.get(setting)
         option = None if own is None or own.setting is None else _OPTIONS[own.setting]
         if own is not None and (option is None or option in self._option_string_actions):

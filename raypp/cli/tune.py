@@ -94,4 +94,8 @@ def _lines(tuning: dict[str, Any]) -> Iterator[str]:
         times = " ".join(f"{ms:.2f}" for ms in split["stage_ms"])
         yield f"  {split['split']:8}{layers:>16}  {times:>32}  {split['slowest_ms']:.2f}"
     yield ""
-    yield f"expected gain over the even split: {tuning['gain_over_even']:+.1%} steps per second"
+    tuned, _, default = tuning["splits"]
+    if tuned["layers"] == default["layers"]:
+        yield "expected gain: none; the default split is the fastest one"
+    else:
+        yield f"expected gain over the default split: {tuning['gain_over_default']:+.1%} steps per second"

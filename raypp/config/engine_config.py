@@ -33,7 +33,7 @@ from raypp.config.sections import (
     SpeculativeSection,
 )
 from raypp.config.toml import to_toml
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, page
 
 _MAX_DRAFTS = 16
 
@@ -83,7 +83,7 @@ class EngineConfig(Section):
                 f"{os.fspath(path)} is not valid TOML",
                 got=error,
                 expected="tables such as [parallel], and lines such as num_stages = 2 below them",
-                hint='text is in quotes, as in model = "tiny"; docs/configuration.md shows a file',
+                hint=f'text is in quotes, as in model = "tiny"; {page("configuration")} shows a file',
             ) from error
         check_sections(sections)
         for section, values in _by_section(settings).items():
@@ -96,14 +96,14 @@ class EngineConfig(Section):
         Raises:
             ConfigError: as `from_flat`.
         """
-        sections = self.model_dump()
+        sections = self.model_dump(exclude_unset=True)
         for section, values in _by_section(settings).items():
-            sections[section].update(values)
+            sections.setdefault(section, {}).update(values)
         return self.from_sections(sections)
 
     def to_toml(self) -> str:
-        """Return the configuration as TOML that `from_toml` reads back; settings that are None are left out."""
-        return to_toml(self.model_dump(exclude_none=True))
+        """Return what was set, as TOML that `from_toml` reads back; other settings keep following their defaults."""
+        return to_toml(self.model_dump(exclude_unset=True, exclude_none=True))
 
     def to_json(self) -> str:
         """Return the configuration as one JSON object of sections."""

@@ -20,7 +20,7 @@ from raypp.config.sections import (
     Section,
     SpeculativeSection,
 )
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, page
 from raypp.nearest_name import nearest_name
 
 SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
@@ -98,7 +98,7 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
         return ConfigError(
             f"there is no {kind} of this name",
             got=name,
-            expected="one that belongs here: docs/configuration.md lists them",
+            expected=f"one that belongs here: {page('configuration')} lists them",
             hint=f"it is an option of the server: raypp serve --{name.replace('_', '-')}",
         )
     if (own := OF_OTHER_ENGINES.get(name)) is not None:
@@ -112,7 +112,7 @@ def unknown_name(kind: str, name: str, valid: Mapping[str, str]) -> ConfigError:
             f"there is no {kind} of this name",
             got=name,
             expected=own.text(place),
-            hint="all settings: docs/configuration.md",
+            hint=f"all settings: {page('configuration')}",
         )
     best = nearest_name(name, valid)
     if best is None:

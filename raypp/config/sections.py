@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from raypp.errors import ConfigError
 
@@ -23,6 +23,11 @@ _NGRAM_LADDER = (0, 2, 4, 8)
 _HEAD_LADDER = (0, 2, 4)
 
 
+def _also(**names: str) -> BeforeValidator:
+    """Take other engines' names of values, too."""
+    return BeforeValidator(lambda value: names.get(value, value) if isinstance(value, str) else value)
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
 
@@ -38,7 +43,10 @@ class ModelSection(Section):
     """Which version of a Hugging Face model: a branch, a tag or a commit. None: its main branch."""
     load_format: Literal["auto", "dummy"] = "auto"
     """`dummy` makes random weights from config.json alone."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _also(half="float16", float="float32"),
+    ] = "auto"
     """Of weights and activations. `auto` is float32 on a CPU, else the checkpoint's own."""
     quantization: Literal["fp8"] | None = None
     """`fp8` rounds the weights of the layers to float8_e4m3fn while they are read, with a scale per output: half the
@@ -80,7 +88,7 @@ class CacheSection(Section):
     """Tokens per KV block."""
     num_kv_blocks: int | None = Field(default=None, ge=2)
     """KV blocks per stage. None: what the memory allows."""
-    kv_cache_dtype: Literal["auto", "model", "fp8"] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "model", "fp8"], _also(fp8_e4m3="fp8", float8_e4m3fn="fp8")] = "auto"
     """What keys and values are kept as. `model`: as the activations. `fp8`: float8_e4m3fn, divided by the scales of the
     checkpoint where it has some; half the bytes, so twice the tokens and faster steps with many requests, for a little
     of the precision. `auto`: fp8 where config.json has a `kv_cache_scheme` and the device can, else model."""
@@ -284,7 +292,8 @@ class FaultsSection(Section):
     """How long things may take. Every wait of the engine ends in a named error."""
 
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """From the first look at the cluster to all stages ready: one deadline for all of it."""
+    """From the first look at the cluster to all stages ready: one deadline for all of it. `raypp serve` gives as long
+    to the proxies of Ray Serve, before."""
     step_timeout_s: float = Field(default=60.0, gt=0)
     """Steps in flight without progress on any stage: the pipeline counts as frozen."""
     heartbeat_s: float = Field(default=0.5, gt=0, le=10)

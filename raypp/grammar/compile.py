@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.grammar.compiled_grammar import CompiledGrammar, LlguidanceGrammar, XgrammarGrammar
 from raypp.grammar.schema_check import enforceable
 from raypp.grammar.schema_writer import enforceable_by_xgrammar, rewritten
@@ -100,7 +100,7 @@ def refused(kind: str, reason: str) -> RequestError:
         f"structured_outputs: this {kind} cannot be compiled",
         got=reason,
         expected="one that a grammar can follow",
-        hint="docs/structured_outputs.md says what is supported",
+        hint=f"{page('structured_outputs')} says what is supported",
         param="structured_outputs",
     )
 

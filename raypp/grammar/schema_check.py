@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.grammar.json_pattern import (
     UnsupportedPatternError,
     json_pattern,
@@ -328,6 +328,6 @@ def cannot_be_enforced(
         "structured_outputs: this json_schema cannot be enforced",
         got=f"{what}, at {path[:200]}",
         expected=expected,
-        hint="docs/structured_outputs.md lists them; take the part out and check it on the answer instead",
+        hint=f"{page('structured_outputs')} lists them; take the part out and check it on the answer instead",
         param="structured_outputs",
     )

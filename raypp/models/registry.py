@@ -28,6 +28,7 @@ EMBEDDED_DRAFT_HEADS = ("tiny-eagle3",)
 """Draft heads that are part of the package."""
 
 _EXPECTED = f"{', '.join(EMBEDDED_MODELS)}, a directory in Hugging Face layout, or an id such as Qwen/Qwen3-0.6B"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _EXPECTED_HEAD = f"{', '.join(EMBEDDED_DRAFT_HEADS)}, a directory with a head's checkpoint, or a Hugging Face id"
 _CONFIG_PATTERNS = [
@@ -107,7 +108,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
         revision: Which version of an id: a branch, a tag or a commit; None: its main branch.
 
     Raises:
-        ModelLoadError: it is none of these, cannot be downloaded, or has no versions.
+        ModelLoadError: it is none of these, cannot be downloaded, has no versions, or files without their content.
     """
     return _resolve(model, EMBEDDED_MODELS, _EXPECTED, _HUB_PATTERNS, revision)
 
@@ -141,6 +142,8 @@ def _resolve(
     model: str, embedded: Sequence[str], expected: str, patterns: list[str], revision: str | None = None
 ) -> Path:
     directory = Path(model).expanduser()
+    if directory.suffix.lower() == ".gguf":
+        raise _gguf_error(model)
     if model in embedded or (model and directory.is_dir()):
         if revision is not None:
             raise ModelLoadError(
@@ -149,7 +152,7 @@ def _resolve(
                 expected="revision beside an id such as Qwen/Qwen3-0.6B",
                 hint="leave revision out",
             )
-        return _embedded_model(model) if model in embedded else directory
+        return _embedded_model(model) if model in embedded else _checked(directory)
     if not _HUB_ID.fullmatch(model) or directory.is_file():
         raise ModelLoadError(
             f"there is no model {model!r}",
@@ -157,13 +160,47 @@ def _resolve(
             expected=expected,
         )
     try:
-        return _download(model, expected, patterns, revision)
+        return _checked(_download(model, expected, patterns, revision))
     except ModelLoadError as error:
         if nearest := difflib.get_close_matches(model, embedded, n=1, cutoff=0.5):
             raise ModelLoadError(
                 f"there is no model {model!r}; did you mean {nearest[0]}?", expected=expected, hint=error.hint
             ) from error
         raise
+
+
+def _checked(directory: Path) -> Path:
+    """Return a directory that may hold a model.
+
+    Raises:
+        ModelLoadError: it holds another format, or files of which Git LFS has not fetched the content.
+    """
+    if not (directory / "config.json").is_file() and (found := sorted(directory.glob("*.gguf"))):
+        raise _gguf_error(str(found[0]))
+    files = sorted(file for file in directory.iterdir() if file.is_file())
+    if pointers := [file.name for file in files if _is_lfs_pointer(file)]:
+        raise ModelLoadError(
+            f"{directory}: files of the model are not there, only pointers of Git LFS to them",
+            got=", ".join(pointers),
+            expected="the files themselves",
+            hint=f"git lfs install && git -C {directory} lfs pull; or give the Hugging Face id, which is downloaded",
+        )
+    return directory
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    """Return whether a file is a pointer (git-lfs, docs/spec.md): of at most 1024 bytes, with the version first."""
+    with file.open("rb") as opened:
+        return file.stat().st_size <= 1024 and opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
+def _gguf_error(name: str) -> ModelLoadError:
+    return ModelLoadError(
+        "raypp reads no GGUF files",
+        got=name,
+        expected="weights in safetensors files, beside config.json and tokenizer.json",
+        hint="take the model that the GGUF file was made from: its page on the Hugging Face Hub names it",
+    )
 
 
 def _embedded_model(model: str) -> Path:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from raypp.errors import ModelLoadError
+from raypp.errors import ModelLoadError, page
 from raypp.models.checkpoint_names import file_of_tensor, lacks_file
 from raypp.models.quantization import Quantization
 from raypp.models.weight_formats import StoredTensors, StoredWeight
@@ -207,7 +207,7 @@ def check_tensor(
         if allowed == _FLOATS:
             hint = (
                 "only linear layers of the language model's layers can be quantized, and config.json's "
-                "quantization_config has to say so; docs/quantization.md"
+                f"quantization_config has to say so; {page('quantization')}"
             )
         elif got_type in _FLOATS:
             hint = (

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.openai_api.syntax import PLAIN_SYNTAX, CallSyntax, MessageSyntax
 from raypp.openai_api.tools import Tool, ToolUse
 
@@ -63,7 +63,7 @@ class AnswerForm:
                 "tool calls of this model cannot be constrained",
                 got="a forced call, a strict function, or tools beside response_format",
                 expected='tool_choice="auto" and functions that are not strict',
-                hint="raypp only reads the syntax of its calls; docs/tool_calls.md lists those that it can enforce",
+                hint=f"raypp only reads the syntax of its calls; {page('tool_calls')} lists those that it can enforce",
                 param="tools",
             )
         return self.syntax.calls

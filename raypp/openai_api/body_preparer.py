@@ -15,7 +15,7 @@ import numpy as np
 from raypp.api.context_length import check_context_length
 from raypp.api.picture_prompts import EncodedPrompt, PicturePrompts
 from raypp.api.tokenizer import ChatMessage, Tokenizer
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.messages import Int32s
 from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
@@ -211,7 +211,7 @@ class BodyPreparer:
             if len(self._ignored_before) < _MAX_TOLD:
                 self._ignored_before.add(name)
                 _LOG.warning(
-                    "requests have the field %r, which is ignored; docs/http_api.md lists all fields", name[:200]
+                    "requests have the field %r, which is ignored; %s lists all fields", name[:200], page("http_api")
                 )
 
     async def _chat(self, request: ChatRequest) -> PreparedChat:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from raypp.api.conversation import plain_conversation
 from raypp.errors import RequestError
@@ -35,6 +36,9 @@ class ImagePart(LenientModel):
     image_url: Annotated[ImageUrl, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
     """Or the address alone."""
 
+
+_CONTENTS = {"assistant": {"content", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}}
+"""The fields of which a message has at least one, by its role; others have content."""
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]
 
@@ -72,6 +76,15 @@ class Message(LenientModel):
     """The older form of `tool_calls`, with one call."""
     audio: Any = None
     """Only null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_content(cls, given: Any) -> Any:
+        """Refuse a message that does not name its content: null is given, too."""
+        if isinstance(given, dict) and not given.keys() & _CONTENTS.get(str(given.get("role")), {"content"}):
+            names = ", ".join(map(str, given))
+            raise PydanticCustomError("no_content", "a message with content", {"got": f"the fields {names[:200]}"})
+        return given
 
 
 def conversation_of(messages: Sequence[Message], *, takes_images: bool) -> list[dict[str, Any]]:

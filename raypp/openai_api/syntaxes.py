@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from raypp.api.tokenizer import Tokenizer
-from raypp.errors import ConfigError
+from raypp.errors import ConfigError, page
 from raypp.openai_api.call_arguments import XmlParameters
 from raypp.openai_api.syntax import CallSyntax, Mark, MessageSyntax, ThoughtSyntax, marks, uses
 
@@ -233,7 +233,7 @@ def _named(setting: str, name: str, known: Mapping[str, _Syntax], kind: type[_Sy
             f"{setting} names an unknown syntax",
             got=name,
             expected=", ".join(["auto", "none", *sorted(known)]),
-            hint=f"module:attribute names a {kind.__name__} of your own; see docs/tool_calls.md",
+            hint=f"module:attribute names a {kind.__name__} of your own; see {page('tool_calls')}",
         )
     try:
         found = getattr(importlib.import_module(module), attribute)

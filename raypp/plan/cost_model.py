@@ -187,3 +187,25 @@ def estimated_times(
             times = times._replace(step=times.step + head_ms, logit=times.logit + head_ms / free_tokens)
         found.append(times)
     return found
+
+
+def parts_of(
+    few_ms: Sequence[float], more_ms: Sequence[float], few: int, more: int
+) -> tuple[float, float, float, float]:
+    """Return the times of a layer, and of what the first stage, every stage and the last one do besides, in ms.
+
+    What is of the first and the last stage is beyond what is of every one. None is negative: what takes less time than
+    measurements differ by takes none, and a layer takes a nanosecond.
+
+    Args:
+        few_ms: Of the first, a middle and the last stage, with `few` layers each.
+        more_ms: The same, with `more` layers.
+        few: Layers.
+        more: Layers.
+    """
+    differences = [b - a for a, b in zip(few_ms, more_ms, strict=True)]
+    layer_ms = max(sum(differences) / (len(differences) * (more - few)), 1e-6)
+    first_ms, middle_ms, last_ms = (
+        max(((a - few * layer_ms) + (b - more * layer_ms)) / 2, 0.0) for a, b in zip(few_ms, more_ms, strict=True)
+    )
+    return layer_ms, max(first_ms - middle_ms, 0.0), middle_ms, max(last_ms - middle_ms, 0.0)

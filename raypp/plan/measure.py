@@ -23,7 +23,7 @@ from raypp.models.config import ModelConfig
 from raypp.models.decoder import Deepstack
 from raypp.models.sizes import layer_prefix, layer_sizes, linear_modules
 from raypp.ops.attention import AttentionBatch
-from raypp.plan.cost_model import StepCosts
+from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import EnginePlan
 from raypp.sampling_params import SamplingParams
 from raypp.scheduler.request import Request
@@ -130,10 +130,7 @@ def _measure_kind(
         more.step()
         num_steps += 1
     few_ms, more_ms = few.stage_ms(), more.stage_ms()
-    layer_ms = sum(b - a for a, b in zip(few_ms, more_ms, strict=True)) / (_NUM_STAGES * (_MORE_LAYERS - _FEW_LAYERS))
-    first_ms, middle_ms, last_ms = (
-        ((a - _FEW_LAYERS * layer_ms) + (b - _MORE_LAYERS * layer_ms)) / 2 for a, b in zip(few_ms, more_ms, strict=True)
-    )
+    layer_ms, first_ms, middle_ms, last_ms = parts_of(few_ms, more_ms, _FEW_LAYERS, _MORE_LAYERS)
     embedding_ms, lm_head_ms = few.embedding_ms(), few.lm_head_ms()
     return MeasuredCosts(
         num_rows=num_rows,
@@ -143,10 +140,10 @@ def _measure_kind(
         layers_ms=(layer_ms,),
         embedding_ms=embedding_ms,
         lm_head_ms=lm_head_ms,
-        sampler_ms=max(last_ms - middle_ms - lm_head_ms, 0.0),
+        sampler_ms=max(last_ms - lm_head_ms, 0.0),
         every_stage_ms=middle_ms,
-        first_stage_ms=first_ms - middle_ms,
-        last_stage_ms=last_ms - middle_ms,
+        first_stage_ms=first_ms,
+        last_stage_ms=last_ms,
     )
 
 

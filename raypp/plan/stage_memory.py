@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from raypp.config.engine_config import EngineConfig
-from raypp.errors import ConfigError, ResourceError
+from raypp.errors import ConfigError, ResourceError, page
 from raypp.models.config import ModelConfig
 from raypp.models.sizes import LOGIT_BYTES, embedding_bytes, layer_sizes, lm_head_bytes, mlp_width
 from raypp.ops.sample.draw_sizes import draw_bytes
@@ -261,7 +261,7 @@ def longest_request(config: EngineConfig, model: ModelConfig, num_blocks: int) -
             "max_model_len is more than the model was made for",
             got=asked,
             expected=f"at most {model.max_position_embeddings}",
-            hint="rope_scaling makes it take more, if it was trained for that: docs/long_context.md",
+            hint=f"rope_scaling makes it take more, if it was trained for that: {page('long_context')}",
         )
     if asked > held:
         raise ResourceError(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,7 +37,8 @@ class FakeRay:
     def connect(self, is_wanted: Callable[[], bool]) -> str:
         self.is_wanted = is_wanted
         self.threads.append(threading.current_thread())
-        self.server = subprocess.Popen([self._program, "1000"])
+        waits = [self._program, "-c", "read -t 1000", "server", f"--log_dir={self._program.parent}"]
+        self.server = subprocess.Popen(waits, stdin=subprocess.PIPE)
         self.is_serving.set()
         assert self.may_connect.wait(WAIT_S)
         if self.error is not None:
@@ -58,9 +60,9 @@ def make_ray(tmp_path: Path) -> Iterator[Callable[[str], FakeRay]]:
     made: list[FakeRay] = []
 
     def make(name: str = "raylet") -> FakeRay:
-        sleep = shutil.which("sleep")
-        assert sleep is not None
-        shutil.copy(sleep, tmp_path / name)
+        shell = shutil.which("bash")
+        assert shell is not None
+        shutil.copy(shell, tmp_path / name)
         made.append(FakeRay(tmp_path / name))
         return made[-1]
 
@@ -102,6 +104,49 @@ def test_a_server_that_dies_during_the_start_is_named_at_once(make_ray: Callable
         ray.thread.start()
     assert not ray.may_connect.is_set(), "Ray itself still waits for it"
     assert not ray.is_wanted(), "and is told that it need not"
+
+
+LOG = """\
+[2026-11-25 15:46:18,123 I 7100 7100] (raylet) main.cc:240: Setting cluster ID
+[2026-11-25 15:47:58,456 E 7100 7131] (raylet) runtime_env_agent_client.cc:313: the runtime env agent timed out
+[2026-11-25 15:47:58,460 I 7100 7100] (raylet) node_manager.cc:99: Raylet received SIGTERM
+"""
+
+
+def test_why_a_server_died_is_looked_up_in_its_log(make_ray: Callable[..., FakeRay], tmp_path: Path) -> None:
+    (tmp_path / "raylet.out").write_text(LOG)
+    ray = make_ray()
+    ray.thread.start()
+    ray.server.kill()
+    os.waitid(os.P_PID, ray.server.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(EngineDeadError, match="the runtime env agent timed out") as raised:
+        ray.thread.check()
+    assert f"raylet.out and raylet.err in {tmp_path}" in str(raised.value.hint)
+    assert "SIGTERM" not in str(raised.value), "no error"
+
+
+@pytest.mark.parametrize("written", [LOG, None])
+def test_a_start_that_fails_says_why_and_where_more_is(
+    make_ray: Callable[..., FakeRay], tmp_path: Path, written: str | None
+) -> None:
+    if written is not None:
+        (tmp_path / "raylet.out").write_text(written)
+    ray = make_ray()
+    ray.may_connect.clear()
+
+    def kill() -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not ray.thread._vital and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        ray.server.kill()
+
+    threading.Thread(target=kill).start()
+    with pytest.raises(ResourceError, match="its raylet died") as raised:
+        ray.thread.start()
+    assert raised.value.got == (
+        "runtime_env_agent_client.cc:313: the runtime env agent timed out" if written else "no error in its log"
+    )
+    assert str(tmp_path) in str(raised.value.hint)
 
 
 def test_what_connecting_raises_is_raised_and_no_server_is_left(make_ray: Callable[..., FakeRay]) -> None:

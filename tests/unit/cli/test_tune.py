@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +52,29 @@ def test_the_plan_is_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert _tune(measuring, "--batch-size", "4", "--output", str(path)) == 0
     assert measuring.options == {"num_rows": 4, "context_len": None, "temperature": 1.0}
     printed = capsys.readouterr().out
-    assert "expected gain over the even split: +21.3% steps per second" in printed
+    assert "expected gain: none; the default split is the fastest one" in printed
     assert str(path) in printed
     assert EngineConfig.from_toml(path).parallel.layer_partition == [4, 2]
+
+
+def test_the_gain_is_the_one_over_what_an_engine_takes_without_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(config: EngineConfig, **_: Any) -> Tuning:
+        tuning = Measuring()(config)
+        return replace(tuning, default=tuning.even)
+
+    assert main(["tune", "tiny", "--num-stages", "2", "--output", "-"], entry_points=EntryPoints(tune=measure)) == 0
+    assert "expected gain over the default split: +21.3% steps per second" in capsys.readouterr().err
+
+
+def test_what_is_written_is_what_was_tuned_and_what_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYPP_BLOCK_SIZE", "8")
+    path = tmp_path / "tuned.toml"
+    assert _tune(Measuring(), "--max-model-len", "64", "--output", str(path)) == 0
+    assert tomllib.loads(path.read_text()) == {
+        "model": {"model": "tiny", "max_model_len": 64},
+        "cache": {"block_size": 8},
+        "parallel": {"num_stages": 2, "layer_partition": [4, 2]},
+    }
 
 
 def test_json_and_stdout(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import ResourceError
-from raypp.plan.cost_model import StepCosts
+from raypp.plan.cost_model import StepCosts, parts_of
 from raypp.plan.engine_plan import plan_engine
 from raypp.plan.hardware import Hardware
 from raypp.plan.measure import MeasuredCosts, default_context_len, measure_costs
@@ -38,6 +38,23 @@ def test_costs_of_stages():
     costs = StepCosts(layers=[1.0] * 6, every_stage=0.5, first_stage=0.25, last_stage=2.0)
     assert costs.of_stages([3, 2, 1]) == [3.75, 2.5, 3.5]
     assert costs.of_stages([6]) == [8.75]
+
+
+@pytest.mark.parametrize(
+    ("few_ms", "more_ms"),
+    [
+        ((2.3, 2.2, 4.2), (4.3, 4.2, 6.2)),
+        ((2.0, 2.2, 2.1), (4.0, 4.2, 4.1)),  # the first stage does more, and took less
+        ((0.5, 0.6, 0.5), (4.5, 4.4, 4.5)),  # less than the layers alone
+        ((2.0, 2.0, 2.0), (1.9, 1.9, 1.9)),  # more layers took less
+    ],
+)
+def test_no_part_takes_negative_time(few_ms, more_ms):
+    layer_ms, *besides = parts_of(few_ms, more_ms, 1, 3)
+    assert layer_ms > 0
+    assert min(besides) >= 0
+    if few_ms[2] == 4.2:
+        assert (layer_ms, *besides) == pytest.approx((1.0, 0.1, 1.2, 2.0))
 
 
 def test_a_heavy_head_takes_layers_from_the_last_stage_and_the_gain_is_said():

@@ -1,0 +1,101 @@
+"""A test that hangs, is busy for ever or ends its process fails, and all others are run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 150.0  # each of five tests takes its limit
+
+FILES = {
+    "test_waits.py": """
+        import threading
+
+        def test_before(): pass
+        def test_waits_for_ever(): threading.Event().wait()
+        def test_after(): pass
+    """,
+    "test_works.py": """
+        def test_works_for_ever():
+            while True:
+                pass
+
+        def test_after(): pass
+    """,
+    "test_deaf.py": """
+        import signal, time
+
+        def test_before(): pass
+
+        def test_takes_no_signals():
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGPROF})
+            time.sleep(1000)
+
+        def test_after(): pass
+    """,
+    "test_ends.py": """
+        import os, pytest
+
+        @pytest.fixture
+        def ends_its_process(): os._exit(1)
+
+        def test_before(): pass
+        def test_with_a_fixture(ends_its_process): pass
+        def test_after(): pass
+    """,
+    "test_swallows.py": """
+        import threading
+
+        def test_swallows_errors():
+            try:
+                threading.Event().wait()
+            except Exception:
+                pass
+    """,
+}
+FAILED = {
+    "test_waits.py::test_waits_for_ever": r"Failed: no end within 5\.4 seconds, the limit",
+    "test_works.py::test_works_for_ever": r"Failed: no end within (2\.7 seconds of .*|5\.4 seconds), the limit",
+    "test_deaf.py::test_takes_no_signals": r"worker 'gw\d' crashed",
+    "test_ends.py::test_with_a_fixture": r"worker 'gw\d' crashed",
+    "test_swallows.py::test_swallows_errors": r"Failed: no end within 5\.4 seconds, the limit",
+}
+
+
+def run(folder: Path, *arguments: str) -> str:
+    """Return what pytest prints of tests in a folder of their own, with a limit of 6 s."""
+    (folder / "pytest.ini").write_text("[pytest]\nfaulthandler_timeout = 6\nfaulthandler_exit_on_timeout = true\n")
+    command = [sys.executable, "-m", "pytest", "-p", "pytest_limits", "-p", "no:cacheprovider", "-q", *arguments]
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COLUMNS"))}
+    environment = {**own, "PYTHONPATH": str(ROOT / "tools"), "CI": "true"}  # CI: lines are not cut off
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("num_more_files", [0, 6])
+def test_the_run_goes_on_and_names_what_failed(tmp_path: Path, num_more_files: int) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(re.sub(r"^        ", "", text, flags=re.MULTILINE))
+    for index in range(num_more_files):
+        (tmp_path / f"test_z{index}.py").write_text("def test_more(): pass\n")
+    said = run(tmp_path, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+    assert f"5 failed, {7 + num_more_files} passed" in said, said
+    for name, why in FAILED.items():
+        assert re.search(rf"^FAILED {name} - {why}", said, re.MULTILINE), said
+
+
+def test_processor_time_is_that_of_its_own_process(tmp_path: Path) -> None:
+    text = "import threading\ndef test_works():\n    while True: pass\ndef test_after(): pass\n"
+    (tmp_path / "test_one.py").write_text(text)
+    said = run(
+        tmp_path, "-o", "faulthandler_timeout=60", "-o", "faulthandler_exit_on_timeout=false", "-k", "after or works"
+    )
+    assert "1 failed, 1 passed" in said
+    assert "no end within" in said
