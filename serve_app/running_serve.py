@@ -79,7 +79,8 @@ def wait_for_proxies(timeout_s: float) -> None:
 
     Serve (2.60.0) has no setting for it: it waits for a minute.
     """
-    _api.HTTP_PROXY_TIMEOUT = _client.HTTP_PROXY_TIMEOUT = math.ceil(_bounded(timeout_s))
+    for module in (_api, _client):
+        setattr(module, "HTTP_PROXY_TIMEOUT", math.ceil(_bounded(timeout_s)))  # noqa: B010, it is not exported
 
 
 def _bounded(timeout_s: float) -> float:

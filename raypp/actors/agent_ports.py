@@ -12,6 +12,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from typing import Any
+from unittest.mock import patch
 
 from ray._private import parameter
 
@@ -24,12 +26,9 @@ _AGENT_PORTS = ("metrics_agent_port", "runtime_env_agent_port", "dashboard_agent
 def given_agent_ports() -> Iterator[int]:
     """Have Ray start with given ports for its agents while this is entered; yields one more, for `ray.init`."""
     *given, of_metrics = _free_ports(len(_AGENT_PORTS) + 1)
-    original = parameter.RayParams
-    parameter.RayParams = partial(original, **dict(zip(_AGENT_PORTS, given, strict=True)))
-    try:
+    ports: dict[str, Any] = dict(zip(_AGENT_PORTS, given, strict=True))
+    with patch.object(parameter, "RayParams", partial(parameter.RayParams, **ports)):
         yield of_metrics
-    finally:
-        parameter.RayParams = original
 
 
 def _free_ports(count: int) -> list[int]:
