@@ -7,7 +7,13 @@ import re
 from typing import Any
 
 from raypp.errors import RequestError, page
-from raypp.grammar.compiled_grammar import CompiledGrammar, LlguidanceGrammar, XgrammarGrammar
+from raypp.grammar.compiled_grammar import (
+    LARK_MARK,
+    CompiledGrammar,
+    LlguidanceGrammar,
+    XgrammarGrammar,
+    lark_of_schema,
+)
 from raypp.grammar.schema_check import enforceable
 from raypp.grammar.schema_writer import enforceable_by_xgrammar, rewritten
 from raypp.grammar.vocabulary import Vocabulary
@@ -16,7 +22,7 @@ _OBJECT = '{"type": "object", "additionalProperties": true}'
 
 
 def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) -> CompiledGrammar:
-    """Return the grammar of a constraint: xgrammar's, or llguidance's of a schema that xgrammar cannot hold a text to.
+    """Return the grammar of a constraint: llguidance's of Lark and of schemas beyond xgrammar, else xgrammar's.
 
     JSON is written in one line as Python's json.dumps does: where a grammar allows white space, a model may write
     nothing else for ever.
@@ -36,7 +42,9 @@ def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) ->
             try:
                 return XgrammarGrammar(_by_xgrammar(kind, enforceable(schema), vocabulary, num_threads))
             except (RequestError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
-                return LlguidanceGrammar(rewritten(schema), vocabulary)
+                return LlguidanceGrammar(lark_of_schema(rewritten(schema)), vocabulary)
+        if kind == "grammar" and value.lstrip().startswith(LARK_MARK):
+            return LlguidanceGrammar(value, vocabulary, is_json=False)
         return XgrammarGrammar(_by_xgrammar(kind, value, vocabulary, num_threads))
     except RequestError:
         raise

@@ -92,30 +92,43 @@ class XgrammarGrammar:
         return _XGRAMMAR + text.encode()
 
 
-class LlguidanceGrammar:
-    """Made by llguidance, of a schema that it follows to the letter; see `raypp.grammar.schema_writer`."""
+LARK_MARK = "%llguidance"
+"""With it begins a grammar in llguidance's form of Lark."""
 
-    def __init__(self, schema: Any, vocabulary: Vocabulary, memory_size_bytes: int | None = None) -> None:
-        """Compile a schema.
+
+def lark_of_schema(schema: Any) -> str:
+    """Return the grammar of a schema, as `schema_writer.rewritten` returns it."""
+    # Where there is one way to go on, it would allow the tokens alone that a tokenizer makes of it.
+    written = json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_FORM})
+    return f'{LARK_MARK} {{"no_forcing": true}}\nstart: %json {written}'
+
+
+class LlguidanceGrammar:
+    """Made by llguidance: of a schema that it follows to the letter, see `raypp.grammar.schema_writer`, or of Lark."""
+
+    def __init__(
+        self, lark: str, vocabulary: Vocabulary, memory_size_bytes: int | None = None, *, is_json: bool = True
+    ) -> None:
+        """Compile a grammar.
 
         Args:
-            schema: As `schema_writer.rewritten` returns it.
+            lark: The grammar, which begins with `LARK_MARK`.
             vocabulary: The model's.
             memory_size_bytes: What it is known to take; None: find out, and make the first mask as a trial.
+            is_json: Whether its texts are JSON, which writes control characters otherwise.
 
         Raises:
             CompiledGrammarError: it cannot be compiled, or only with more time or memory than it may take.
         """
         from llguidance import LLMatcher, LLParserLimits
 
-        self._schema = schema
+        self._lark, self._is_json = lark, is_json
         self._stop_token_ids = frozenset(vocabulary.json.stop_token_ids)
-        # Where there is one way to go on, it would allow the tokens alone that a tokenizer makes of it.
-        written = json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_FORM})
-        grammar = LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {written}')
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         before_bytes, began_s = _resident_bytes(), time.monotonic()
-        self._prototype = LLMatcher(vocabulary.llguidance, grammar, log_level=0, limits=limits)
+        tokenizer = vocabulary.llguidance if is_json else vocabulary.llguidance_text
+        grammar = LLMatcher.grammar_from_lark(lark)
+        self._prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if memory_size_bytes is None:
             _check(self._prototype)
             self._prototype.deep_copy().compute_bitmask()
@@ -134,7 +147,7 @@ class LlguidanceGrammar:
 
     def written(self) -> bytes:
         """Return what `read_grammar` takes."""
-        return _LLGUIDANCE + json.dumps([self.memory_size_bytes, self._schema]).encode()
+        return _LLGUIDANCE + json.dumps([self._lark, self.memory_size_bytes, self._is_json]).encode()
 
 
 @dataclass(slots=True)
@@ -192,8 +205,8 @@ def read_grammar(data: bytes, info: Any, vocabulary: Vocabulary) -> CompiledGram
         vocabulary: The model's.
     """
     if data[:1] == _LLGUIDANCE:
-        memory_size_bytes, schema = json.loads(data[1:])
-        return LlguidanceGrammar(schema, vocabulary, memory_size_bytes)
+        lark, memory_size_bytes, is_json = json.loads(data[1:])
+        return LlguidanceGrammar(lark, vocabulary, memory_size_bytes, is_json=is_json)
     import xgrammar
 
     return XgrammarGrammar(xgrammar.CompiledGrammar.deserialize_json(data[1:].decode(), info))

@@ -27,14 +27,20 @@ class Vocabulary:
 
     @cached_property
     def llguidance(self) -> Any:
-        """Return the `LLTokenizer` of llguidance, for JSON."""
-        from llguidance import LLTokenizer, TokenizerWrapper
+        """The `LLTokenizer` of llguidance, for JSON."""
+        return _llguidance_tokenizer(self.json)
 
-        return LLTokenizer(
-            TokenizerWrapper(_Tokens(self.json)),
-            eos_token=list(self.json.stop_token_ids),
-            slices=LLTokenizer.json_slices(),
-        )
+    @cached_property
+    def llguidance_text(self) -> Any:
+        """The `LLTokenizer` of llguidance, for any text."""
+        return _llguidance_tokenizer(self.text)
+
+
+def _llguidance_tokenizer(info: Any) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    wrapper = TokenizerWrapper(_Tokens(info))
+    return LLTokenizer(wrapper, eos_token=list(info.stop_token_ids), slices=LLTokenizer.json_slices())
 
 
 class _Tokens:

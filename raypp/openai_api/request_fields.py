@@ -262,7 +262,11 @@ class RequestFields(BodyModel):
             RequestError: it is asked for by two names.
         """
         given = {} if self.structured_outputs is None else self.structured_outputs.given()
-        by_name = {name: value for name in _GUIDED if (value := getattr(self, name)) is not None}
+        by_name = {
+            name: value
+            for name, kind in _GUIDED.items()
+            if (value := getattr(self, name)) is not None and given != {kind: value}  # guidance sends both
+        }
         if len(names := [*(["structured_outputs"] if given else []), *by_name]) > 1:
             raise RequestError(
                 "two constraints for one text",

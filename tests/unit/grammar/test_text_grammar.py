@@ -16,7 +16,7 @@ from raypp.api.tokenizer import Tokenizer
 from raypp.config.engine_config import EngineConfig
 from raypp.errors import RequestError
 from raypp.grammar.compile import compile_constraint
-from raypp.grammar.compiled_grammar import LlguidanceGrammar, read_grammar
+from raypp.grammar.compiled_grammar import LlguidanceGrammar, lark_of_schema, read_grammar
 from raypp.grammar.schema_writer import rewritten
 from raypp.grammar.text_grammar import MaskRows, TextGrammar
 from raypp.grammar.vocabulary import Vocabulary, VocabularySource
@@ -144,7 +144,7 @@ def test_both_compilers_allow_the_same_tokens(of: Callable[[], Vocabulary]) -> N
     for _ in range(8):
         matchers = [
             compile_constraint(source, tokens, 1).matcher(),
-            LlguidanceGrammar(rewritten(schema), tokens).matcher(),
+            LlguidanceGrammar(lark_of_schema(rewritten(schema)), tokens).matcher(),
         ]
         while not matchers[0].is_terminated():
             both = [MaskRows(1, size), MaskRows(1, size)]
@@ -164,6 +164,19 @@ def test_a_grammar_of_llguidance_is_read_as_it_was_written() -> None:
     text = TextGrammar(1, read, VOCAB_SIZE, None)
     text.accept(tokenizer().encode(['"b"'])[0])
     assert tokens_of(next_masks(text, [])[1][0]) == set(EOS)
+
+
+def test_a_grammar_may_be_in_llguidances_lark() -> None:
+    lark = '%llguidance {}\nstart: "a" "\\n" NUMBER\nNUMBER: /[0-9]+/\n'
+    for grammar in (
+        (compiled := compile_constraint(source_of({"grammar": lark}), vocabulary(), 1)),
+        read_grammar(compiled.written(), vocabulary().text, vocabulary()),
+    ):
+        text = TextGrammar(1, grammar, VOCAB_SIZE, None)
+        text.accept(tokenizer().encode(["a\n12"])[0])
+        assert set(EOS) < tokens_of(next_masks(text, [])[1][0])
+    with pytest.raises(RequestError, match="cannot be compiled"):
+        compile_constraint(source_of({"grammar": "%llguidance {}\nstart: missing"}), vocabulary(), 1)
 
 
 def test_special_tokens_write_nothing() -> None:

@@ -220,6 +220,7 @@ def test_guided_fields_are_structured_outputs(name: str, kind: str, value: Any) 
         same = make(structured_outputs={kind: value}).sampling_params(100)
         assert make(**{name: value}).sampling_params(100) == same
         assert same.structured_outputs is not None
+        assert make(**{name: value}, structured_outputs={kind: value}).sampling_params(100) == same  # guidance's
         with pytest.raises(RequestError, match="two constraints for one text") as caught:
             make(**{name: value}, structured_outputs={"regex": "b"}).sampling_params(100)
         assert caught.value.param == name
