@@ -55,6 +55,8 @@ _UNCHECKED = (
 """Programs whose arguments are not looked at. Any other name is taken for a misspelt one."""
 OTHERS_OPTIONS = {"--model", "--model_args", "--profile", "--seconds", "--corpus", "--shm-size"}
 """Of lm-eval, Compose, tools/train_tiny.py and Docker."""
+CLIENTS_OPTIONS = {"--tools", "--system-prompt", "--format"}
+"""Of Claude Code and llm-comply."""
 OWN_VARIABLES = ("RAYPP_LOG_LEVEL", "RAYPP_SERVICE", "RAYPP_SERVICE_HOST")
 """Those that are no settings; the latter are Kubernetes'."""
 
@@ -147,10 +149,13 @@ def names_in_text(text: str) -> list[str]:
     """Return the commands, options, variables and metrics between backticks that raypp does not have."""
     from raypp.cli.main import _parser
     from raypp.config.options import VARIABLES
+    from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
 
     groups = [action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
     options = {name: {*parser._option_string_actions} for name, parser in groups[0].choices.items()}
-    all_options = {option for of_command in options.values() for option in of_command} | OTHERS_OPTIONS
+    all_options = {option for of_command in options.values() for option in of_command}
+    all_options |= OTHERS_OPTIONS | CLIENTS_OPTIONS | {*SHORT_OF_OTHER_ENGINES}
+    all_options |= {f"--{name.replace('_', '-')}" for name in OF_OTHER_ENGINES}
     metrics = (ROOT / "serve_app/metrics.py").read_text()
     found = []
     for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
