@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from raypp.cli.main import EntryPoints, main
 from raypp.config.engine_config import EngineConfig
@@ -75,8 +76,8 @@ class FakeLLM:
         )
 
 
-def run(llm: FakeLLM, *argv: str) -> int:
-    return main(["generate", "tiny", *argv], entry_points=EntryPoints(open_llm=llm.open))
+def run(llm: FakeLLM, *argv: str, model: str = "tiny") -> int:
+    return main(["generate", model, *argv], entry_points=EntryPoints(open_llm=llm.open))
 
 
 def test_texts_on_stdout_in_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,11 +121,14 @@ def test_the_models_defaults_hold_for_options_that_are_left_out() -> None:
     assert llm.params == SamplingParams(temperature=0, top_k=20, max_tokens=5)
 
 
-def test_pictures_are_asked_about(capsys: pytest.CaptureFixture[str]) -> None:
-    llm = FakeLLM()
-    assert run(llm, "--image", "a.png", "--image", "b.png", "--prompt", "what?", "--prompt", "why?") == 0
+def test_pictures_are_asked_about(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    llm, images = FakeLLM(), [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    for image in images:
+        Image.new("RGB", (32, 32)).save(image)
+    options = ["--image", images[0], "--image", images[1], "--prompt", "what?", "--prompt", "why?"]
+    assert run(llm, *options, model="tiny-vl") == 0
     assert capsys.readouterr().out == "WHAT?\nWHY?\n"
-    pictures = [{"type": "image", "image": "a.png"}, {"type": "image", "image": "b.png"}]
+    pictures = [{"type": "image", "image": image} for image in images]
     assert llm.conversations == [
         [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}] for text in ("what?", "why?")
     ]
