@@ -21,9 +21,9 @@ def test_what_is_neither_directory_nor_id(model):
 
 
 def test_a_file_is_no_model(tmp_path):
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(ModelLoadError, match="got: a file"):
-        resolve_model_path(str(tmp_path / "model.gguf"))
+        resolve_model_path(str(tmp_path / "model.bin"))
 
 
 def test_an_id_has_revisions(tmp_path, monkeypatch):
