@@ -37,7 +37,9 @@ class ImagePart(LenientModel):
     """Or the address alone."""
 
 
-_CONTENTS = {"assistant": {"content", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}}
+_CONTENTS = {
+    "assistant": {"content", "audio", "tool_calls", "function_call", "refusal", "reasoning", "reasoning_content"}
+}
 """The fields of which a message has at least one, by its role; others have content."""
 
 ContentPart = Annotated[TextPart | ImagePart, Field(discriminator="type")]

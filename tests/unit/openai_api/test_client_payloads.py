@@ -194,7 +194,7 @@ def test_what_is_expected_is_said_in_words_of_json(body: object, expected: str) 
         (CompletionRequest, {"prompt": "a", **{f"x{i}": 1 for i in range(10_000)}}, "x0"),
         (ChatRequest, {"messages": [5] * 10_000}, "messages[0]"),
         (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "a"}] * 10_000}]}, "messages[0].content[0]"),
-        (ChatRequest, {"messages": [{"role": "user"}], "tools": [5] * 10_000}, "tools[0]"),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "tools": [5] * 10_000}, "tools[0]"),
         (ResponseRequest, {"input": [5] * 10_000}, "input[0]"),
         (ResponseRequest, {"input": [{"role": "user", "content": [{"type": "a"}] * 10_000}]}, "input[0].content[0]"),
         (ResponseRequest, {"input": "a", "tools": [5] * 10_000}, "tools[0]"),

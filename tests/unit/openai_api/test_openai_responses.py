@@ -59,7 +59,7 @@ def test_chat() -> None:
 
 def test_a_message_without_calls_has_no_null_in_their_place() -> None:
     message = chat_completion(HEAD, output("p", "a"), SamplingParams()).model_dump()["choices"][0]["message"]
-    assert message.keys() == {"role", "content", "refusal", "annotations", "reasoning_content"}
+    assert message.keys() == {"role", "content", "refusal", "annotations", "reasoning_content", "reasoning"}
 
 
 def test_choices_of_several_prompts_are_numbered_through() -> None:
