@@ -81,7 +81,8 @@ def test_a_message_sees_the_picture_that_a_chat_sees(http: httpx.Client) -> None
         return http.post("/v1/messages", json={"messages": messages, **GREEDY})
 
     message, chat = ask_for_message(picture()).json(), ask(http, part(picture())).json()
-    assert message["content"] == [{"type": "text", "text": chat["choices"][0]["message"]["content"]}]
+    [block] = message["content"]
+    assert (block["type"], block["text"]) == ("text", chat["choices"][0]["message"]["content"])
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
     broken = ask_for_message(b"no image")
