@@ -1,4 +1,4 @@
-"""guidance's model of vLLM: choices, patterns, JSON and grammars of rules, in one conversation. Run with /v1's address."""
+"""guidance's model of vLLM: choices, patterns, JSON and rules, in one conversation. Run with the address of /v1."""
 
 from __future__ import annotations
 

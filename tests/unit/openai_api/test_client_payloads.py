@@ -140,14 +140,14 @@ def test_open_webui_sends_advanced_parameters_beside_those_of_openai() -> None:
     asks = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "frequency_penalty": 0.1, "seed": 7}
     sent = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "stop": ["END"], **asks}
     request = chat(**sent, max_tokens=128, logit_bias={"5": 10}, reasoning_effort="low", **ollama)
-    assert request.ignored() == ["keep_alive", "num_ctx"]
+    assert set(request.ignored()) == ollama.keys()
     params = request.sampling_params(1000)
     assert (params.max_tokens, params.top_k, params.seed, params.logit_bias) == (128, 40, 7, {5: 10.0})
     for name, value in {"repeat_penalty": 1.1, "think": False, "mirostat": 1, "num_predict": 5}.items():
         with pytest.raises(RequestError, match=name):  # each would change the text
             chat(**sent, **{name: value})
-    with pytest.raises(BodyError, match=r"unknown field repeat_last_n|repeat_last_n"):
-        parse_body(ChatRequest, {"messages": [HELLO], **sent, "repeat_last_n": 64})
+    of_the_machine = {"num_batch": 512, "num_keep": 24, "num_gpu": 1, "num_thread": 2, "use_mmap": True}
+    assert set(parse_body(ChatRequest, {"messages": [HELLO], **of_the_machine}, "warn").ignored()) == {*of_the_machine}
 
 
 def test_whole_numbers_are_integers_however_they_are_written() -> None:
