@@ -124,7 +124,7 @@ class LlguidanceGrammar:
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         before_bytes, began_s = _resident_bytes(), time.monotonic()
         # Where there is one way to go on, it would allow the tokens alone that a tokenizer makes of it.
-        grammar = LLMatcher.grammar_from_lark(f'{LARK_MARK} {{"no_forcing": true}}\n{lark}')
+        grammar = LLMatcher.grammar_from_lark(f'{lark}\n{LARK_MARK} {{"no_forcing": true}}')
         self._prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if memory_size_bytes is None:
             _check(self._prototype)
