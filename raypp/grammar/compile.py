@@ -44,7 +44,7 @@ def compile_constraint(source: str, vocabulary: Vocabulary, num_threads: int) ->
             except (RequestError, RuntimeError, TypeError, ValueError, AttributeError, LookupError):
                 return LlguidanceGrammar(lark_of_schema(rewritten(schema)), vocabulary)
         if kind == "grammar" and value.lstrip().startswith(LARK_MARK):
-            return LlguidanceGrammar(value, vocabulary, is_json=False)
+            return LlguidanceGrammar(value, vocabulary)
         return XgrammarGrammar(_by_xgrammar(kind, value, vocabulary, num_threads))
     except RequestError:
         raise

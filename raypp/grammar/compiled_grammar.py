@@ -98,36 +98,33 @@ LARK_MARK = "%llguidance"
 
 def lark_of_schema(schema: Any) -> str:
     """Return the grammar of a schema, as `schema_writer.rewritten` returns it."""
-    # Where there is one way to go on, it would allow the tokens alone that a tokenizer makes of it.
     written = json.dumps({**({} if schema is True else schema), "x-guidance": _JSON_FORM})
-    return f'{LARK_MARK} {{"no_forcing": true}}\nstart: %json {written}'
+    return f"{LARK_MARK} {{}}\nstart: %json {written}"
 
 
 class LlguidanceGrammar:
     """Made by llguidance: of a schema that it follows to the letter, see `raypp.grammar.schema_writer`, or of Lark."""
 
-    def __init__(
-        self, lark: str, vocabulary: Vocabulary, memory_size_bytes: int | None = None, *, is_json: bool = True
-    ) -> None:
+    def __init__(self, lark: str, vocabulary: Vocabulary, memory_size_bytes: int | None = None) -> None:
         """Compile a grammar.
 
         Args:
             lark: The grammar, which begins with `LARK_MARK`.
             vocabulary: The model's.
             memory_size_bytes: What it is known to take; None: find out, and make the first mask as a trial.
-            is_json: Whether its texts are JSON, which writes control characters otherwise.
 
         Raises:
             CompiledGrammarError: it cannot be compiled, or only with more time or memory than it may take.
         """
         from llguidance import LLMatcher, LLParserLimits
 
-        self._lark, self._is_json = lark, is_json
-        self._stop_token_ids = frozenset(vocabulary.json.stop_token_ids)
+        self._lark = lark
+        self._stop_token_ids = frozenset(vocabulary.text.stop_token_ids)
+        tokenizer = vocabulary.llguidance
         limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         before_bytes, began_s = _resident_bytes(), time.monotonic()
-        tokenizer = vocabulary.llguidance if is_json else vocabulary.llguidance_text
-        grammar = LLMatcher.grammar_from_lark(lark)
+        # Where there is one way to go on, it would allow the tokens alone that a tokenizer makes of it.
+        grammar = LLMatcher.grammar_from_lark(f'{lark}\n{LARK_MARK} {{"no_forcing": true}}')
         self._prototype = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if memory_size_bytes is None:
             _check(self._prototype)
@@ -147,7 +144,7 @@ class LlguidanceGrammar:
 
     def written(self) -> bytes:
         """Return what `read_grammar` takes."""
-        return _LLGUIDANCE + json.dumps([self._lark, self.memory_size_bytes, self._is_json]).encode()
+        return _LLGUIDANCE + json.dumps([self._lark, self.memory_size_bytes]).encode()
 
 
 @dataclass(slots=True)
@@ -205,8 +202,8 @@ def read_grammar(data: bytes, info: Any, vocabulary: Vocabulary) -> CompiledGram
         vocabulary: The model's.
     """
     if data[:1] == _LLGUIDANCE:
-        lark, memory_size_bytes, is_json = json.loads(data[1:])
-        return LlguidanceGrammar(lark, vocabulary, memory_size_bytes, is_json=is_json)
+        lark, memory_size_bytes = json.loads(data[1:])
+        return LlguidanceGrammar(lark, vocabulary, memory_size_bytes)
     import xgrammar
 
     return XgrammarGrammar(xgrammar.CompiledGrammar.deserialize_json(data[1:].decode(), info))

@@ -27,20 +27,14 @@ class Vocabulary:
 
     @cached_property
     def llguidance(self) -> Any:
-        """The `LLTokenizer` of llguidance, for JSON."""
-        return _llguidance_tokenizer(self.json)
+        """The `LLTokenizer` of llguidance, which lets no control character into JSON by itself."""
+        from llguidance import LLTokenizer, TokenizerWrapper
 
-    @cached_property
-    def llguidance_text(self) -> Any:
-        """The `LLTokenizer` of llguidance, for any text."""
-        return _llguidance_tokenizer(self.text)
-
-
-def _llguidance_tokenizer(info: Any) -> Any:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
-    wrapper = TokenizerWrapper(_Tokens(info))
-    return LLTokenizer(wrapper, eos_token=list(info.stop_token_ids), slices=LLTokenizer.json_slices())
+        return LLTokenizer(
+            TokenizerWrapper(_Tokens(self.text)),
+            eos_token=list(self.text.stop_token_ids),
+            slices=LLTokenizer.json_slices(),
+        )
 
 
 class _Tokens:

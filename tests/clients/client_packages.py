@@ -56,6 +56,7 @@ CLIENTS = {
         Client("pydantic_ai", ("pydantic-ai-slim[openai]==2.68.0",), "use_pydantic_ai.py"),
         Client("llama_index", ("llama-index-llms-openai-like==0.8.1",), "use_llama_index.py"),
         Client("lm_eval", ("lm_eval[api]==0.4.13", "transformers==5.17.0"), "use_lm_eval.py"),
+        Client("guidance", ("guidance==0.3.1", "openai==3.54.0"), "use_guidance.py"),
         Client("anthropic", ("anthropic==2.14.0",), "use_anthropic.py"),
         Client("claude_code", ("@anthropic-ai/claude-code@2.1.197",), "use_claude_code.mjs"),
         Client("openai_agents", ("openai-agents==0.24.0",), "use_openai_agents.py"),

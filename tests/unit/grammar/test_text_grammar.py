@@ -179,6 +179,26 @@ def test_a_grammar_may_be_in_llguidances_lark() -> None:
         compile_constraint(source_of({"grammar": "%llguidance {}\nstart: missing"}), vocabulary(), 1)
 
 
+@pytest.mark.parametrize("options", ["{}", '{"no_forcing": false}'])
+def test_what_a_grammar_in_lark_forces_may_be_written_by_any_tokens(options: str) -> None:
+    text = text_grammar({"grammar": f'%llguidance {options}\nstart: "It will " ("rain" | "snow")'})
+    token_ids = tokenizer().encode(["It will snow"])[0]
+    for token_id in token_ids:
+        assert token_id in tokens_of(next_masks(text, [])[1][0])
+        text.accept([token_id])
+    assert tokens_of(next_masks(text, [])[1][0]) == set(EOS)
+
+
+def test_llguidance_lets_no_control_character_into_json() -> None:
+    schema = {"type": "string", "pattern": "^[\\s\\S]*$"}
+    text = TextGrammar(1, LlguidanceGrammar(lark_of_schema(rewritten(schema)), vocabulary()), VOCAB_SIZE, None)
+    text.accept(tokenizer().encode(['"'])[0])
+    written = vocabulary().text.decoded_vocab
+    allowed = [written[token_id] for token_id in tokens_of(next_masks(text, [])[1][0])]
+    assert b"a" in allowed
+    assert not [token for token in allowed if min(token, default=0x20) < 0x20]
+
+
 def test_special_tokens_write_nothing() -> None:
     allowed = tokens_of(next_masks(text_grammar({"regex": "(.|\\n)*"}), [])[1][0])
     [start] = tokenizer().encode(["<|im_start|>"])[0:1]

@@ -134,6 +134,22 @@ def test_what_is_not_known_and_says_something_is_refused(fields: dict[str, Any],
     assert caught.value.expected == (f"did you mean {nearest}?" if nearest else None)
 
 
+def test_open_webui_sends_advanced_parameters_beside_those_of_openai() -> None:
+    # `apply_params_to_form_data` of 0.12.4 puts all that are set into the body: one of Ollama's may be among them
+    ollama = {"num_ctx": 8192, "keep_alive": "5m"}
+    asks = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.05, "frequency_penalty": 0.1, "seed": 7}
+    sent = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}, "stop": ["END"], **asks}
+    request = chat(**sent, max_tokens=128, logit_bias={"5": 10}, reasoning_effort="low", **ollama)
+    assert set(request.ignored()) == ollama.keys()
+    params = request.sampling_params(1000)
+    assert (params.max_tokens, params.top_k, params.seed, params.logit_bias) == (128, 40, 7, {5: 10.0})
+    for name, value in {"repeat_penalty": 1.1, "think": False, "mirostat": 1, "num_predict": 5}.items():
+        with pytest.raises(RequestError, match=name):  # each would change the text
+            chat(**sent, **{name: value})
+    of_the_machine = {"num_batch": 512, "num_keep": 24, "num_gpu": 1, "num_thread": 2, "use_mmap": True}
+    assert set(parse_body(ChatRequest, {"messages": [HELLO], **of_the_machine}, "warn").ignored()) == {*of_the_machine}
+
+
 def test_whole_numbers_are_integers_however_they_are_written() -> None:
     body = {"max_tokens": 20.0, "n": 2.0, "seed": 7.0, "top_k": 3.0, "stop_token_ids": [5.0], "min_tokens": 1.0}
     params = complete(**body).sampling_params(100)
