@@ -59,7 +59,7 @@ class ChunkWriter:
         fields = {"id": head.id, "object": name, "created": head.created, "model": head.model}
         self._head = json.dumps(fields, separators=(",", ":"))[:-1]
         self._params = prepared.params
-        self._decoder = prepared.decoder
+        self._names = prepared.names
         self._with_usage = options is not None and bool(options.include_usage)
         self._with_every_usage = options is not None and bool(options.continuous_usage_stats)
         self._choices: dict[int, _Choice] = {}
@@ -151,9 +151,9 @@ class ChunkWriter:
             return None
         if choice.parser is not None:
             token_ids, logprobs = completion.token_ids[choice.num_tokens :], completion.logprobs[choice.num_tokens :]
-            return chat_logprobs(token_ids, logprobs, self._params.logprobs or 0, self._decoder).model_dump()
+            return chat_logprobs(token_ids, logprobs, self._params.logprobs or 0, self._names).model_dump()
         if choice.text_logprobs is None:
-            choice.text_logprobs = TextLogprobs(self._params, self._decoder, output, echo=self._is_echoed)
+            choice.text_logprobs = TextLogprobs(self._params, self._names, output, echo=self._is_echoed)
         told = choice.text_logprobs.new_in(completion)
         return None if told is None else told.model_dump()
 

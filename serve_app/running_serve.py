@@ -30,7 +30,7 @@ _POLL_S = 0.1
 _ENDED = (ApplicationStatus.NOT_STARTED, ApplicationStatus.DEPLOY_FAILED)
 
 logger = logging.getLogger(__name__)
-_SERVES_NOISE = ("Connecting to existing Serve app", "Deleting app ")
+_SERVES_NOISE = ("Connecting to existing Serve app", "Deleting app ", "Application '")
 """What Serve says of what `raypp serve` does by itself, and tells in its own words."""
 
 
@@ -177,10 +177,11 @@ class RunningServe:
         Raises:
             ConfigError: the name or the prefix is taken, or Serve listens somewhere else.
         """
+        scheme = "https" if self.options.get("ssl_certfile") else "http"
         if app_name in self.apps:
             raise ConfigError(
                 "an application of this name is served on this cluster already",
-                got=f"{app_name} at http://{self.host}:{self.port}{self.apps[app_name]}",
+                got=f"{app_name} at {scheme}://{self.host}:{self.port}{self.apps[app_name]}",
                 hint="--app-name NAME --route-prefix /NAME serves another one beside it; "
                 f"ray.serve.delete({app_name!r}) removes one whose command was killed",
             )

@@ -21,6 +21,7 @@ from raypp.openai_api.anthropic_answer import PreparedMessage
 from raypp.openai_api.anthropic_request import MessagesFields, MessagesRequest
 from raypp.openai_api.chat_request import ChatRequest
 from raypp.openai_api.completion_request import CompletionRequest
+from raypp.openai_api.logprob_answers import TokenNames
 from raypp.openai_api.prepared import Prepared, PreparedChat, PreparedCompletion
 from raypp.openai_api.request_fields import NO_DEFAULTS, BodyModel
 from raypp.openai_api.response_answer import PreparedResponse
@@ -229,7 +230,7 @@ class BodyPreparer:
             params,
             make_parser=make_parser,
             num_reasoning=partial(num_thought_tokens, self.tokenizer, thoughts, begun=begun),
-            decoder=self.tokenizer,
+            names=TokenNames(self.tokenizer, bool(request.return_tokens_as_token_ids)),
             return_token_ids=bool(request.return_token_ids),
         )
 
@@ -255,8 +256,9 @@ class BodyPreparer:
         if request.echo:
             prompts = await self._with_texts(prompts)
         prompts = [replace(prompt, cache_salt=request.cache_salt or "") for prompt in prompts]
+        names = TokenNames(self._tokenizer, bool(request.return_tokens_as_token_ids))
         return PreparedCompletion(
-            prompts, params, self._tokenizer, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
+            prompts, params, names, bool(request.echo), request.is_scoring, bool(request.return_token_ids)
         )
 
     async def _with_texts(self, prompts: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:

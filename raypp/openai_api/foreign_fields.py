@@ -57,7 +57,6 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "media_io_kwargs": ForeignField("images are read as the model was trained", ({},)),
         "vllm_xargs": ForeignField("there are no extensions that would read it", ({},)),
         "include_reasoning": ForeignField(_THINKS, (True,)),
-        "return_tokens_as_token_ids": ForeignField("`return_token_ids` has the numbers of the tokens", (False,)),
         "thinking_token_budget": ForeignField("thoughts count towards the most tokens to generate"),
         "echo": ForeignField(_COMPLETIONS, (False,)),
         "best_of": ForeignField(_COMPLETIONS, (1,)),

@@ -7,8 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raypp.api.detokenizer import Decoder
-from raypp.openai_api.logprob_answers import TextLogprobs, chat_logprobs, prompt_logprobs
+from raypp.openai_api.logprob_answers import TEXTS_ALONE, TextLogprobs, TokenNames, chat_logprobs, prompt_logprobs
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import (
     AssistantMessage,
@@ -77,7 +76,7 @@ def chat_completion(
     make_parser: Callable[[], MessageParser] = _plain_parser,
     num_reasoning: Callable[[CompletionOutput], int] | None = None,
     *,
-    decoder: Decoder | None = None,
+    names: TokenNames = TEXTS_ALONE,
     return_token_ids: bool = False,
 ) -> ChatCompletion:
     """Return a finished conversation's answers.
@@ -88,7 +87,7 @@ def chat_completion(
         params: How it was sampled.
         make_parser: Of a parser for each answer.
         num_reasoning: As of `usage_of`.
-        decoder: Tells the tokens' bytes.
+        names: How log-probabilities name tokens.
         return_token_ids: Whether to hold the tokens.
     """
     parsed = [_parsed(completion, make_parser()) for completion in output.outputs]
@@ -102,7 +101,7 @@ def chat_completion(
                 message=message,
                 logprobs=None
                 if completion.logprobs is None
-                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0, decoder),
+                else chat_logprobs(completion.token_ids, completion.logprobs, params.logprobs or 0, names),
                 finish_reason=finish_reason,
                 stop_reason=completion.stop_reason,
                 token_ids=completion.token_ids if return_token_ids else None,
@@ -143,7 +142,7 @@ def completion(
     outputs: Sequence[RequestOutput],
     params: SamplingParams,
     *,
-    decoder: Decoder | None = None,
+    names: TokenNames = TEXTS_ALONE,
     echo: bool = False,
     return_token_ids: bool = False,
 ) -> Completion:
@@ -153,7 +152,7 @@ def completion(
         head: The response's name.
         outputs: One per prompt.
         params: How they were sampled.
-        decoder: Tells where in a text its tokens are.
+        names: How log-probabilities name tokens.
         echo: Begin each text with its prompt. A prompt that came as token ids has no text.
         return_token_ids: Whether to hold the tokens.
     """
@@ -161,7 +160,7 @@ def completion(
         CompletionChoice(
             index=prompt_index * len(output.outputs) + continued.index,
             text=(output.prompt or "") + continued.text if echo else continued.text,
-            logprobs=TextLogprobs(params, decoder, output, echo=echo).new_in(continued),
+            logprobs=TextLogprobs(params, names, output, echo=echo).new_in(continued),
             finish_reason=continued.finish_reason,
             stop_reason=continued.stop_reason,
             prompt_logprobs=None if output.prompt_logprobs is None or echo else prompt_logprobs(output.prompt_logprobs),

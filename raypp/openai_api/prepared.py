@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from raypp.api.detokenizer import Decoder
 from raypp.api.picture_prompts import EncodedPrompt
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion, usage_of
+from raypp.openai_api.logprob_answers import TEXTS_ALONE, TokenNames
 from raypp.openai_api.message_parser import MessageParser
 from raypp.openai_api.responses import ChatCompletion, Completion, Usage
 from raypp.types import CompletionOutput, RequestOutput, SamplingParams
@@ -26,8 +26,8 @@ class PreparedChat:
     """Of a parser for each answer."""
     num_reasoning: Callable[[CompletionOutput], int] = lambda _: 0
     """Returns how many of an answer's tokens are thoughts."""
-    decoder: Decoder | None = None
-    """The model's tokenizer."""
+    names: TokenNames = TEXTS_ALONE
+    """How log-probabilities name tokens."""
     return_token_ids: bool = False
     """Whether the response holds the tokens."""
 
@@ -49,7 +49,7 @@ class PreparedChat:
             self.params,
             self.make_parser,
             self.num_reasoning,
-            decoder=self.decoder,
+            names=self.names,
             return_token_ids=self.return_token_ids,
         )
 
@@ -81,8 +81,8 @@ class PreparedCompletion:
 
     prompts: Sequence[EncodedPrompt]
     params: SamplingParams
-    decoder: Decoder | None = None
-    """The model's tokenizer, if it has one."""
+    names: TokenNames = TEXTS_ALONE
+    """How log-probabilities name tokens."""
     echo: bool = False
     """Whether texts begin with their prompts."""
     is_scoring: bool = False
@@ -111,7 +111,7 @@ class PreparedCompletion:
         """Return the response of the finished outputs, one per prompt."""
         shown = [self.shown(output) for output in outputs]
         return completion(
-            head, shown, self.params, decoder=self.decoder, echo=self.echo, return_token_ids=self.return_token_ids
+            head, shown, self.params, names=self.names, echo=self.echo, return_token_ids=self.return_token_ids
         )
 
     def usage(self, outputs: Sequence[RequestOutput]) -> Usage:

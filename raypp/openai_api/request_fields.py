@@ -316,6 +316,8 @@ class CompletionFields(RequestFields):
 
     return_token_ids: bool | None = None
     """Return `token_ids` with each choice, and `prompt_token_ids`."""
+    return_tokens_as_token_ids: bool | None = None
+    """Name tokens of log-probabilities by their numbers, as `token_id:17`; their `bytes` stay (vLLM)."""
     max_tokens: Integer | None = Field(default=None, ge=1)
     """The most tokens to generate."""
     n: Integer | None = Field(default=None, ge=1, le=128)

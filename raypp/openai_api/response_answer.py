@@ -60,7 +60,7 @@ class PreparedResponse(RetoldChat):
         if completion.logprobs is None:
             return []
         token_ids, logprobs = completion.token_ids[num_told:], completion.logprobs[num_told:]
-        told = chat_logprobs(token_ids, logprobs, self.params.logprobs or 0, self.chat.decoder)
+        told = chat_logprobs(token_ids, logprobs, self.params.logprobs or 0, self.chat.names)
         entries: list[dict[str, Any]] = told.model_dump()["content"]
         return entries
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -24,6 +25,7 @@ from openai_tools import check_named_tool_and_none, check_parse, check_tools
 from ray import serve
 from serve_load import engine_processes, run_load
 from serving import deploy, free_port, metric, serving, wait_for
+from test_serve_place import certificate
 
 from raypp.config.engine_config import EngineConfig
 from raypp.config.http_settings import HttpAddress, HttpSettings
@@ -378,14 +380,31 @@ def text_across_a_hangup(url: str, process: subprocess.Popen[str]) -> str:
     return "".join(pieces)
 
 
-def test_the_short_way(tmp_path) -> None:
+def check_every_route(url: str) -> None:
+    """Ask a server that serves `small` with `control_routes` for something of each kind."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S) as client:
+        assert [model.id for model in client.models.list()] == ["small"]
+        assert client.chat.completions.create(model="small", messages=HELLO, max_tokens=2).usage
+        assert list(client.completions.create(model="small", prompt="a", max_tokens=2, stream=True))
+        assert client.responses.create(input="hello", max_output_tokens=2).usage
+    paths = ("/", "/page/page.js", "/health", "/ready", "/metrics", "/openapi.json", "/tokenizer_info", "/server_info")
+    statuses = {path: httpx.get(f"{url}{path}", timeout=WAIT_S).status_code for path in paths}
+    assert statuses == dict.fromkeys(paths, 200)
+    assert httpx.get(f"{url}/load", timeout=WAIT_S).json() == {"server_load": 0}
+    assert httpx.post(f"{url}/reset_prefix_cache", timeout=WAIT_S).json() == {"num_replicas": 1}
+
+
+def test_the_short_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`raypp serve`: serves until SIGTERM, tells of a killed replica, then ends without a word and leaves nothing.
 
-    SIGHUP makes the engine follow its file.
+    SIGHUP makes the engine follow its file. All of it over HTTPS, as behind a proxy that takes a path off.
     """
     port, path = free_port(), tmp_path / "raypp.toml"
+    url, files = f"https://127.0.0.1:{port}", certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", files["ssl_certfile"])  # whom the clients here trust
     path.write_text('[model]\nmodel = "tiny"\n[parallel]\nnum_stages = 1\n')
-    options = ["--config", str(path), "--port", str(port), "--served-model-name", "small"]
+    options = ["--config", str(path), "--port", str(port), "--served-model-name", "small", "--control-routes"]
+    options += ["--root-path", "/llm", "--ssl-certfile", files["ssl_certfile"], "--ssl-keyfile", files["ssl_keyfile"]]
     with subprocess.Popen(
         [sys.executable, "-m", "raypp", "serve", *options],
         cwd=tmp_path,
@@ -400,15 +419,16 @@ def test_the_short_way(tmp_path) -> None:
                 line = process.stderr.readline()
                 assert line, "".join(said)
                 said.append(line)
-            models = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=WAIT_S).json()
-            assert [model["id"] for model in models["data"]] == ["small"]
+            assert url in said[-1]
+            assert "http://" not in "".join(said)
+            check_every_route(url)
             path.write_text(path.read_text().replace("num_stages = 1", "num_stages = 2"))
-            text = text_across_a_hangup(f"http://127.0.0.1:{port}", process)
-            assert text == text_of(f"http://127.0.0.1:{port}")
-            kill_the_replica(f"http://127.0.0.1:{port}", process.pid)
+            text = text_across_a_hangup(url, process)
+            assert text == text_of(url)
+            kill_the_replica(url, process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
-            refusals = answers_until_the_end(f"http://127.0.0.1:{port}")
+            refusals = answers_until_the_end(url)
             last_words = process.stderr.read()
             assert process.wait(WAIT_S) == 0
     assert "ServeController" not in last_words, last_words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypp.openai_api.from_outputs import ResponseHead, chat_completion, completion
+from raypp.openai_api.logprob_answers import TokenNames
 from raypp.types import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
 
 HEAD = ResponseHead("id-1", 17, "tiny")
@@ -18,6 +19,9 @@ class Letters:
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
+
+
+NAMES = TokenNames(Letters())
 
 
 def output(prompt: str | None, *texts: str) -> RequestOutput:
@@ -81,7 +85,7 @@ def with_logprobs() -> RequestOutput:
 
 
 def test_logprobs_of_a_message() -> None:
-    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2), decoder=Letters()).choices
+    (choice,) = chat_completion(HEAD, with_logprobs(), SamplingParams(logprobs=2), names=NAMES).choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     first, second = choice.logprobs.content
@@ -91,7 +95,7 @@ def test_logprobs_of_a_message() -> None:
 
 
 def test_logprobs_of_a_text() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1), decoder=Letters()).choices
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=1), names=NAMES).choices
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {
         "tokens": ["c", "d"],
@@ -104,7 +108,7 @@ def test_logprobs_of_a_text() -> None:
 
 
 def test_logprobs_of_an_echoed_text_begin_with_the_prompt() -> None:
-    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), decoder=Letters(), echo=True).choices
+    (choice,) = completion(HEAD, [with_logprobs()], SamplingParams(logprobs=0), names=NAMES, echo=True).choices
     assert choice.text == "abcd"
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -191,6 +192,38 @@ def test_tokens_come_back_where_they_are_asked_for(http: httpx.Client, endpoint:
     assert [t for event in events for c in event["choices"] for t in c["token_ids"]] == choice["token_ids"]
     prompts = [part["prompt_token_ids"] for e in events for part in (e, *e["choices"]) if "prompt_token_ids" in part]
     assert prompts == [prompt_ids]
+
+
+@pytest.mark.parametrize("endpoint", ["chat/completions", "completions"])
+def test_tokens_of_logprobs_go_by_their_numbers_where_that_is_asked_for(http: httpx.Client, endpoint: str) -> None:
+    """As of vLLM; of the prompt's tokens, too, and in streams."""
+    url, is_chat = f"/v1/{endpoint}", endpoint != "completions"
+    body: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    if is_chat:
+        body |= {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    else:
+        body |= {"prompt": "def main(", "logprobs": 2, "echo": True}
+    by_text, by_number = (
+        http.post(url, json={**body, "return_tokens_as_token_ids": as_ids}).json()["choices"][0]
+        for as_ids in (False, True)
+    )
+    events = events_of(http.post(url, json={**body, "return_tokens_as_token_ids": True, "stream": True}).text)
+    streamed = [c["logprobs"] for event in events for c in event["choices"]]
+    logprobs = by_number["logprobs"]
+    token_ids = by_number["token_ids"] if is_chat else by_number["prompt_token_ids"] + by_number["token_ids"]
+    names = [f"token_id:{token_id}" for token_id in token_ids]
+    if is_chat:
+        assert [entry["token"] for entry in logprobs["content"]] == names
+        assert [entry for piece in streamed for entry in piece["content"]] == logprobs["content"]
+        assert [e["bytes"] for e in logprobs["content"]] == [e["bytes"] for e in by_text["logprobs"]["content"]]
+        alternatives = [[top["token"] for top in entry["top_logprobs"]] for entry in logprobs["content"]]
+    else:
+        assert logprobs["tokens"] == names
+        assert [name for piece in streamed for name in piece["tokens"]] == names
+        assert logprobs["text_offset"] == by_text["logprobs"]["text_offset"]
+        alternatives = [[*top] for top in logprobs["top_logprobs"] if top is not None]
+    assert all(re.fullmatch(r"token_id:\d+", name) for of_one in alternatives for name in of_one)
+    assert by_text["text" if not is_chat else "message"] == by_number["text" if not is_chat else "message"]
 
 
 def test_prompts_of_different_salts_share_no_cache(http: httpx.Client) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from dataclasses import replace
+from ipaddress import IPv4Address
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,8 @@ def certificate(folder: Path) -> dict[str, str]:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
     made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + DAY)
+    names = [x509.DNSName("localhost"), x509.IPAddress(IPv4Address("127.0.0.1"))]
+    made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
     plain = (PrivateFormat.PKCS8, NoEncryption())
     (folder / "cert.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
     (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, *plain))
@@ -77,6 +80,8 @@ def test_serve_is_told_of_certificate_and_root_path(tmp_path: Path) -> None:
     running.check_options(address.of_serve)
     with pytest.raises(ConfigError, match=r"another root_path; got: ''; expected: '/llm'"):
         running.check_options(at("127.0.0.1", 8000, "second", "/second").of_serve)
+    with pytest.raises(ConfigError, match=r"raypp at https://127\.0\.0\.1:8000/;"):
+        running.check_place("127.0.0.1", 8000, "raypp", "/")
 
 
 def test_a_certificate_that_cannot_be_used_is_refused_before_a_start(tmp_path: Path) -> None:
