@@ -1,0 +1,337 @@
+"""Structural tags, in xgrammar's documented format, as a grammar of llguidance (its Lark).
+
+llguidance's lexer takes the longest text of a terminal, so `/[a-z]+/ "abc"` would never come to `abc`. Parts that are
+regular are therefore put together into one terminal, and free text that ends at a mark is a lazy one, which ends at
+the first. What follows free text otherwise must be a special token: texts do not write those.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raypp.errors import RequestError
+from raypp.grammar.tag_arguments import arguments_of
+
+JSON_FORM: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+    # Without "u": a name that is taken could be written once more with escapes, for any value.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+_ANY = "/(?s:.*)/"
+_ENDLESS = ("triggered_tags", "token_triggered_tags", "dispatch", "token_dispatch")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str  # an expression of Lark, "" for nothing
+    is_regular: bool = True  # it can be part of a terminal
+    is_open: bool = False  # it ends with free text that nothing ends
+    is_token: bool = False  # it begins with a special token
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a form is followed by: one of some texts, or a token."""
+
+    texts: tuple[str, ...] = ()
+    token: str = ""
+
+    def piece(self) -> _Piece:
+        if self.token:
+            return _Piece(self.token, is_regular=False, is_token=True)
+        return _Piece(_one_of(map(_literal, self.texts)))
+
+
+def lark_of_structural_tag(tag: Any, token_id: Callable[[str], int | None]) -> str:
+    """Return a structural tag as a grammar of llguidance.
+
+    Args:
+        tag: `{"type": "structural_tag", "format": {...}}`.
+        token_id: Returns the number of the token that is named by its text; None if there is none.
+
+    Raises:
+        RequestError: it is none, or has something that llguidance cannot express; says what.
+    """
+    if not isinstance(tag, dict) or tag.get("type") != "structural_tag" or not isinstance(tag.get("format"), dict):
+        raise _refused(tag, "it is not a dict with type structural_tag and a format")
+    writer = _Writer(token_id)
+    piece = writer.form(tag["format"], None)
+    start = writer.rule_of(piece)
+    return "\n".join(['%llguidance {"no_forcing": true}', f"start: {start}", *writer.rules]) + "\n"
+
+
+@dataclass
+class _Writer:
+    """Writes a form as an expression, and what it needs as rules."""
+
+    token_id: Callable[[str], int | None]
+    rules: list[str] = field(default_factory=list)
+
+    def form(self, form: Any, end: _End | None) -> _Piece:
+        """Return a form, and behind it what it is followed by."""
+        kind = form.get("type") if isinstance(form, dict) else None
+        try:
+            match kind:
+                case "any_text":
+                    return self._free(form, end)
+                case "sequence":
+                    return self._sequence(form["elements"], end)
+                case "or":
+                    return self._choice([self.form(part, end) for part in form["elements"]])
+                case "tag":
+                    return self._tag(form, end)
+                case "triggered_tags" | "token_triggered_tags" | "dispatch" | "token_dispatch":
+                    return self._dispatch(form, end)
+                case _:
+                    return self._joined([self._closed(kind, form), *([end.piece()] if end else [])])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _refused(form, f"{kind}: {type(error).__name__} {error}") from None
+
+    def _closed(self, kind: Any, form: Any) -> _Piece:
+        """Return a form that ends by itself."""
+        match kind:
+            case "const_string":
+                return _Piece(_literal(form["value"]) if form["value"] else "")
+            case "regex":
+                return _Piece(_regex(form["pattern"]))
+            case "json_schema":
+                return self._json(form)
+            case "qwen_xml_parameter":
+                return self._json({**form, "style": "qwen_xml"})
+            case "grammar":
+                from llguidance.gbnf_to_lark import any_to_lark
+
+                return self._rule(f"%lark {{\n{any_to_lark(form['grammar'])}\n}}")
+            case "token":
+                return _Piece(self._token(form["token"]), is_regular=False, is_token=True)
+            case "exclude_token":
+                return self._any_token(form.get("exclude_tokens", []), "")
+            case "any_tokens":
+                most = form.get("max_tokens")
+                return self._any_token(form.get("exclude_tokens", []), "*" if most is None else f"{{0,{int(most)}}}")
+            case "optional":
+                return self._repeated(form, "?")
+            case "plus":
+                return self._repeated(form, "+")
+            case "star":
+                return self._repeated(form, "*")
+            case "repeat":
+                most = "" if form["max"] == -1 else int(form["max"])
+                return self._repeated(form, f"{{{int(form['min'])},{most}}}")
+            case "tags_with_separator":
+                return self._separated(form)
+            case _:
+                raise _refused(form, f"a form of type {kind!r} is not supported")
+
+    def _free(self, form: Any, end: _End | None) -> _Piece:
+        most = form.get("max_chars")
+        text = _ANY if most is None else f"/(?s:.{{0,{int(most)}}})/"
+        terminal = self._terminal(_without(form.get("excludes", []), text))
+        if form.get("max_tokens") is not None:
+            if end and end.texts:
+                raise _refused(form, "max_tokens of any_text that ends at a text is not supported")
+            limited = self._rule(terminal, f"[max_tokens={int(form['max_tokens'])}]")
+            return self._joined([limited, *([end.piece()] if end else [])])
+        if end is None or (not any(end.texts) and not end.token):
+            return _Piece(terminal, is_open=True)
+        if end.token:
+            return self._joined([_Piece(terminal, is_open=True), end.piece()])
+        return self._rule(f"{terminal} {end.piece().text}", "[lazy]")
+
+    def _sequence(self, elements: list[Any], end: _End | None) -> _Piece:
+        if not elements:
+            return end.piece() if end else _Piece("")
+        pieces = list[_Piece]()
+        for place, part in enumerate(elements):
+            behind = elements[place + 1] if place + 1 < len(elements) else None
+            if behind is None:
+                pieces.append(self.form(part, end))
+            elif part.get("type") in _ENDLESS and behind.get("type") == "const_string":
+                pieces.append(self.form(part, _End(texts=(behind["value"],))))
+                rest = elements[place + 2 :]
+                return self._joined([*pieces, self._sequence(rest, end)])
+            else:
+                pieces.append(self.form(part, None))
+        return self._joined(pieces)
+
+    def _tag(self, form: Any, end: _End | None, *, without: str = "") -> _Piece:
+        """Return a tag, without what is written of it already."""
+        begin, own_end = form["begin"], form["end"]
+        if isinstance(begin, dict):
+            opening = _Piece("" if without else self._token(begin["token"]), is_regular=bool(without), is_token=True)
+        else:
+            opening = self.form({"type": "const_string", "value": begin.removeprefix(without)}, None)
+        if isinstance(own_end, dict):
+            closing = _End(token=self._token(own_end["token"]))
+        else:
+            closing = _End(texts=(own_end,) if isinstance(own_end, str) else tuple(own_end))
+            if "" in closing.texts:
+                return self._joined([opening, self.form(form["content"], end)])
+        return self._joined([opening, self.form(form["content"], closing), *([end.piece()] if end else [])])
+
+    def _dispatch(self, form: Any, end: _End | None) -> _Piece:
+        """Return free text in which certain texts or tokens begin something."""
+        by_token = form["type"].startswith("token_")
+        at_least_one = bool(form.get("at_least_one"))
+        if "rules" in form:
+            loops = form.get("loop", True)
+            begun = [(trigger, [self.form(content, None)]) for trigger, content in form["rules"]]
+            tags = []
+        else:
+            loops = not form.get("stop_after_first")
+            tags = form["tags"]
+            triggers = form["trigger_tokens" if by_token else "triggers"]
+            begun = [
+                (t, [self._tag(tag, None, without=str(t)) for tag in tags if self._begins(tag, t)]) for t in triggers
+            ]
+        if any(piece.is_open for _, pieces in begun for piece in pieces) and (loops or end):
+            raise _refused(form, "free text at the end of a tag that nothing ends is not supported")
+        begun = [(trigger, pieces) for trigger, pieces in begun if pieces]
+        marks = [trigger for trigger, _ in begun]
+        if by_token:
+            text = self._any_token([*marks, *form.get("exclude_tokens", [])], "*").text
+            heads = [_Piece(f"{text} {self._token(mark)}", is_regular=False) for mark in marks]
+        else:
+            text = self._terminal(_without([*marks, *form.get("excludes", [])], _ANY))
+            heads = [self._rule(f"{text} {_literal(mark)}", "[lazy]") for mark in marks]
+        parts = [self._joined([head, self._choice(pieces)]) for head, (_, pieces) in zip(heads, begun, strict=True)]
+        one = self._choice(parts)
+        if by_token:
+            tail = self._joined([_Piece(text, is_regular=False), *([end.piece()] if end else [])])
+        else:
+            tail = self._free({"excludes": [*marks, *form.get("excludes", [])]}, end)
+        if loops:
+            first = [self._choice([self._tag(tag, None) for tag in tags])] if at_least_one else []
+            return self._joined([*first, _Piece(f"({one.text})*", is_regular=False), tail])
+        if at_least_one:
+            one = self._choice([self._tag(tag, None) for tag in tags])
+        with_end = self._joined([one, *([end.piece()] if end else [])])
+        return with_end if at_least_one else self._choice([with_end, tail])
+
+    @staticmethod
+    def _begins(tag: Any, trigger: Any) -> bool:
+        begin = tag["begin"]
+        return bool(begin["token"] == trigger if isinstance(begin, dict) else begin.startswith(trigger))
+
+    def _separated(self, form: Any) -> _Piece:
+        tag = self._choice([self._tag(tag, None) for tag in form["tags"]])
+        if form.get("stop_after_first"):
+            return tag if form.get("at_least_one") else _again(tag, "?")
+        more = _again(self._joined([_Piece(_literal(form["separator"]) if form["separator"] else ""), tag]), "*")
+        several = self._joined([tag, more])
+        return several if form.get("at_least_one") else _again(several, "?")
+
+    def _repeated(self, form: Any, times: str) -> _Piece:
+        inner = self.form(form["content"], None)
+        if inner.is_open and not inner.is_regular and not inner.is_token:
+            raise _refused(form, f"{form['type']} of something that ends with free text is not supported")
+        return _again(inner, times)
+
+    def _json(self, form: Any) -> _Piece:
+        style, schema = form.get("style", "json"), form["json_schema"]
+        if form.get("any_order") or form.get("excludes"):
+            raise _refused(form, "any_order and excludes of json_schema are not supported")
+        if style == "json":
+            # Its keyword takes no rule's name in front of it, so that it is a rule of its own.
+            return self._rule(f"%json {json.dumps({**({} if schema is True else schema), 'x-guidance': JSON_FORM})}")
+        if style != "qwen_xml":
+            raise _refused(form, f"json_schema of style {style!r} is not supported")
+        return self.form(arguments_of(schema), None)
+
+    def _any_token(self, excluded: list[Any], times: str) -> _Piece:
+        numbers = ",".join(self._token(token)[2:-2] for token in excluded)
+        return _Piece((f"<[^{numbers}]>" if numbers else "<[*]>") + times, is_regular=False, is_open=bool(times))
+
+    def _token(self, token: Any) -> str:
+        number = self.token_id(token) if isinstance(token, str) else token
+        if not isinstance(number, int):
+            raise _refused(token, f"the model has no token {token!r}")
+        return f"<[{number}]>"
+
+    def _joined(self, pieces: Iterable[_Piece]) -> _Piece:
+        """Return parts one after the other; those in a row that are regular as one terminal."""
+        runs = list[_Piece]()
+        for piece in pieces:
+            if not piece.text:
+                continue
+            last = runs[-1] if runs else None
+            if last and last.is_regular and piece.is_regular:
+                runs[-1] = _Piece(f"{last.text} {piece.text}", is_open=piece.is_open)
+                continue
+            if last and last.is_open and not piece.is_token:
+                raise _refused(piece.text, "free text in front of something that is no text is not supported")
+            runs.append(piece)
+        if len(runs) == 1:
+            return runs[0]
+        text = " ".join(map(self.rule_of, runs))
+        is_open, is_token = bool(runs) and runs[-1].is_open, bool(runs) and runs[0].is_token
+        return _Piece(text, is_regular=not runs, is_open=is_open, is_token=is_token)
+
+    def _choice(self, pieces: list[_Piece]) -> _Piece:
+        if len(pieces) == 1:
+            return pieces[0]
+        is_regular = all(piece.is_regular for piece in pieces)
+        texts = [piece.text or _literal("") if is_regular else self.rule_of(piece) for piece in pieces]
+        is_open = any(piece.is_open for piece in pieces)
+        return _Piece(_one_of(texts), is_regular, is_open, all(piece.is_token for piece in pieces))
+
+    def rule_of(self, piece: _Piece) -> str:
+        """Return a piece as a part of a rule."""
+        return self._terminal(piece.text or _literal("")) if piece.is_regular else piece.text
+
+    def _terminal(self, text: str) -> str:
+        return self._named("T", text)
+
+    def _rule(self, text: str, attributes: str = "") -> _Piece:
+        return _Piece(self._named("r", text, attributes), is_regular=False)
+
+    def _named(self, letter: str, text: str, attributes: str = "") -> str:
+        if text[:1] == letter and text[1:].isdigit():
+            return text
+        name = f"{letter}{len(self.rules)}"
+        self.rules.append(f"{name}{attributes}: {text}")
+        return name
+
+
+def _again(piece: _Piece, times: str) -> _Piece:
+    return _Piece(f"({piece.text}){times}", piece.is_regular, piece.is_open, piece.is_token) if piece.text else piece
+
+
+def _one_of(texts: Iterable[str]) -> str:
+    several = list(texts)
+    return several[0] if len(several) == 1 else f"({' | '.join(several)})"
+
+
+def _literal(text: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no text")
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _regex(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern)}/"
+
+
+def _without(excluded: list[str], text: str) -> str:
+    """Return a text without certain texts in it."""
+    if not excluded:
+        return text
+    return f"({text} & ~({_ANY} {_one_of(map(_literal, excluded))} {_ANY}))"
+
+
+def _refused(form: Any, reason: str) -> RequestError:
+    return RequestError(
+        "structured_outputs: this structural_tag cannot be compiled",
+        got=f"{reason}: {str(form)[:80]}",
+        expected="a form that docs/structured_outputs.md lists",
+        param="structured_outputs",
+    )
