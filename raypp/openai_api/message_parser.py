@@ -159,7 +159,7 @@ class MessageParser:
     @property
     def num_settled(self) -> int:
         """How many characters of the text are certain to be content, or certain to be none."""
-        if self._place in (_Place.THOUGHT, _Place.ARGUMENTS, _Place.CALL_END):
+        if self._place in (_Place.THOUGHT, _Place.ARGUMENTS):
             return self._num_chars
         opening = len(self._opening) if self._place is _Place.CALL_HEAD else 0
         return max(0, self._rest_start - opening)  # the rest may have what the prompt has begun

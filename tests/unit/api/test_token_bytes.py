@@ -14,6 +14,7 @@ from raypp.api.request_text import RequestText
 from raypp.api.running_request import PreparedRequest, RunningRequest
 from raypp.api.tokenizer import Tokenizer
 from raypp.openai_api.from_outputs import ResponseHead, completion
+from raypp.openai_api.logprob_answers import TokenNames
 from raypp.types import FinishReason, Logprob, SamplingParams
 
 
@@ -146,7 +147,7 @@ def test_a_request_continues_its_prompt(tokenizers: dict[str, Tokenizer], kind: 
     output.prompt_logprobs = [None, *({token_id: Logprob(-1.0, 1, "")} for token_id in prompt[1:])]
     head = ResponseHead("cmpl-1", 1, "m")
     for echo in (False, True):
-        choice = completion(head, [output], params, decoder=tokenizer, echo=echo).choices[0]
+        choice = completion(head, [output], params, names=TokenNames(tokenizer), echo=echo).choices[0]
         told = choice.logprobs
         assert told is not None
         assert choice.text == "The capital of France" * echo + " is \U0001f336 Paris"

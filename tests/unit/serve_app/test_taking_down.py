@@ -84,8 +84,9 @@ def test_what_serve_says_of_each_start_is_hidden(caplog: pytest.LogCaptureFixtur
     running_serve.hide_noise()
     with caplog.at_level(logging.INFO, logger="ray.serve"):
         logging.getLogger("ray.serve").info("Deleting app ['raypp']")
-        logging.getLogger("ray.serve").info("Application 'raypp' is ready")
-    assert caplog.messages == ["Application 'raypp' is ready"]
+        logging.getLogger("ray.serve").info("Application 'raypp' is ready at http://localhost:8000/")
+        logging.getLogger("ray.serve").info("Replica raypp is unhealthy")
+    assert caplog.messages == ["Replica raypp is unhealthy"]
 
 
 def test_with_autoscaling_answers_have_longer() -> None:
