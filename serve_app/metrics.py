@@ -311,8 +311,11 @@ class _EngineCollector(Collector):
 def busy_shares(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[list[float], float] | None:
     """Return each stage's busy share between two looks at the stats, 0..1, and the bubble; None if nothing ran.
 
-    The share is of the time with steps in flight: an idle engine has no bubble.
+    The share is of the time with steps in flight: an idle engine has no bubble. A restarted engine counts anew, and may
+    have another number of stages.
     """
+    if len(before.get("stages", ())) != len(after["stages"]) or before["active_s"] > after["active_s"]:
+        before = {}
     active_s = after["active_s"] - before.get("active_s", 0.0)
     if active_s <= 0:
         return None

@@ -225,6 +225,10 @@ def test_busy_shares_are_of_the_active_time() -> None:
     after = {"active_s": 12.0, "stages": [{"busy_s": 5.0}, {"busy_s": 7.0}]}
     assert busy_shares(before, after) == ([0.5, 1.0], 0.25)
     assert busy_shares(after, after) is None
+    # A restarted engine begins at 0, and may have more stages.
+    more = {"active_s": 4.0, "stages": [{"busy_s": 1.0}, {"busy_s": 2.0}, {"busy_s": 3.0}]}
+    assert busy_shares(after, more) == ([0.25, 0.5, 0.75], 0.5)
+    assert busy_shares(after, before) == busy_shares({}, before)
     assert busy_shares({}, before) == ([0.4, 0.5], pytest.approx(0.55))
 
 
