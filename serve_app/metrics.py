@@ -314,7 +314,7 @@ def busy_shares(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[li
     The share is of the time with steps in flight: an idle engine has no bubble. A restarted engine counts anew, and may
     have another number of stages.
     """
-    if len(before.get("stages", ())) != len(after["stages"]) or before["active_s"] > after["active_s"]:
+    if len(before.get("stages", ())) != len(after["stages"]) or before.get("active_s", 0.0) > after["active_s"]:
         before = {}
     active_s = after["active_s"] - before.get("active_s", 0.0)
     if active_s <= 0:
