@@ -73,7 +73,7 @@ def _serve(
         from serve_app.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "the server needs packages that are not installed", got=error, hint='pip install "raypp[serve]"'
+            "the server needs packages that are not installed", got=error, hint='pip install ".[serve]" in the clone'
         ) from error
     run_server(config, settings, address=address, on_ready=on_ready, read_again=read_again)
 

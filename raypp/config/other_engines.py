@@ -75,7 +75,7 @@ OF_VLLM: Mapping[str, InPlace] = MappingProxyType(
         "enable_log_requests": InPlace(None, "nothing: requests are not logged; answers have ids, /metrics counts"),
         "disable_log_stats": InPlace(None, "nothing to switch off: /metrics has figures, the log has none"),
         "uvicorn_log_level": _LOG_LEVEL,
-        "api_key": InPlace("http.api_keys"),
+        "api_key": InPlace("http.api_key_file", "with a key per line"),
         "allowed_origins": InPlace("http.cors_origins"),
     }
 )

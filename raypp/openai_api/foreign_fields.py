@@ -37,6 +37,7 @@ _THINKS = "`reasoning_effort` turns thoughts off; in `/v1/responses` `reasoning`
 _FORM = "`structured_outputs` has it"
 _IN_BODY = "its content belongs into the body itself"
 _NO_SAMPLER = "there is no such sampler: `min_p` cuts unlikely tokens, `repetition_penalty` lowers repeated ones"
+_SYSTEM = "the first message has it, with the role `system`"
 _COMPLETIONS = "of `/v1/completions`"
 
 OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
@@ -83,6 +84,10 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "grammar": ForeignField(_FORM, ("",)),
         "json_schema": ForeignField(_FORM),
         "repeat_penalty": ForeignField("`repetition_penalty` has it", (1,)),
+        "temp": ForeignField("`temperature` has it"),
+        "repeat_last_n": ForeignField("`repetition_penalty` looks at the whole text"),
+        "tfs_z": ForeignField(_NO_SAMPLER, (1,)),
+        "top_n_sigma": ForeignField(_NO_SAMPLER, (-1,)),
         "typical_p": ForeignField(_NO_SAMPLER, (1,)),
         "mirostat": ForeignField(_NO_SAMPLER, (0,)),
         "dry_multiplier": ForeignField(_NO_SAMPLER, (0,)),
@@ -101,6 +106,16 @@ OF_ALL: Mapping[str, ForeignField] = MappingProxyType(
         "format": ForeignField("`response_format` has it; in `/v1/responses` `text`", ("",)),
         "options": ForeignField(_IN_BODY, ({},)),
         # of clients, and of routers that choose between models
+        "system": ForeignField(_SYSTEM),
+        "system_prompt": ForeignField(_SYSTEM),
+        "instructions": ForeignField(_SYSTEM),
+        "input": ForeignField("`messages` or `prompt` has it"),
+        "do_sample": ForeignField("`temperature` 0 draws no token at random", (True,)),
+        "num_beams": ForeignField("`LLM.beam_search` has it, HTTP has not", (1,)),
+        "sampling_params": ForeignField(_IN_BODY, ({},)),
+        "lora_request": ForeignField("there are no adapters: merge them into the weights"),
+        "adapter_id": ForeignField("there are no adapters: merge them into the weights"),
+        "stop_sequences": ForeignField("`stop` has it", ([],)),
         "extra_body": ForeignField(f"{_IN_BODY}: `extra_body` is an argument of OpenAI's Python client", ({},)),
         "max_length": ForeignField(_LENGTH),
         "min_length": ForeignField("`min_tokens` has it", (0,)),

@@ -193,7 +193,7 @@ def check_bytes(num_bytes: int, limits: ImagesSection, name: str = "") -> None:
 def check_size(width: int, height: int, limits: ImagesSection) -> None:
     """Raise when an image has no pixels, or more than may be decoded."""
     if width < 1 or height < 1:
-        raise RequestError("a image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
+        raise RequestError("an image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
     if width * height > limits.max_image_pixels:
         raise RequestError("an image has too many pixels", got=f"{width} x {height}", expected=_pixel_limit(limits))
 

@@ -37,7 +37,7 @@ def fitted_size(height: int, width: int, factor: int, bounds: PixelBounds, num_f
         RequestError: it has no pixels, or is 200 times as long as wide.
     """
     if height < 1 or width < 1:
-        raise RequestError("a image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
+        raise RequestError("an image has no pixels", got=f"{width} x {height}", expected="at least 1 x 1")
     if num_frames > 1 and min(height, width) < factor:
         scale = max(factor / height, factor / width)
         height, width = int(height * scale), int(width * scale)

@@ -140,7 +140,7 @@ def test_a_wrong_value_is_told_with_its_source(
         (["serve", "-c", "4096"], "unknown option -c; in place of it raypp has --max-model-len\n"),
         (["serve", "--ctx-size", "4096"], "in place of it raypp has --max-model-len\n"),
         (["serve", "--enable-auto-tool-choice"], "in place of it raypp has --tool-call-parser auto, the default"),
-        (["info", "--api-key", "x"], "in place of it raypp serve has --api-keys\n"),
+        (["info", "--api-key", "x"], "in place of it raypp serve has --api-key-file"),
         (["serve", "--enable-dreams"], "unknown option --enable-dreams; raypp serve --help lists"),
         (["serve", "--block-sise", "16"], "did you mean --block-size?"),
     ],
