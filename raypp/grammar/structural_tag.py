@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypp.errors import RequestError
+from raypp.errors import RequestError, page
 from raypp.grammar.tag_arguments import arguments_of
 
 JSON_FORM: Mapping[str, Any] = {
@@ -332,6 +332,6 @@ def _refused(form: Any, reason: str) -> RequestError:
     return RequestError(
         "structured_outputs: this structural_tag cannot be compiled",
         got=f"{reason}: {str(form)[:80]}",
-        expected="a form that docs/structured_outputs.md lists",
+        expected=f"a form that {page('structured_outputs')} lists",
         param="structured_outputs",
     )
