@@ -46,15 +46,18 @@ _MARKER_OF_FOLDER = {"ray": "ray", "parity": "parity", "gpu": "gpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by the folder they are in; skip what needs a GPU where there is none."""
+    """Mark tests by the folder they are in; skip what needs a GPU where there is none; leave full sizes to soak."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder in _MARKER_OF_FOLDER:
             item.add_marker(_MARKER_OF_FOLDER[folder])
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu and not _has_gpu():
+    has_gpu = bool(on_gpu) and _has_gpu()
+    if not has_gpu:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if os.environ.get("TEST_SIZES") != "all" and not has_gpu:
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 def _has_gpu() -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from machine_speed import slowness
 
 from raypp import LLM, SamplingParams, bubble_fraction
 from raypp.testing import FakeStage
@@ -19,8 +20,9 @@ NUM_STEPS = 100
 MAX_BUBBLE = 0.25
 """What a pipeline that waits where it need not exceeds. The aim is 0.10, see benchmarks/pipeline_bubble.py."""
 STEP_MS = 5.0
-QUICK_S = 1.35 * NUM_STEPS * STEP_MS / 1e3
-"""A burst that takes no longer, its way to the driver and back included, has hardly any bubbles."""
+"""Of an ordinary machine; where the driver takes longer for a step, stages do, too."""
+QUICK = 1.35
+"""A burst that takes no longer than this many times its steps, to the driver and back, has hardly any bubbles."""
 DEADLINE_S = 30.0
 
 
@@ -72,20 +74,22 @@ def traced(local_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     Other load on a small machine only ever adds bubbles: the quickest burst counts.
     """
     path = tmp_path_factory.mktemp("trace") / "trace.json"
+    step_ms = STEP_MS * slowness()
+    quick_s = QUICK * NUM_STEPS * step_ms / 1e3
     with LLM(
         "tiny",
         num_stages=NUM_STAGES,
         max_num_seqs=NUM_STAGES,
         device="cpu",
-        stage_factory=FakeStage(STEP_MS),
+        stage_factory=FakeStage(step_ms),
         trace=str(path),
     ) as llm:
         one_request, bursts = _run(llm, 1), [_run(llm, NUM_STAGES)]
         ends_s = time.monotonic() + DEADLINE_S
-        while min(burst.seconds for burst in bursts) > QUICK_S and time.monotonic() < ends_s:
+        while min(burst.seconds for burst in bursts) > quick_s and time.monotonic() < ends_s:
             bursts.append(_run(llm, NUM_STAGES))
     quickest = min(bursts, key=lambda burst: burst.seconds)
-    print(f"\nseconds of bursts: {[round(burst.seconds, 2) for burst in bursts]}")
+    print(f"\nsteps of {step_ms:.1f} ms; seconds of bursts: {[round(burst.seconds, 2) for burst in bursts]}")
     return Traced(one_request.cut_out(path), quickest.cut_out(path))
 
 

@@ -16,13 +16,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
 FULL: dict[str, dict[str, str]] = {
-    "tests/parity/test_speculation.py": {"TEST_SPECULATION": "all"},
-    "tests/parity/test_engine_hf.py": {"TEST_ENGINE_SEEDS": "all"},
+    "tests/parity/test_speculation.py": {"TEST_SIZES": "all"},
+    "tests/parity/test_engine_hf.py": {"TEST_SIZES": "all"},
     "tests/parity/test_handed_over.py": {"TEST_HANDED_OVER": "20"},
     "tests/parity/test_request_storm.py": {"STORM_REQUESTS": "400"},
     "tests/parity/test_sampled_text.py": {"SAMPLED_TEXT_DRAWS": "20000"},
     "tests/unit/serve_app/test_openapi.py": {"TEST_SCHEMA_EXAMPLES": "100"},
-    "tests/unit/ops/test_kernels_compile.py": {"TEST_KERNEL_ROWS": "all"},
+    "tests/unit/graphs/test_same_bits.py": {"TEST_GRAPH_SEEDS": "12"},
+    "tests/unit/ops/test_kernels.py": {"TEST_SIZES": "all"},
+    "tests/unit/ops/test_kernels_compile.py": {"TEST_SIZES": "all"},
+    "tests/unit/specdec/test_verify.py": {"TEST_SIZES": "all"},
+    "tests/unit/stage/test_step_sizes.py": {"TEST_SIZES": "all"},
+    "tests/unit/test_dry_cuda.py": {"TEST_SIZES": "all"},
+    "tests/unit/test_pytest_limits.py": {"TEST_SIZES": "all"},
     "tests/unit/api/test_recovery_whole.py": {"TEST_RECOVERIES": "6"},
     "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
     "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},

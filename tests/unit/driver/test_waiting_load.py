@@ -10,24 +10,27 @@ import random
 
 import numpy as np
 import pytest
+from machine_speed import slowness
 from waiting_requests import KINDS, describe, loaded_driver, make_request, measure
 
 from raypp.client_messages import AddRequest
 from raypp.types import SamplingParams
 
 NUM_REQUESTS = int(os.environ.get("RAYPP_WAITING_REQUESTS", "200"))
-MOST_MS = 2.0
-ATTEMPTS = 3
+MOST_MS = 2.0  # of an ordinary machine
+ATTEMPTS = 10
 MOST_PER_TURN = 16
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_is_short_while_many_wait(kind):
-    medians: list[float] = []
+    medians: list[float] = []  # in milliseconds of an ordinary machine
     for _ in range(ATTEMPTS):  # on a machine that others use, too
+        slow = slowness()
         load = measure(kind, NUM_REQUESTS, traces_memory=False)
-        print(f"\n{describe(load)}")
-        medians.append(max(times.median_ms for times in (load.coming, load.waiting, load.aborted)))
+        slow = max(slow, slowness())
+        print(f"\n{describe(load)}; {slow:.1f} times as slow as an ordinary machine")
+        medians.append(max(times.median_ms for times in (load.coming, load.waiting, load.aborted)) / slow)
         if medians[-1] < MOST_MS:
             return
     raise AssertionError(f"turns take {medians} ms, expected below {MOST_MS}")

@@ -29,6 +29,11 @@ from raypp.ops.weight import Weight
 EXACT = torch.float16 if checks.IS_GPU else torch.float32
 
 
+def full(*values):
+    """Return values of a parameter that the interpreter is too slow for in CI: with TEST_SIZES=all, and on a GPU."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (3, 100), (0, 64)])
 def test_norms(num_tokens, size):
     checks.check_norms(EXACT, num_tokens, size)
@@ -105,7 +110,9 @@ def test_heads_of_a_vision_tower(num_patches, num_heads, head_dim):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize(
-    "tuning", [None, DecodeTuning(1, 16), DecodeTuning(2, 32), DecodeTuning(8, 16)], ids=["chosen", "1", "2", "8"]
+    "tuning",
+    [None, full(DecodeTuning(1, 16)), DecodeTuning(2, 32), full(DecodeTuning(8, 16))],
+    ids=["chosen", "1", "2", "8"],
 )
 def test_decode(query_len, tuning):
     checks.check_decode(EXACT, [33, query_len, 70, 16, 17], query_len, 4, 2, 16, tuning, block_size=8)
@@ -116,7 +123,7 @@ def test_decode_of_odd_heads():
     checks.check_decode(EXACT, [40, 5], 5, 8, 1, 16)  # 40 queries per KV head
 
 
-@pytest.mark.parametrize(("heads", "scales"), [((4, 2, 16), (0.03, 2.0)), ((3, 1, 24), (1.0, 1.0))])
+@pytest.mark.parametrize(("heads", "scales"), [full((4, 2, 16), (0.03, 2.0)), ((3, 1, 24), (1.0, 1.0))])
 def test_fp8_kv(heads, scales):
     checks.check_heads(EXACT, 5, *heads, True, scales)
     for query_len, tuning in ((1, DecodeTuning(2, 32)), (3, DecodeTuning(1, 16))):
@@ -160,7 +167,7 @@ def test_row_inputs(num_rows, query_len, num_entries, width, has_prompts):
     checks.check_row_inputs(num_rows, query_len, num_entries, width, has_prompts=has_prompts)
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 17])
+@pytest.mark.parametrize("num_rows", [full(1), 3, 17])
 def test_projections(num_rows):
     for has_norm, is_gated, has_bias, has_residual, has_8_bits in itertools.product((False, True), repeat=5):
         if not ((is_gated and has_residual) or (has_norm and num_rows > FEW_ROWS)):
@@ -187,7 +194,7 @@ def test_projections_of_8_bits_in_8_bits(reads):
         )
 
 
-@pytest.mark.parametrize("num_inputs", [32, 64, 80, 200])
+@pytest.mark.parametrize("num_inputs", [32, full(64), 80, full(200)])
 def test_projections_of_uneven_pieces(num_inputs):
     checks.check_projection(EXACT, 1, 24, num_inputs, Tuning(4, 128), has_norm=True)
     checks.check_projection(EXACT, 1, 24, num_inputs, Tuning(4, 64, num_stages=1), has_residual=True)
@@ -196,6 +203,7 @@ def test_projections_of_uneven_pieces(num_inputs):
         checks.check_projection(EXACT, 5, 24, num_inputs, Tuning(16, 32, num_splits), has_bias=True, has_residual=True)
 
 
+@pytest.mark.full
 def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
     checks.check_products_in_8_bits(EXACT, 96, 200)
     checks.check_mlp_in_8_bits(torch.float16, 96, 64)
@@ -204,9 +212,9 @@ def test_in_8_bits_some_rows_are_rounded_and_many_are_not():
 QUANTIZED = [
     ("fp8", (1, 0)),
     ("fp8", (32, 32)),
-    ("fp8", (1, 32)),
+    full("fp8", (1, 32)),
     ("int4", (1, 32)),
-    ("int4", (1, 64)),
+    full("int4", (1, 64)),
     ("int4", (1, 0)),
 ]
 
@@ -225,7 +233,7 @@ def test_quantized_projections(kind, block):
         checks.check_quantized_projections(EXACT, weight, (1, 5), x_scale=1e4)
 
 
-@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("group", [full(32), 64])
 def test_cuts_of_int4(group):
     """Rounds of several pieces that end past the inputs, splits without a piece, gates in splits, folded scales."""
     random = checks.Kernels(EXACT)
@@ -241,7 +249,7 @@ def test_cuts_of_int4(group):
                 random.assert_close(y, expected, 4)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", [full("fp8"), "int4"])
 def test_quantized_projections_of_many_rows(kind):
     weight = checks.quantized_weight(checks.Kernels(EXACT), kind, 40, 64, (1, 0), has_order=True)
     checks.check_quantized_projections(EXACT, weight, (65, 257), has_norm=True, is_gated=True, has_bias=True)
@@ -326,7 +334,7 @@ def test_routing(num_experts, routing):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_experts", "num_chosen", "tile_rows", "spread"),
-    [(1, 5, 2, 8, 5), (20, 3, 1, 4, 3), (9, 60, 6, 8, 60), (40, 5, 2, 16, 1), (7, 4, 3, 1, 2)],
+    [(1, 5, 2, 8, 5), (20, 3, 1, 4, 3), full(9, 60, 6, 8, 60), (40, 5, 2, 16, 1), (7, 4, 3, 1, 2)],
 )
 def test_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread):
     checks.check_arrangement(num_tokens, num_experts, num_chosen, tile_rows, spread)
@@ -348,7 +356,7 @@ FEW, TILES = ExpertCut(0, Tuning(4, 32), Tuning(4, 16)), ExpertCut(8, Tuning(16,
     [
         (1, ExpertShape(64, 48, 5, 2)),
         (2, ExpertShape(96, 40, 3, 1)),
-        (3, ExpertShape(100, 24, 12, 6)),
+        full(3, ExpertShape(100, 24, 12, 6)),
         (0, ExpertShape(64, 48, 5, 2)),
     ],
 )
@@ -361,11 +369,11 @@ def test_experts(num_tokens, shape, cut):
     ("kinds", "blocks", "has_zero"),
     [
         (("fp8", "fp8"), ((128, 128), (128, 128)), False),
-        (("fp8", "fp8"), ((1, 160), (1, 192)), False),  # a scale per output
-        (("int4", "int4"), ((1, 32), (1, 64)), True),
+        full(("fp8", "fp8"), ((1, 160), (1, 192)), False),  # a scale per output
+        full(("int4", "int4"), ((1, 32), (1, 64)), True),
         (("int4", "int4"), ((1, 160), (1, 128)), False),
-        (("plain", "fp8"), ((1, 1), (192, 192)), False),
-        (("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
+        full(("plain", "fp8"), ((1, 1), (192, 192)), False),
+        full(("fp8", "int4"), ((40, 32), (1, 32)), False),  # the first is widened
     ],
 )
 def test_experts_in_fewer_bits(kinds, blocks, has_zero, cut):
@@ -381,7 +389,7 @@ def test_products_of_no_rows():
     checks.check_products_of_no_rows(EXACT)
 
 
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), (5, 5000), (3, 9001)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 100), full(5, 5000), (3, 9001)])
 def test_sampling(num_rows, vocab_size):
     checks.check_sampling(EXACT, num_rows, vocab_size)
 
@@ -400,6 +408,7 @@ def test_rows_without_a_best():
     checks.check_rows_without_a_best(300)
 
 
+@pytest.mark.full
 def test_half_precision():
     half = torch.float16
     checks.check_norms(half, 3, 100)

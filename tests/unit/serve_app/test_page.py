@@ -115,26 +115,24 @@ def test_what_the_server_refuses_is_shown_and_left_out(page: Any) -> None:
     expect(page.locator("#attach")).to_be_hidden()  # the model takes none
 
 
-@pytest.mark.parametrize(
-    ("width", "height"), [(1280, 800), (901, 500), (900, 1200), (768, 1024), (390, 844), (320, 568), (844, 390)]
-)
-def test_everything_can_be_seen_in_a_window_of_any_size(page: Any, width: int, height: int) -> None:
-    page.set_viewport_size({"width": width, "height": height})
+def test_everything_can_be_seen_in_a_window_of_any_size(page: Any) -> None:
     is_cut = "(e) => e.scrollHeight > e.clientHeight && !['auto', 'scroll'].includes(getComputedStyle(e).overflowY)"
-    for parts in ("main", "section"):
-        for part in page.locator(parts).all():
-            assert part.bounding_box()["height"] > 150, part.get_attribute("class")
-            assert not part.evaluate(is_cut), part.get_attribute("class")
     is_on_top = """(element) => {
         const box = element.getBoundingClientRect();
         return element.contains(document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2));
     }"""
-    for name in ("#prompt", "#send", "#tokens-per-s", "#bubble", "[data-window='3']", "#lanes", "#history", ".bar"):
-        part = page.locator(name)
-        part.scroll_into_view_if_needed()
-        expect(part).to_be_in_viewport(ratio=0.98)  # less by the fraction of a pixel that scrolling leaves
-        assert part.evaluate(is_on_top), name
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for size in ((1280, 800), (901, 500), (900, 1200), (768, 1024), (390, 844), (320, 568), (844, 390)):
+        page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+        for parts in ("main", "section"):
+            for part in page.locator(parts).all():
+                assert part.bounding_box()["height"] > 150, (size, part.get_attribute("class"))
+                assert not part.evaluate(is_cut), (size, part.get_attribute("class"))
+        for name in ("#prompt", "#send", "#tokens-per-s", "#bubble", "[data-window='3']", "#lanes", "#history", ".bar"):
+            part = page.locator(name)
+            part.scroll_into_view_if_needed()
+            expect(part).to_be_in_viewport(ratio=0.98)  # less by the fraction of a pixel that scrolling leaves
+            assert part.evaluate(is_on_top), (size, name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
 
 
 def test_stop_ends_the_request(browser: Any) -> None:

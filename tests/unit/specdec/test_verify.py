@@ -63,10 +63,10 @@ NUM_DRAWS = 20_000
 
 
 DISTRIBUTIONS = [
-    (0.7, 0, 1.0, 0.0),
+    pytest.param(0.7, 0, 1.0, 0.0, marks=pytest.mark.full),
     (1.0, 0, 1.0, 0.0),
-    (1.6, 0, 1.0, 0.0),
-    (1.0, 9, 1.0, 0.0),
+    pytest.param(1.6, 0, 1.0, 0.0, marks=pytest.mark.full),
+    pytest.param(1.0, 9, 1.0, 0.0, marks=pytest.mark.full),
     (1.2, 40, 0.8, 0.0),
     (1.0, 0, 1.0, 0.1),
 ]

@@ -118,7 +118,7 @@ def test_sizes_that_all_stages_have():
     assert StepSizes.common([ours, StepSizes()]) == StepSizes()
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("mode", ["full", "piecewise", "full_and_piecewise"])
 def test_steps_go_where_they_belong(monkeypatch, mode, num_stages):
     """Mixed requests through a whole engine: the tokens are the same, and every kind of step was there."""
