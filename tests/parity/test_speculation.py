@@ -167,9 +167,9 @@ def test_text_is_the_same_with_any_number_of_drafts(family, num_stages):
             family.asked,
             num_stages=num_stages,
             speculative={"method": "ngram", "min_n": 1, "num_speculative_tokens": num_drafts},
-            max_num_batched_tokens=(40, 80)[num_stages % 2],
+            max_num_batched_tokens=80 if number % 2 else 40,
             min_prefill_chunk_tokens=8,
-            num_kv_blocks=400 if number % 3 == 2 else 56,
+            num_kv_blocks=400 if number % 3 == 2 else 42,
             mode="full" if num_drafts in (None, 2, 5, 8) else "none",
         )
         family.compare(requests)
@@ -207,7 +207,7 @@ def test_text_is_the_same_with_a_head(family, num_stages, tmp_path):
             family.asked,
             num_stages=num_stages,
             speculative={"method": method, "model": str(head), "min_n": 1, "num_speculative_tokens": num_drafts},
-            max_num_batched_tokens=(40, 80)[num_stages % 2],
+            max_num_batched_tokens=80 if number % 2 else 40,
             min_prefill_chunk_tokens=8,
             num_kv_blocks=64 if (num_stages + number) % 2 else 400,
             mode="full" if number % 2 else "none",
