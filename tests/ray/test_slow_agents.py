@@ -23,11 +23,14 @@ if b"dashboard/agent.py" in command or b"runtime_env/agent/main.py" in command:
     time.sleep({AGENT_S})
 """
 CONNECT = """
-import time
+import os, time
+import ray
 from raypp.actors.cluster import Cluster
 
 started_s = time.monotonic()
 cluster = Cluster.connect()
+read = ray.remote(lambda: os.environ["OWN"]).options(runtime_env={"env_vars": {"OWN": "value"}})
+assert ray.get(read.remote()) == "value"  # the agent of environments has come
 print(time.monotonic() - started_s)
 cluster.disconnect()
 """
