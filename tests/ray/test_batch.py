@@ -154,6 +154,7 @@ def test_a_long_input_streams_through(job_env: dict[str, str], tmp_path: Path) -
     assert re.search(r"lines/s, [\d,]+ tokens/s, 0 failed, .* left", said), "no progress was reported"
 
 
+@pytest.mark.full
 def test_ray_data_from_parquet_to_parquet(job_env: dict[str, str], tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **job_env}, capture_output=True, text=True, timeout=DEADLINE_S)

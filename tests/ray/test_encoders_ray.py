@@ -214,6 +214,7 @@ def test_an_encoder_that_hangs_is_ended_and_started_again(engine, client, path):
     assert not wait_until_gone([stopped], WAIT_S)
 
 
+@pytest.mark.full
 def test_two_encoders_share_the_pictures_and_without_any_text_goes_on(local_ray, path, prompts, expected):
     """With the last encoder the engine is started again; when its restarts are used up, text goes on."""
     listener = EngineListener()

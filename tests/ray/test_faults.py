@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ray
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import this module
 
-NUM_KILLS = int(os.environ.get("FAULT_KILLS", "2"))
+NUM_KILLS = int(os.environ.get("FAULT_KILLS", "1"))
 PROMPT = {"prompt_token_ids": [1]}
 ENDLESS = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
 WAIT_S = 150.0  # for what is expected; only a hang takes this long
@@ -136,6 +136,7 @@ def test_a_stopped_process_is_reported_in_time_and_ended(local_ray, victim):
     _assert_in_time(stop_one, timeout_s + SOON_S, timeout_s * 0.9)
 
 
+@pytest.mark.full
 def test_a_stage_that_is_stopped_while_nothing_runs_is_reported_too(local_ray):
     with _open(step_timeout_s=1.0, heartbeat_s=0.1, close_timeout_s=3.0) as llm:
         stages = llm.processes()["stages"]
@@ -193,7 +194,7 @@ def _error_of_start(deed: str, timeout_s: float) -> RayppError:
 @pytest.mark.parametrize(
     ("deed", "words"),
     [
-        ("die", "stage 1 died loading the model"),
+        pytest.param("die", "stage 1 died loading the model", marks=pytest.mark.full),
         ("raise", "stage 1 failed.*ZeroDivisionError: while it loads"),
     ],
 )
@@ -205,7 +206,7 @@ def test_a_stage_that_cannot_start_is_named(local_ray, deed, words):
 
 def test_a_stage_that_hangs_while_it_loads_is_named_at_the_deadline(local_ray):
     """One deadline for the whole start: it is raised until everything else comes through before it."""
-    timeout_s = 6.0
+    timeout_s = 12.0
     while True:
         started = time.monotonic()
         error = _error_of_start("hang", timeout_s)

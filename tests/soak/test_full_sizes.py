@@ -30,10 +30,12 @@ FULL: dict[str, dict[str, str]] = {
     "tests/unit/test_dry_cuda.py": {"TEST_SIZES": "all"},
     "tests/unit/test_pytest_limits.py": {"TEST_SIZES": "all"},
     "tests/unit/api/test_recovery_whole.py": {"TEST_RECOVERIES": "6"},
-    "tests/ray/test_faults.py": {"FAULT_KILLS": "8"},
+    "tests/ray/test_encoders_ray.py": {"TEST_SIZES": "all"},
+    "tests/ray/test_faults.py": {"FAULT_KILLS": "8", "TEST_SIZES": "all"},
+    "tests/ray/test_parity_ray.py": {"TEST_SIZES": "all"},
     "tests/ray/test_restarts.py": {"RESTART_KILLS": "12"},
     "tests/ray/test_cluster.py": {"FAULT_NODES": "1"},
-    "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8"},
+    "tests/ray/test_batch.py": {"TEST_BATCH_LINES": "3000", "TEST_BATCH_KILLS": "8", "TEST_SIZES": "all"},
 }
 
 
