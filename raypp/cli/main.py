@@ -27,7 +27,7 @@ from raypp.config.log import log_to_stderr
 from raypp.config.names import OF_THE_SERVER
 from raypp.config.options import ADDRESS_SETTINGS, ENGINE_SETTINGS, HTTP_SETTINGS
 from raypp.config.other_engines import OF_OTHER_ENGINES, SHORT_OF_OTHER_ENGINES
-from raypp.errors import ConfigError, RayppError
+from raypp.errors import ConfigError, RayppError, install
 from raypp.nearest_name import nearest_name
 
 _EXIT_USER_ERROR = 2
@@ -73,7 +73,7 @@ def _serve(
         from serve_app.run import run_server
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "the server needs packages that are not installed", got=error, hint='pip install ".[serve]" in the clone'
+            "the server needs packages that are not installed", got=error, hint=install("serve")
         ) from error
     run_server(config, settings, address=address, on_ready=on_ready, read_again=read_again)
 
