@@ -39,6 +39,10 @@ def test_a_chat_template_is_read_where_the_command_runs(tmp_path: Path) -> None:
     assert model("--revision", "v1").revision == "v1"
     with pytest.raises(ConfigError, match="cannot be read"):
         model("--chat-template", str(tmp_path / "other.jinja"))
+    for text, said in (("", "nothing"), (" \n", "nothing"), ("Hello", "'Hello'")):
+        (tmp_path / "mine.jinja").write_text(text)
+        with pytest.raises(ConfigError, match=f"the file of the chat template holds none; got: .*mine.jinja': {said}"):
+            model("--chat-template", str(tmp_path / "mine.jinja"))
 
 
 def test_every_setting_has_an_option_and_a_variable_of_its_own() -> None:
