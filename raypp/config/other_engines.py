@@ -96,7 +96,9 @@ OF_SGLANG: Mapping[str, InPlace] = MappingProxyType(
         "mem_fraction_static": InPlace("cache.gpu_memory_utilization"),
         "max_total_tokens": InPlace("cache.num_kv_blocks", "each has `block_size` tokens"),
         "page_size": InPlace("cache.block_size"),
-        "disable_radix_cache": InPlace("cache.enable_prefix_caching", "false, or --no-enable-prefix-caching"),
+        "disable_radix_cache": InPlace(
+            "cache.enable_prefix_caching", "switch it off: false, or --no-enable-prefix-caching"
+        ),
         "max_running_requests": InPlace("scheduler.max_num_seqs"),
         "chunked_prefill_size": InPlace("scheduler.max_num_batched_tokens"),
         "schedule_policy": InPlace(None, "leave it out: of requests, the smaller `priority` goes first"),
